@@ -67,6 +67,8 @@ class LoRALinear(nn.Linear):
             input = DTensor.from_local(dropped, input.device_mesh, input.placements, run_check=False)
         elif self.dropout_active:
             input = F.dropout(input, self.dropout)
+        # W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1). The factor meets the narrowest
+        # tensor, of r features.
         return output + F.linear(F.linear(input, self.lora_A) * self.scale, self.lora_B)
 
 
@@ -127,6 +129,7 @@ def matches(name: str, entry: str) -> bool:
 
 def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
     head = output_module(hf)
+    # The exact type: subclasses compute something else with their weight.
     linears = {name: module for name, module in hf.named_modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in linears.items() if module is not head}
     counts = Counter(name.rpartition(".")[2] for name in layers)
@@ -181,6 +184,7 @@ def init_adapters(hf: nn.Module, cfg: LoRAConfig, seed: int) -> None:
     """
     for name, module in adapters(hf):
         copy_whole(module.lora_A, draw_first_matrix(name, tuple(module.lora_A.shape), cfg.lora_A_init, seed))
+        # B A = 0: training begins at the base model (arXiv 2106.09685, section 4.1).
         module.lora_B.zero_()
 
 
@@ -193,8 +197,10 @@ def draw_first_matrix(
     if method == "xavier":
         nn.init.xavier_normal_(whole, generator=generator)
     elif method == "uniform":
+        # As nn.Linear draws its weight: uniform within 1 / sqrt(in).
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
     else:
+        # The width that PEFT calls `gaussian`: 1 / r.
         nn.init.normal_(whole, std=1 / shape[0], generator=generator)
     return whole
 

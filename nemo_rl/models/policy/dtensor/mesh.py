@@ -33,9 +33,13 @@ class ParallelMesh:
         assert sizes.world_size == dist.get_world_size()
         self.sizes = sizes
         self.world = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
+        # Context ranks hold other positions of the same samples. Their gradients are summed like those of other
+        # samples, so parameters are sharded over both.
         shard = self.world["dp_shard", "context_parallel"]._flatten("fsdp_shard")
         copies = self.world["dp_replicate"]
+        # Copies outside of the shards: gathers, which are frequent, stay among neighboring ranks.
         self.fsdp = shard if sizes.dp_replicate == 1 else DeviceMesh._concatenate([copies, shard])
+        # Without context ranks, which work on the same samples.
         data = self.world["dp_replicate", "dp_shard"]._flatten("data_parallel")
         self.data_group = data.get_group()
         self.data_rank: int = data.get_local_rank()
@@ -45,6 +49,8 @@ class ParallelMesh:
         )
         self.context_rank: int = self.world["context_parallel"].get_local_rank()
         self.expert = self.expert_fsdp = None
+        # The same ranks in another arrangement: the ranks that share experts see different tokens, so they come out of
+        # the axes that shard parameters elsewhere.
         if sizes.expert_parallel > 1:
             expert_shard = sizes.dp_shard * sizes.context_parallel // sizes.expert_parallel
             front = (sizes.pipeline_parallel, sizes.dp_replicate)

@@ -57,6 +57,7 @@ def build_stages(
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
     if lora_cfg.enabled:
         lora.apply_lora(whole, lora_cfg)
+        # Frozen weights need no float32 master copy: nothing is ever added to them.
         lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
@@ -80,12 +81,15 @@ def build_stages(
 def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling: SamplingParams) -> LogprobModel:
     settings = config.dtensor_cfg
     if mesh.tensor is not None:
+        # Before FSDP, which shards what tensor and expert parallelism leave to this rank.
         tensor_parallel.apply_tensor_parallel(hf, mesh.tensor, settings)
     moe.apply_expert_parallel(hf, mesh)
+    # Wrapped before FSDP, so that one gather of a block serves its recomputation and its backward pass.
     recompute_activations(hf, settings.activation_checkpointing)
     layers = decoder_layers(hf)
     if settings.torch_compile:
         for layer in layers:
+            # Block by block: equal blocks share a graph, and a graph of the whole model would grow with its layers.
             layer.compile()
     kind = LogprobModel if mesh.pipeline is None else pipeline.PipelineStageModel
     stage = kind(
@@ -120,6 +124,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
         is_padding_free = unpackable_reason(hf_config) is None
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
+        # Every tensor-parallel rank holds equally many positions.
         multiples.append(settings.tensor_parallel_size)
     if config.dynamic_batching.enabled and not is_padding_free:
         multiples.append(config.dynamic_batching.sequence_length_round)
@@ -178,6 +183,7 @@ def shard(
 
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
     """
+    # Sums of gradients over many ranks lose digits in bfloat16, so they are reduced in float32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
@@ -187,6 +193,7 @@ def shard(
     fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # FSDP would average over ranks; see the docstring.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
@@ -218,6 +225,7 @@ def export_weights(
     """
     own = [tensor for stage in stages for tensor in _exported_of(stage, merged)]
     everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
+    # Stable: within base weights and within adapters the order of the model remains.
     return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
 
 
@@ -291,6 +299,7 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
         if tensor.name in mine:
             whole = mine[tensor.name].gather(dtype).to(device)
         else:
+            # Integer buffers keep their dtype on every rank, as `gather` leaves them on the owning one.
             wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
             whole = torch.empty(tensor.shape, dtype=wanted, device=device)
         dist.broadcast(whole, src=source, group=group)

@@ -62,6 +62,8 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
     assert num_layers >= num_stages
     each, left = divmod(num_layers, num_stages)
     middle_first = [*range(1, num_stages - 1), 0]
+    # The last stage gets none of the layers left over, the first stage the last one: a head over the vocabulary costs
+    # more than a lookup of embeddings.
     sizes = [each + (stage in middle_first[:left]) for stage in range(num_stages)]
     return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
 
@@ -74,6 +76,7 @@ def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrai
     Raises:
         ValueError: see `split_stages`.
     """
+    # On the meta device copies need no memory.
     copies = [hf, *(copy.deepcopy(hf) for _ in range(config.pipeline.stages_per_rank - 1))]
     for turn, part in enumerate(copies):
         split_stages(part, rank + turn * config.pipeline_parallel_size, config)
@@ -203,6 +206,7 @@ class PipelineStageModel(LogprobModel):
     def forward(self, batch: ModelBatch, task: HeadTask, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or the output of `task`."""
         assert (hidden is None) == self.is_first
+        # Hidden states go in as embeddings, so the forward of the family stays as it is.
         begin = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
         out = self.hf.base_model(
             **begin, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
@@ -254,6 +258,7 @@ class _Stage(PipelineStage):
         activations: Activations,
         clear_cache_every: int | None,
     ) -> None:
+        # Given a shape, torch infers none from a trial run. `_allocate` makes the messages that are really sent.
         any_rows = torch.empty(0, device="meta", dtype=activations.dtype, requires_grad=True)
         inputs = () if stage_index == 0 else any_rows
         super().__init__(
@@ -294,6 +299,7 @@ class _Stage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            # The message has been used up; torch would keep it to the end of the step.
             info.buffer = None
         if loss is not None:
             loss.detach_()  # the schedule keeps the loss to the end of the step, and its graph holds the message
@@ -333,6 +339,7 @@ class PipelineRunner:
         sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
         self.activations = Activations(hidden_size, compute_dtype, device, sequence_shards)
         self._loss: MicroBatchLoss | None = None
+        # A schedule is made for one number of micro-batches.
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
@@ -352,6 +359,7 @@ class PipelineRunner:
         self._loss = None
         for stage in stages:
             stage.batches = ()
+            # Otherwise outputs and graphs of this step would live until the next one.
             stage.clear_runtime_states()
 
     def _loss_of(self, outputs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -367,6 +375,8 @@ class PipelineRunner:
         if self.schedule == "interleaved_1f1b":
             # torch wants rounds of equal length; plans follow `DTensorConfig.micro_batch_multiple`.
             assert count % self.size == 0, (count, self.size)
+            # scale_grads=False: the loss is divided by a global count, so torch must not divide by the micro-batches
+            # again.
             schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=self._loss_of, scale_grads=False)
         else:
             # With fewer micro-batches than stages 1F1B is GPipe, and torch accepts it under that name only.
@@ -408,6 +418,8 @@ class PipelineRunner:
             hidden = None
             if following is not None and not following[1].is_first:
                 hidden = self.activations.empty(batches[following[0]])
+            # Send and receive are started together. With several stages per rank the ranks form a ring, in which
+            # blocking sends would wait for each other.
             operations = []
             if out is not None:
                 operations.append(dist.P2POp(dist.isend, out, group=self.group, group_peer=(self.rank + 1) % self.size))

@@ -66,6 +66,7 @@ class TopKLogprobs(HeadTask):
         return (TEACHER_TOPK,)
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        # Exact, though the ids travelled as float32; see `TopKLogits`.
         indices = batch.columns[TEACHER_TOPK][:, self.k :].to(torch.int64)
         assert indices.shape[1] == self.k
         logprobs, entropy = linear_topk_logprobs(states, model.output_head(), indices, chunk_tokens=model.chunk_tokens)
@@ -116,6 +117,7 @@ class StoredHead:
                 unknown to its logits.
         """
         model = build_on_meta(config, DTYPES[precision])
+        # By identity: a head that is tied to the embeddings is stored under their name.
         names = {id(tensor): name for name, tensor in named_tensors(model)}
         layer = model.get_output_embeddings()
         assert isinstance(layer, torch.nn.Linear), "this model has no output head"
@@ -175,9 +177,11 @@ class FullKL(HeadTask):
         stop = min(head.start + len(head.weight), self.vocab_size)
         weight, bias = self.teacher.rows(min(head.start, stop), stop, states.device)
         transform = self.teacher.transform  # the teacher's own; the temperature is the student's
+        # Without a group: the student reduces the sums of both distributions over its own ranks.
         teacher_head = replace(
             head, weight=weight, bias=bias, transform=transform, group=None, vocab_size=self.vocab_size
         )
+        # Undoes the packing of `LastStates`: the same bits in the dtype of the teacher.
         teacher_states = batch.columns[TEACHER_STATES].view(weight.dtype)
         size, rows = self.vocab_size, model.chunk_tokens
         kl = linear_kl(states, head, teacher_states, teacher_head, vocab_size=size, chunk_tokens=rows)

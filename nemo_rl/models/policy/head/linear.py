@@ -76,6 +76,7 @@ def topk_logits(
     values = tiles.buffer.new_full((len(states), k), float("-inf"))
     indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
     for rows, columns, _, tile in tiles:
+        # A tile can hold fewer than k columns; `_keep_largest` joins what the tiles have.
         found, where = tile.topk(min(k, columns.stop - columns.start), dim=1)
         where += head.start + columns.start
         _keep_largest(values[rows], indices[rows], found, where)
@@ -84,6 +85,8 @@ def topk_logits(
         all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
         dist.all_gather_into_tensor(all_values, values, group=head.group)
         dist.all_gather_into_tensor(all_indices, indices, group=head.group)
+        # Start over: the gathered logits include those of this rank. All ranks merge in the order of ranks, so that
+        # they agree on ties.
         values.fill_(float("-inf"))
         for found, where in zip(all_values.split(len(states)), all_indices.split(len(states)), strict=True):
             _keep_largest(values, indices, found, where)
@@ -167,6 +170,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if options.is_filtered:
                 kept[rows] = tiles.smallest_kept(tile)
                 tiles.filter(tile, kept[rows], index, is_here)
+            # One tile of one rank has the target, so the sum over tiles and ranks is its logit. Read before `add` turns
+            # the tile into exponentials.
             sums.chosen[rows] += torch.where(is_here, tile.gather(1, index), 0.0)
             sums.add(rows, tile, with_entropy=False)
         sums.reduce(options.head.group)
@@ -182,11 +187,13 @@ class _LinearLogprobs(torch.autograd.Function):
         tiles = Tiles(states, weight, bias, options)
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
         rising = grad * tiles.scale
+        # p = exp(logit - maximum) / total: dividing here costs one division per token in place of one per logit.
         falling = -rising / total
         for rows, columns, block, tile in tiles:
             index, is_here = tiles.find(targets[rows], columns)
             slope = tiles.slope(tile)  # of the logits themselves: before the filter and the gradient overwrite them
             if options.is_filtered:
+                # Logits outside of the kept set are -inf again, so their p, and with it their gradient, is exactly 0.
                 tiles.filter(tile, kept[rows], index, is_here)
             # d log p(target) / d logit = [is target] - p
             tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
@@ -209,7 +216,9 @@ class _Chosen:
         # The last block of columns may be narrower.
         width_here = (tiles.num_columns - column // width * width).clamp(max=width)
         place = (row % height * width_here + column % width).flatten()
+        # Sorted by tile once. Looking for the ids in every tile would compare N x K ids as often as there are tiles.
         order = number.argsort(stable=True)
+        # The only wait for the device. Ids of other ranks lie behind those of the last tile, where nothing reads them.
         sizes = torch.bincount(number, minlength=num_tiles + 1).tolist()
         self.entries = order.split(sizes)
         self.places = place[order].split(sizes)
@@ -234,6 +243,7 @@ class _LinearTopK(torch.autograd.Function):
         sums = Sums.empty(tiles.buffer, *indices.shape)
         chosen = _Chosen(indices, tiles)
         for rows, columns, _, tile in tiles:
+            # Before `add`, which overwrites the logits.
             entries, places = chosen.of_tile(rows, columns)
             sums.chosen.view(-1)[entries] = tile.view(-1)[places]
             sums.add(rows, tile, with_entropy=True)
@@ -241,6 +251,8 @@ class _LinearTopK(torch.autograd.Function):
         entropy = sums.entropy()
         ctx.save_for_backward(states, weight, bias, indices, sums.maximum, sums.total, entropy)
         ctx.options = options
+        # The entropy is often a metric only. None instead of zeros as its gradient tells backward to leave its terms
+        # out.
         ctx.set_materialize_grads(False)
         return sums.logprobs(), entropy
 
@@ -274,6 +286,7 @@ class _LinearTopK(torch.autograd.Function):
                 probabilities = torch.exp(tile, out=spare[: tile.numel()].view_as(tile))
                 tile.mul_(slope_of_log[rows, None]).add_(constant[rows, None]).mul_(probabilities)
             entries, places = chosen.of_tile(rows, columns)
+            # Added, not written: an id may stand several times in a row of `indices`.
             tile.view(-1).index_add_(0, places, rising[entries])
             sums.add(rows, columns, tile, block, slope)
         return *sums.result(options.head.group, weight.dtype), None, None
@@ -298,13 +311,16 @@ class _PairSums:
         self._raise_maxima(rows, torch.maximum(self.maxima[:, rows], largest))
         student.sub_(self.maxima[0, rows, None])
         teacher.sub_(self.maxima[1, rows, None])
+        # Before the exponentials overwrite both.
         torch.sub(student, teacher, out=difference)
         self.totals[:, rows] += torch.stack([student.exp_().sum(dim=1), teacher.exp_().sum(dim=1)])
         self.crossed[0, rows] += student.mul_(difference).sum(dim=1)
+        # The difference seen from the teacher has the opposite sign.
         self.crossed[1, rows] -= teacher.mul_(difference).sum(dim=1)
 
     def _raise_maxima(self, rows: slice, maxima: torch.Tensor) -> None:
         # All earlier terms had a smaller maximum in their exponents: rescale them to the new one.
+        # The difference inside `crossed` loses the rise of its own maximum and gains that of the other one.
         rise = maxima - self.maxima[:, rows]
         factor = rise.neg().exp()
         self.crossed[:, rows] = factor * (self.crossed[:, rows] + (rise.flip(0) - rise) * self.totals[:, rows])
@@ -315,6 +331,7 @@ class _PairSums:
         """Over the ranks that share the vocabulary."""
         if group is None or self.maxima.numel() == 0:
             return
+        # Maxima first: sums of exponentials of several ranks add up only under a common maximum.
         maxima = self.maxima.clone()
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         self._raise_maxima(slice(None), maxima)
@@ -365,6 +382,7 @@ class _LinearKL(torch.autograd.Function):
             slope = tiles.slope(tile)
             tile.sub_(maxima[0, rows, None]).sub_(log_totals[0, rows, None])
             other.sub_(maxima[1, rows, None]).sub_(log_totals[1, rows, None])
+            # Both gradients have a term in p, so one pass makes p (g_forward + g_reverse (log p/q - KL)) - g_forward q.
             factor = torch.sub(tile, other, out=spare[: tile.numel()].view_as(tile))
             factor.sub_(kl[rows, None]).mul_(of_reverse[rows]).add_(of_forward[rows])
             tile.exp_().mul_(factor).sub_(other.exp_().mul_(of_forward[rows]))

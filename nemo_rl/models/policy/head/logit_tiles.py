@@ -248,6 +248,7 @@ class Sums:
         """Over the ranks that share the vocabulary."""
         if group is None or len(self.maximum) == 0:
             return
+        # The maximum first: sums of exponentials of several ranks add up only under a common one.
         maximum = self.maximum.clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
         self._raise_maximum(slice(None), maximum)

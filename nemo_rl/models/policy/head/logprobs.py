@@ -53,6 +53,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     scale, softcap = 1.0, None
     for name, value in text.to_dict().items():
         is_of_the_head = name in _OF_THE_HEAD or ("logit" in name and name not in _NOT_OF_THE_HEAD)
+        # A factor of 1 changes nothing, whatever it is applied to.
         if not is_of_the_head or value is None or value == 1.0:
             continue
         if kind in _SOFTCAPS.get(name, "").split():
@@ -62,6 +63,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
         elif kind in _DIVISORS.get(name, "").split():
             scale /= value
         else:
+            # Not ignored: training would follow another distribution than the one that the engine samples from.
             raise ValueError(
                 f"{kind!r} models change their logits by {name} (here {value!r}); "
                 f"nemo_rl/models/policy/head/logprobs.py does not know how; use another model, or add {kind!r} "
@@ -80,6 +82,7 @@ def _check_head(hf: PreTrainedModel) -> None:
             f"({', '.join(others) or type(head).__name__}); use a causal language model with a plain head, such as "
             "Llama, Qwen or Gemma"
         )
+    # Logprobs read the weight itself, so an adapter beside it would be left out without an error.
     if len(list(head.parameters())) != 1 + (head.bias is not None):
         raise ValueError(
             "the output head has adapters, which logprobs do not pass through; leave it out of "
@@ -130,6 +133,7 @@ class LogprobModel(nn.Module):
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """The outputs of `task` for the scored tokens of `batch`; see `score`."""
+        # The base model alone: the head of `hf` would make logits for every position.
         states = self.hf.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
         ).last_hidden_state
@@ -145,6 +149,7 @@ class LogprobModel(nn.Module):
         states = self.hf.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=True, **how
         ).last_hidden_state[:, -1]
+        # Greedy decoding takes the largest logit, which a temperature does not change.
         return whole_logits(states, replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
@@ -155,6 +160,7 @@ class LogprobModel(nn.Module):
         scored = task(self, states.flatten(0, 1).index_select(0, batch.states), batch)
         out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
         out = out.index_put((batch.rows, batch.positions), scored)
+        # Every context rank scored its own positions and has zeros elsewhere, so the sum is the whole sequence.
         return out if self.context is None else context_sum(out, self.context.get_group())
 
     def score_weight(self) -> torch.Tensor:
@@ -173,6 +179,7 @@ class LogprobModel(nn.Module):
         if isinstance(weight, DTensor):
             assert self.tensor is not None and weight.device_mesh == self.tensor, "FSDP has not gathered the head"
             assert weight.placements in ((Shard(0),), (Replicate(),))
+            # A replicated head is whole on every rank: then a group would add up the same sums several times.
             if weight.placements == (Shard(0),):
                 _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
                 group, start = self.tensor.get_group(), offset[0]

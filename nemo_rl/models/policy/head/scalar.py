@@ -64,8 +64,10 @@ def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: 
         )
     config = copy.deepcopy(config)
     config.architectures = [known]
+    # transformers sizes the head by it.
     config.num_labels = 1
     if pad_token_id is not None:
+        # Without it the classifiers of transformers refuse batches of several rows.
         config.get_text_config().pad_token_id = pad_token_id
     return config
 
@@ -100,6 +102,7 @@ def check_scalar_head(hf: PreTrainedModel) -> None:
     """ValueError unless the head is one linear layer on the last hidden states, with one output and no bias."""
     head = hf._modules.get(HEAD)
     others = others_with_weights(hf, head)
+    # `LogprobModel.score_weight` is the weight alone: a bias would be missing in every score.
     is_plain = isinstance(head, nn.Linear) and head.bias is None and head.out_features == 1
     if not is_plain or others:
         raise ValueError(

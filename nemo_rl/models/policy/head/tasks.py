@@ -72,6 +72,7 @@ class Logprobs(HeadTask):
     filtered: bool = True
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        # The engine samples from the filtered distribution, so ratios of probabilities have to use it as well.
         top_k, top_p = (model.top_k, model.top_p) if self.filtered else (None, 1.0)
         return linear_logprobs(
             states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=model.chunk_tokens
@@ -83,4 +84,5 @@ class Scalars(HeadTask):
     """The score of each scored token: the reward of a sequence, or the value of a state."""
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        # In float32: bfloat16 has 8 significant bits, so scores that differ by 0.3% would become equal.
         return (states.float() @ model.score_weight().float().T)[:, 0]

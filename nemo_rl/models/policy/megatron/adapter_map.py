@@ -75,6 +75,7 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
         for name, entry in linears.items()
         if any(matches(name, target) for target in targets)
         and not any(matches(name, pattern) for pattern in peft.exclude_modules)
+        # By default no layers of experts: they stay frozen, and `_adapted` refuses those that are named.
         and not (entry.expert is not None and not peft.target_modules)
     ]
     if not chosen:
@@ -95,6 +96,7 @@ def _adapted(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> Adapt
         )
     hf_names = [source.name.removesuffix(".weight") for source in weight.sources]
     rows, columns = [source.shape[0] for source in weight.sources], weight.sources[0].shape[1]
+    # With a larger rank B A could be any matrix, and the adapter would save nothing.
     largest = min(sum(rows), columns)
     if peft.dim > largest:
         raise ValueError(
@@ -132,6 +134,7 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
     """Whole trained tensors by their names in files -> by PEFT's names, where every layer has its own lora_A."""
     found = {f"base_model.model.{HEAD_WEIGHT}": trained[HEAD_WEIGHT]} if HEAD_WEIGHT in trained else {}
     for layer in layers:
+        # The layers of a fused matrix share one A here. PEFT knows no shared A, so each gets a copy.
         for hf_name, rows in zip(layer.hf_names, layer.lora_b.sources, strict=True):
             name_a, name_b = tensor_names(hf_name)
             found[name_a] = trained[layer.lora_a.sources[0].name].clone()

@@ -69,8 +69,10 @@ class MegatronState:
     def of(cls, policy: MegatronPolicy, *, save_optimizer: bool) -> MegatronState:
         """The present state."""
         weights: dict[str, Chunks] = {}
+        # Without the copy of tied embeddings: on a rank that has both, their chunks would be the same twice.
         for name, entry in policy.entries(policy.parameters, with_tied_output=False).items():
             add_chunks(weights, entry, policy.ranks, policy.parameters[name])
+        # What is drawn inside of tensor-parallel regions comes from generators of Megatron's own.
         generators = dict(_random_tracker().get_states())
         if not save_optimizer:
             return cls(weights=weights, optimizer=None, counters=Counters(), generators=generators)
@@ -105,6 +107,7 @@ class MegatronState:
             for name in ("weights", "generators", *(() if self.optimizer is None else ("optimizer",))):
                 (directory / name).mkdir(parents=True, exist_ok=True)
             if self.generators:
+                # A file per rank: each has generators of its own.
                 save_file(dict(self.generators), directory / "generators" / f"{dist.get_rank()}.safetensors")
             if dist.get_rank() == 0:
                 self.counters.write(directory)
@@ -126,10 +129,12 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
     counters = Counters.read(directory)
     check_checkpoint_fits(directory / "weights", shapes_of(policy.weights))
     weights: dict[str, Chunks] = {}
+    # The copy of tied embeddings on the last stage reads what the first stage wrote.
     for name, entry in policy.entries(policy.parameters, with_tied_output=True).items():
         add_chunks(weights, entry, policy.ranks, policy.parameters[name])
     _load_chunks(weights, directory / "weights")
     if policy.optimizer is not None:
+        # The float32 main parameters are copies, made from the weights that were there before.
         policy.optimizer.reload_model_params()
     if load_optimizer:
         check_optimizer(directory, counters, policy.optimizer_kind)
@@ -158,6 +163,7 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
     states = policy.states()
     for name, entry in policy.entries(states, with_tied_output=True).items():
         available = keys.get(entry.sources[0].name, set())
+        # A new optimizer has no moments before its first step: make those that were saved.
         states[name].allocate(available - {"main_param"})
         tensors = {key: value for key, value in states[name].tensors().items() if key in available}
         for key, values in tensors.items():
@@ -239,6 +245,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.flatten_state_dict = False
+        # Nothing is flattened, so both are the given one.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -291,6 +298,7 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
     _, columns = shape
     at = 0
     while at < len(values):  # the rest of a row, whole rows, the beginning of a row
+        # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.
         row, column = divmod(flat.start + at, columns)
         left = len(values) - at
         is_partial = column > 0 or left < columns

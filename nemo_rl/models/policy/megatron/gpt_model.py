@@ -49,6 +49,7 @@ def packed_params(batch: ModelBatch, context_size: int) -> PackedParams:
     assert batch.cu_seqlens is not None
     queries = batch.cu_seqlens.query_lengths
     if context_size > 1:
+        # A sequence has an early and a late chunk on each rank; see `RowLayout`.
         queries = [sum(pair) for pair in zip_longest(queries[::2], queries[1::2], fillvalue=0)]
     lengths = [length * context_size for length in queries]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=batch.input_ids.device)
@@ -131,6 +132,7 @@ class PolicyGPTModel(GPTModel):
         group: dist.ProcessGroup = self.pg_collection.tp
         start = group.rank() * len(weight)
         return OutputHead(
+            # Without padding rows, which would take part in the softmax.
             weight=weight[: self.true_vocab_size - start],
             transform=self.transform,
             temperature=self.temperature,
@@ -233,6 +235,7 @@ class _MegatronSequences:
     def logits(self, temperature: float) -> torch.Tensor:
         first = self._forward(self._tokens, temperature)
         self._cache.enable_decode_mode()
+        # No prompt occurs twice: there is no cache to copy.
         if self._prompt_of == list(range(len(first))):
             return first
         self.keep(self._prompt_of)

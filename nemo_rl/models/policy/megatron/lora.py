@@ -60,6 +60,7 @@ class Adapter(nn.Module):
     def __init__(self, linear: Any, layer: AdaptedLayer, peft: MegatronPeftConfig, group: dist.ProcessGroup) -> None:
         super().__init__()
         rows, columns = linear.weight.shape
+        # Of the size of this rank's shard: columns of A are columns of W, rows of B are rows of W.
         self.lora_A = nn.Parameter(linear.weight.new_empty(peft.dim, columns))
         self.lora_B = nn.Parameter(linear.weight.new_empty(rows, peft.dim))
         self.scale = peft.alpha / peft.dim
@@ -69,14 +70,18 @@ class Adapter(nn.Module):
         self.group = group
         self.shards_positions = linear.config.sequence_parallel and group.size() > 1
         if self.shards_positions:
+            # A matrix that is whole on every rank sees only the positions of its rank, so Megatron has to add up its
+            # gradients.
             replicated: Any = self.lora_B if self.is_row_parallel else self.lora_A
             replicated.sequence_parallel = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Scaled where the tensor is narrowest.
         narrow = F.linear(F.dropout(input, self.dropout, self.training), self.lora_A) * self.scale
         return F.linear(self._reduce(narrow), self.lora_B)
 
     def _reduce(self, narrow: torch.Tensor) -> torch.Tensor:
+        # The adapter changes layouts as its layer does, but with tensors of r features in place of whole hidden states.
         if self.is_row_parallel and self.shards_positions:
             return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
         if self.is_row_parallel:
@@ -92,6 +97,7 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tens
     (input,), (output, bias) = inputs, outputs
     if "layer_norm_weight" in linear._parameters:  # Transformer Engine fuses the preceding norm into the layer
         norm, epsilon = linear.layer_norm_weight, linear.config.layernorm_epsilon
+        # The layer got its input before the norm, and the adapter has to see what the matrix saw.
         input = F.rms_norm(input.float(), norm.shape, norm.float(), epsilon).to(input.dtype)
     return output + linear.adapter(input), bias
 
@@ -123,6 +129,7 @@ class Adapters:
         self._by_weight = {layer.weight.template: layer for layer in self.layers}
         parameters = parameters_by_name(stages)
         for parameter in parameters.values():
+            # The optimizer takes what requires a gradient, and Megatron makes buffers for that alone.
             parameter.requires_grad_(False)
         for entry in trained_head(weights):
             if entry.template in parameters:
@@ -151,6 +158,7 @@ class Adapters:
         for layer in self.layers:
             if layer.lora_a.template in trained:
                 shape = layer.lora_a.sources[0].shape
+                # Every rank draws the whole matrix, so the values do not depend on the number of ranks.
                 whole = draw_first_matrix(layer.hf_names[0], shape, self.peft.lora_A_init_method, seed)
                 shard = layer.lora_a.shard([whole], *layer.lora_a.rank_and_size(ranks))
                 trained[layer.lora_a.template].copy_(shard)

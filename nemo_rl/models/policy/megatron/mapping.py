@@ -117,6 +117,7 @@ class MappedTensor:
 
     def shard(self, sources: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """Shard `rank` of `size`, copied from the whole Hugging Face tensors. Padding rows are zeros."""
+        # Padding rows of the vocabulary stay zeros, as `load_weights` leaves them.
         shard = sources[0].new_zeros(self.shard_shape(size))
         for part in self.slices(rank, size):
             source = sources[part.source].narrow(part.dim, part.start, part.length)
@@ -144,12 +145,14 @@ class WeightMap:
             if owner in (None, ranks.ep_rank):
                 named[name] = entry
         if self.is_tied and with_tied_output:
+            # The last stage holds a copy under the name of the head; on a single stage the two are one parameter.
             named[OUTPUT_LAYER] = named[EMBEDDING]
         return named
 
     def body(self) -> WeightMap:
         """Without output layer: what the checkpoints of a language model and its classifiers have in common."""
         entries = tuple(entry for entry in self.entries if entry.template != OUTPUT_LAYER)
+        # A classifier is often made from the files of a language model, whose head is then left over.
         extra = re.compile(rf"{self.extra.pattern}|^lm_head\.weight$|^{re.escape(HEAD_WEIGHT)}$")
         return replace(self, entries=entries, is_tied=False, extra=extra)
 
@@ -489,6 +492,7 @@ class Vocabulary(Layout):
 
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
         vocabulary = shapes[0][0]
+        # Padding keeps the shards equal, so that ranks can gather them in one collective.
         rows = padded_vocabulary(vocabulary, size) // size
         return [ShardSlice(0, 0, rank * rows, min((rank + 1) * rows, vocabulary), 0)]
 
@@ -509,8 +513,10 @@ class QueryGroups(Layout):
         rows = _even_share(sum(shape[0] for shape in shapes), size)
         first, last = rank * rows, (rank + 1) * rows
         slices, offset = [], 0
+        # The query heads of a group use the same key and value head (Ainslie et al. 2023, arXiv 2305.13245).
         queries = self.heads // self.groups * self.head_dim
         for group, (source, length) in product(range(self.groups), enumerate((queries, self.head_dim, self.head_dim))):
+            # Megatron cuts by rows, with more ranks than groups also inside of a group.
             low, high = max(first, offset), min(last, offset + length)
             if low < high:
                 start = group * length - offset

@@ -39,6 +39,7 @@ class MegatronMesh:
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             distributed_timeout_minutes=_TIMEOUT_MINUTES,
         )
+        # Megatron keeps a second generator, for what tensor-parallel ranks must draw differently.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.sizes = MegatronSizes.of_megatron(config, dist.get_world_size())
         self.data_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
@@ -84,6 +85,7 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, tuple(dist.get_process_group_ranks(group)))
     timeout = timedelta(minutes=_TIMEOUT_MINUTES)
+    # Every rank makes all groups, in one order: `new_group` is a collective over the world.
     made: dict[Any, Any] = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(all_ranks))}
     return made[all_ranks[dist.get_rank()]]
 

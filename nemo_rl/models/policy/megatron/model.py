@@ -59,6 +59,8 @@ def build_stages(
         stage = (PolicyScalarModel if is_scalar(model) else PolicyGPTModel)(
             config,
             layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
+            # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows; `true_vocab_size` is what
+            # counts.
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=policy.max_total_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -67,6 +69,7 @@ def build_stages(
             position_embedding_type="none" if config.multi_latent_attention else "rope",
             vp_stage=vp_stage,
         )
+        # The frequencies of transformers: Megatron's own differ for scaled rotary embeddings.
         set_frequencies(stage, model, device)
         stage.transform = logit_transform(model)
         stage.true_vocab_size = text.vocab_size
@@ -143,6 +146,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The sum is in place, and the gradient may be a view of a larger one.
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -195,6 +199,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
+        # Squares of bfloat16 states lose digits that the mean needs.
         wide = states.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(states.dtype)

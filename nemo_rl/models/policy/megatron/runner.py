@@ -89,6 +89,7 @@ class MegatronRunner:
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only."""
         for chunk in self.chunks:
+            # Gradients add up in these buffers over the micro-batches of the step.
             chunk.zero_grad_buffer()
             chunk.train()
         if self.balanced:  # their losses are divided by the tokens of the whole step
@@ -220,6 +221,7 @@ class StageCommunicator(P2PCommunicator):
         gradients = self._empty(self.gradients) if recv_next else None
         forward = _ops(tensor_send_next, self.next_rank, states, self.prev_rank, self.pp_group)
         backward = _ops(tensor_send_prev, self.prev_rank, gradients, self.next_rank, self.backward_group)
+        # Messages of one group in one batch: two batches would have to be started in the same order on both ranks.
         batches = [forward + backward] if self.backward_group is self.pp_group else [forward, backward]
         works = [work for ops in batches if ops for work in dist.batch_isend_irecv(ops)]
         for work in works:

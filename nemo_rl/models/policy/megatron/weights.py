@@ -42,6 +42,7 @@ def load_weights(
         located = weight_map.locate(stored.names)
         for name, parameter in parameters.items():
             entry = entries[name]
+            # Experts have a tensor parallelism of their own.
             rank, size = entry.rank_and_size(ranks)
             shape = entry.shard_shape(size)
             assert tuple(parameter.shape) == shape, f"{name} is {tuple(parameter.shape)}, not {shape}"
@@ -80,8 +81,10 @@ def local_shards(
     """
     value = value or parameters.__getitem__
     shards = []
+    # A tied matrix is one tensor on disk and in the engine, so the first stage alone sends it.
     held = weight_map.on_rank(ranks, with_tied_output=False)
     for name, entry in ((name, entry) for name, entry in held.items() if name in parameters):
+        # A fused matrix, such as linear_qkv, becomes the tensors it was made of.
         by_source: dict[int, list[ShardSlice]] = defaultdict(list)
         for part in entry.slices(*entry.rank_and_size(ranks)):
             by_source[part.source].append(part)
@@ -119,6 +122,7 @@ def export_weights(
     """
     own = [(shard.name, shard.dtype, shard.keeps_dtype, (shard.dim, shard.start, shard.stop)) for shard in shards]
     of_ranks: list[Any] = [None] * dist.get_world_size()
+    # Once for all gathers.
     dist.all_gather_object(of_ranks, own)
     dtypes: dict[str, tuple[torch.dtype, bool]] = {}
     holders: dict[str, dict[tuple[int, int, int], int]] = defaultdict(dict)  # name -> (dim, start, stop) -> rank
@@ -133,6 +137,7 @@ def export_weights(
         wanted = dtype if wanted is None else wanted
         sent = wanted if wanted.itemsize < dtype.itemsize else dtype  # cast first if that reduces the bytes to send
         whole = torch.empty(source.shape, dtype=wanted, device=device)
+        # The same order on every rank: each of these is a collective.
         for (dim, start, stop), rank in holders[source.name].items():
             target = whole.narrow(dim, start, stop - start)
             shard = torch.empty(target.shape, dtype=sent, device=device)

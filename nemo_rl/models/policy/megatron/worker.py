@@ -67,6 +67,7 @@ class MegatronPolicyWorker(PolicyWorker):
             cpu_shim.install()
         self.megatron = config.megatron_cfg
         self.mesh = MegatronMesh(self.megatron, settings.seed)
+        # Tensor-parallel ranks, which are neighbors, draw alike: they compute the same tokens together.
         seed_everything(settings.seed + self.rank // self.megatron.tensor_model_parallel_size)
         self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
@@ -90,6 +91,7 @@ class MegatronPolicyWorker(PolicyWorker):
         if config.reward_model_cfg.enabled:
             self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
+        # By these marks the norm of the gradient counts replicated parameters once.
         mark_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks())
         self._load_weights()
         self.adapters = None
@@ -98,7 +100,10 @@ class MegatronPolicyWorker(PolicyWorker):
         if not settings.init_optimizer:  # then gradients need no memory either
             for stage in self.stages:
                 stage.requires_grad_(False)
+        # Weights are loaded and adapters inserted by now: wrapping puts gradients of trained parameters into flat
+        # buffers.
         self.chunks = wrap(self.stages, self.transformer, self.megatron)
+        # Again: adapters added parameters, and wrapping replaced buffers.
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
@@ -130,6 +135,7 @@ class MegatronPolicyWorker(PolicyWorker):
         reward = self.config.reward_model_cfg
         multiples = [self.config.make_sequence_length_divisible_by, width_multiple(self.megatron)]
         if self.megatron.sequence_parallel:
+            # Each tensor-parallel rank holds equally many positions between its matrices.
             multiples.append(self.megatron.tensor_model_parallel_size)
         if self.megatron.context_parallel_size > 1:
             multiples.append(2)  # the padding at the end counts as a sequence, which has two chunks on every rank
@@ -162,6 +168,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _take_step(self) -> None:
         take_step(self.optimizer)
+        # After the step: the bias balances the choices of the tokens that were just trained on.
         move_expert_biases(self.routers, self.megatron.moe_router_bias_update_rate)
 
     def _step_scheduler(self) -> None:
@@ -170,6 +177,7 @@ class MegatronPolicyWorker(PolicyWorker):
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
         for router in self.routers:
+            # The counts are those of one optimizer step.
             router.step_choices = None
 
     def _model_metrics(self) -> dict[str, float]:
@@ -192,6 +200,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         config = copy.deepcopy(self.hf_config)
+        # config.json says what the files hold, which may differ from the model that training began with.
         config.dtype = self.transformer.params_dtype
         save_config(config, directory)
         if save_consolidated:
