@@ -2,17 +2,16 @@
 
     prompts -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
 
-A `Decoder` computes the next logits (`HfDecoder`, `MegatronDecoder`). The random numbers of a completion depend on its
-own seed only, so the other requests in its batch change its logprobs by rounding at most.
+The worker of a backend computes the next logits (`Sequences`). The random numbers of a completion depend on its own
+seed only, so the other requests in its batch change its logprobs by rounding at most.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,37 +24,35 @@ from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, Sampl
 _BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
 
 
-class Sequences(Protocol):
-    """Tokens and KV cache of the rows of a batch."""
+class Sequences(ABC):
+    """Tokens and KV cache of the rows of a batch, which begin with `prompts`. Equal prompts are computed once."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.device = device
+        self.prompts = list(dict.fromkeys(map(tuple, prompts)))
+        index = {prompt: number for number, prompt in enumerate(self.prompts)}
+        self._prompt_of = [index[tuple(prompt)] for prompt in prompts]
 
     def logits(self, temperature: float) -> torch.Tensor:
         """Logits of every row's first token, float32 [B, V] or this rank's columns, over the temperature (0: 1)."""
-        ...
+        first = self.first_logits(temperature)
+        # No prompt occurs twice: there is no cache to copy.
+        if self._prompt_of == list(range(len(first))):
+            return first
+        self.keep(self._prompt_of)
+        return first[torch.tensor(self._prompt_of, device=self.device)]
 
+    @abstractmethod
+    def first_logits(self, temperature: float) -> torch.Tensor:
+        """`logits` of `prompts`, each computed once."""
+
+    @abstractmethod
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         """Append `tokens`, int64 [B]; returns the logits of the next tokens."""
-        ...
 
+    @abstractmethod
     def keep(self, rows: list[int]) -> None:
         """Select rows by index; an index may occur several times."""
-        ...
-
-
-class Decoder(Protocol):
-    """A model as it generates."""
-
-    @property
-    def needs_equal_lengths(self) -> bool:
-        """Whether the prompts of a batch must have the same number of tokens."""
-        ...
-
-    def active(self) -> AbstractContextManager[None]:
-        """Inside the block, the model's weights, or this rank's tensor-parallel part, can be used. Collective."""
-        ...
-
-    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
-        """Rows that begin with `prompts` and grow by at most `max_new_tokens` tokens."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -173,15 +170,26 @@ class GeneratingWorker(PolicyWorker):
     Pipeline and context parallelism are not supported.
     """
 
-    decoder: Decoder | None = None
+    needs_equal_lengths = False
+    """Whether the prompts of a batch must have the same number of tokens."""
+
+    generation_settings: GenerationSettings
+
+    @property
+    @abstractmethod
+    def decoding_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks, which draw the same together; None for one rank."""
 
     @abstractmethod
-    def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
-        """The decoder of the model, and the tensor-parallel ranks, which draw the same together; None for one rank."""
+    def decoding(self) -> AbstractContextManager[None]:
+        """Inside the block, the model's weights, or this rank's tensor-parallel part, can be used. Collective."""
+
+    @abstractmethod
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
+        """Rows that begin with `prompts` and grow by at most `max_new_tokens` tokens."""
 
     def prepare_generation(self, settings: GenerationSettings) -> None:
-        """Build the decoder."""
-        self.decoder, self.decoding_group = self._decoder()
+        """Set what completions end at."""
         self.generation_settings = settings
 
     @torch.no_grad()
@@ -192,12 +200,11 @@ class GeneratingWorker(PolicyWorker):
         the stop token or the tokens of the stop string at its end. Ranks that work on the same samples get the same
         requests; the first of them answers.
         """
-        assert self.decoder is not None, "prepare_generation comes first"
         answers = []
-        size, equal = self.generation_settings.max_batch_size, self.decoder.needs_equal_lengths
-        with self.decoder.active(), torch.compiler.set_stance("force_eager"):
+        size, equal = self.generation_settings.max_batch_size, self.needs_equal_lengths
+        with self.decoding(), torch.compiler.set_stance("force_eager"):
             for batch in batches(requests, size, equal_lengths=equal):
-                for row in self._draw(self.decoder, batch):
+                for row in self._draw(batch):
                     assert row.stop_reason is not None
                     completion = Completion(
                         token_ids=row.token_ids,
@@ -208,7 +215,7 @@ class GeneratingWorker(PolicyWorker):
                     answers.append(GenerationAnswer(request_id=row.request.request_id, completion=completion))
         return answers if self.mesh.is_first_of_data_rank else []
 
-    def _draw(self, decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[_Row]:
+    def _draw(self, requests: Sequence[GenerationRequest]) -> list[_Row]:
         """Completions of requests with the same sampling parameters."""
         sampling, settings = requests[0].sampling, self.generation_settings
         most = sampling.max_new_tokens
@@ -221,7 +228,7 @@ class GeneratingWorker(PolicyWorker):
         drawn = [torch.rand(most, generator=generator, dtype=torch.float64) for generator in generators]
         uniform = torch.stack(drawn).to(self.device)
         longest = max(row.room for row in rows)
-        sequences = decoder.begin([request.prompt_token_ids for request in requests], longest)
+        sequences = self.begin([request.prompt_token_ids for request in requests], longest)
         active, at = rows, sequences.logits(sampling.temperature)
         for step in range(longest):
             numbers = torch.tensor([row.number for row in active], device=self.device)

@@ -31,10 +31,11 @@ from nemo_rl.models.policy.dtensor.model import build_stages, export_weights, ro
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, clip_grad_norm
 from nemo_rl.models.policy.dtensor.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
+from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
@@ -227,73 +228,46 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 # no traffic per token, and data-parallel ranks need not stay in step.
 
 
-class HfDecoder:
-    """A `Decoder` of `model`."""
+class _HfSequences(Sequences):
+    """Rows padded on the left to one length."""
 
-    needs_equal_lengths = False
-
-    def __init__(self, model: LogprobModel, device: torch.device) -> None:
-        self.model = model
-        self.device = device
-        register_fsdp_forward_method(model, "next_logits")
-
-    def active(self) -> AbstractContextManager[None]:
-        return whole_weights(self.model)
-
-    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _HfSequences:
-        return _HfSequences(self.model, prompts, self.device)
-
-
-class _HfSequences:
-    """Tokens and KV cache of the rows of a batch, padded on the left to one length."""
-
-    def __init__(self, model: LogprobModel, starts: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, model: LogprobModel, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        super().__init__(prompts, device)
         self._model = model
-        self._device = device
         # Other attention implementations get their mask from transformers, and their cache may drop old keys.
         self._is_ours = model.hf.config._attn_implementation == ATTENTION
         self._cache = DynamicCache() if self._is_ours else DynamicCache(config=model.hf.config)
-        prompts = list(dict.fromkeys(map(tuple, starts)))
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        self._tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device=device)
-        for number, prompt in enumerate(prompts):
-            self._tokens[number, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
+        self._width = width = int(lengths.max())
         self._is_padded = bool((lengths < width).any())
         self._starts = (width - lengths).to(device)
-        self._width = width
-        index = {prompt: number for number, prompt in enumerate(prompts)}
-        self._prompt_of = [index[tuple(prompt)] for prompt in starts]
 
-    def logits(self, temperature: float) -> torch.Tensor:
-        first = self._forward(self._tokens, temperature)  # equal prompts are computed once
-        if self._prompt_of == list(range(len(first))):
-            return first
-        self.keep(self._prompt_of)
-        return first[torch.tensor(self._prompt_of, device=self._device)]
+    def first_logits(self, temperature: float) -> torch.Tensor:
+        tokens = torch.tensor([[0] * (self._width - len(prompt)) + [*prompt] for prompt in self.prompts])
+        return self._forward(tokens.to(self.device), temperature)
 
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         self._width += 1
         return self._forward(tokens[:, None], temperature)
 
     def keep(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, device=self._device)
+        index = torch.tensor(rows, device=self.device)
         self._starts = self._starts[index]
         self._cache.batch_select_indices(index)
 
     def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        slots = torch.arange(self._width - tokens.shape[1], self._width, device=self._device)
+        slots = torch.arange(self._width - tokens.shape[1], self._width, device=self.device)
         positions = (slots - self._starts[:, None]).clamp(min=0)
         masks = self._masks(tokens.shape[1]) if self._is_padded else {}
         return self._model.next_logits(tokens, positions, temperature, past_key_values=self._cache, **masks)
 
     def _masks(self, queries: int) -> dict[str, torch.Tensor]:
-        is_token = torch.arange(self._width, device=self._device) >= self._starts[:, None]
+        is_token = torch.arange(self._width, device=self.device) >= self._starts[:, None]
         if not self._is_ours:
             return {"attention_mask": is_token}
-        seen = causal_mask(queries, self._width, None, self._device) & is_token[:, None, None]
+        seen = causal_mask(queries, self._width, None, self.device) & is_token[:, None, None]
         # Padding sees itself: a softmax over no keys is NaN, and would spread.
-        own = torch.eye(self._width, dtype=torch.bool, device=self._device)[-queries:]
+        own = torch.eye(self._width, dtype=torch.bool, device=self.device)[-queries:]
         return {"seen": seen | own}
 
 
@@ -315,7 +289,19 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
 class GeneratingPolicyWorker(GeneratingWorker, DTensorPolicyWorker):
     """A `DTensorPolicyWorker` that draws completions too."""
 
-    def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
+    @property
+    def decoding_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.tensor.get_group() if self.mesh.tensor is not None else None
+
+    def decoding(self) -> AbstractContextManager[None]:
         [stage] = self.stages
-        group = self.mesh.tensor.get_group() if self.mesh.tensor is not None else None
-        return HfDecoder(stage, self.device), group
+        return whole_weights(stage)
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
+        [stage] = self.stages
+        return _HfSequences(stage, prompts, self.device)
+
+    def prepare_generation(self, settings: GenerationSettings) -> None:
+        super().prepare_generation(settings)
+        [stage] = self.stages
+        register_fsdp_forward_method(stage, "next_logits")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -90,6 +91,14 @@ def _check_head(hf: PreTrainedModel) -> None:
         )
 
 
+def put_in_rows(scored: torch.Tensor, batch: ModelBatch, context: dist.ProcessGroup | None) -> torch.Tensor:
+    """[N, ...] of the scored tokens of this rank -> [B, S, ...], zeros elsewhere, complete on all `context` ranks."""
+    out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
+    out = out.index_put((batch.rows, batch.positions), scored)
+    # Every context rank scored its own positions and has zeros elsewhere, so the sum is the whole sequence.
+    return out if context is None else context_sum(out, context)
+
+
 class LogprobModel(nn.Module):
     """A causal language model whose head returns logprobs, or a reward or value model; or one of its pipeline stages.
 
@@ -158,10 +167,7 @@ class LogprobModel(nn.Module):
         Equal and complete on all tensor- and context-parallel ranks.
         """
         scored = task(self, states.flatten(0, 1).index_select(0, batch.states), batch)
-        out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
-        out = out.index_put((batch.rows, batch.positions), scored)
-        # Every context rank scored its own positions and has zeros elsewhere, so the sum is the whole sequence.
-        return out if self.context is None else context_sum(out, self.context.get_group())
+        return put_in_rows(scored, batch, None if self.context is None else self.context.get_group())
 
     def score_weight(self) -> torch.Tensor:
         """[1, H], the head of a reward or value model. Only valid inside `forward`, where FSDP has gathered it."""

@@ -1,11 +1,10 @@
 """Megatron's GPT model with the heads of this library: micro-batch -> hidden states -> the output of a `HeadTask`.
 
-Language models (`PolicyGPTModel`), reward and value models (`PolicyScalarModel`), and generation (`MegatronDecoder`).
+Language models (`PolicyGPTModel`), reward and value models (`PolicyScalarModel`), and generation (`MegatronSequences`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +21,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.attention import CuSeqlens, context_sum
+from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.generate import Sequences
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
+from nemo_rl.models.policy.head.logprobs import put_in_rows
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, ParallelRanks, WeightMap
@@ -114,11 +115,9 @@ class PolicyGPTModel(GPTModel):
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """The output of `task` for the scored tokens, elsewhere 0, from the last hidden states [W, H]. Equal on all
         tensor- and context-parallel ranks."""
-        scored = task(self, states.index_select(0, batch.states), batch)
-        out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
-        out = out.index_put((batch.rows, batch.positions), scored)
         context = self.pg_collection.cp
-        return out if context.size() == 1 else context_sum(out, context)
+        scored = task(self, states.index_select(0, batch.states), batch)
+        return put_in_rows(scored, batch, context if context.size() > 1 else None)
 
     def score_weight(self) -> torch.Tensor:
         """[1, H], the head of a reward or value model, which is a `PolicyScalarModel`."""
@@ -201,51 +200,26 @@ def load_scalar_weights(
 # -- generation: static batches of equally long prompts, with Megatron's KV cache
 
 
-class MegatronDecoder:
-    """A `Decoder` of `model`, a single stage, with the weights that are trained."""
-
-    needs_equal_lengths = True  # all rows of a static batch are at the same position
-
-    def __init__(self, model: PolicyGPTModel, device: torch.device) -> None:
-        self.model = model
-        self.device = device
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        assert not any(module.training for module in self.model.modules())
-        return contextlib.nullcontext()
-
-    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _MegatronSequences:
-        return _MegatronSequences(self.model, prompts, max_new_tokens, self.device)
-
-
-class _MegatronSequences:
-    """`Sequences` of prompts of one length. Equal prompts are computed once."""
+class MegatronSequences(Sequences):
+    """Rows of one length, with the weights of `model`, a single stage."""
 
     def __init__(
         self, model: PolicyGPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device
     ) -> None:
+        super().__init__(prompts, device)
         self._model = model
-        self._device = device
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        self._tokens = torch.tensor(distinct, device=device)
-        index = {prompt: number for number, prompt in enumerate(distinct)}
-        self._prompt_of = [index[tuple(prompt)] for prompt in prompts]
-        self._cache = StaticInferenceContext(len(distinct), self._tokens.shape[1] + max_new_tokens)
+        self._cache = StaticInferenceContext(len(self.prompts), len(self.prompts[0]) + max_new_tokens)
 
-    def logits(self, temperature: float) -> torch.Tensor:
-        first = self._forward(self._tokens, temperature)
+    def first_logits(self, temperature: float) -> torch.Tensor:
+        first = self._forward(torch.tensor(self.prompts, device=self.device), temperature)
         self._cache.enable_decode_mode()
-        # No prompt occurs twice: there is no cache to copy.
-        if self._prompt_of == list(range(len(first))):
-            return first
-        self.keep(self._prompt_of)
-        return first[torch.tensor(self._prompt_of, device=self._device)]
+        return first
 
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         return self._forward(tokens[:, None], temperature)
 
     def keep(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, device=self._device)
+        index = torch.tensor(rows, device=self.device)
         memory = self._cache.key_value_memory_dict
         for layer, (keys, values) in memory.items():
             memory[layer] = (keys.index_select(1, index), values.index_select(1, index))

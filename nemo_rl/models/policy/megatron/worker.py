@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +21,14 @@ from torch import nn
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.checkpoint import save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
+from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it comes before all that imports Megatron
 from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
+from nemo_rl.models.policy.megatron.gpt_model import MegatronSequences, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
@@ -50,9 +52,6 @@ from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.seeds import seed_everything
-
-if TYPE_CHECKING:
-    pass
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -254,9 +253,19 @@ class MegatronPolicyWorker(PolicyWorker):
 class MegatronGeneratingWorker(GeneratingWorker, MegatronPolicyWorker):
     """A worker that trains with Megatron Core and generates with the same weights."""
 
-    def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
+    needs_equal_lengths = True  # all rows of a static batch are at the same position
+
+    @property
+    def decoding_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.tensor_group
+
+    def decoding(self) -> AbstractContextManager[None]:
+        assert not any(module.training for stage in self.stages for module in stage.modules())
+        return nullcontext()
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
         [stage] = self.stages
-        return MegatronDecoder(stage, self.device), self.mesh.tensor_group
+        return MegatronSequences(stage, prompts, max_new_tokens, self.device)
 
 
 def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
