@@ -308,6 +308,7 @@ class RankPlan:
 
     train: list[list[MicroBatch]]  # optimizer step -> micro-batch -> samples
     logprobs: list[MicroBatch]
+    reported: list[RowKey] = field(default_factory=list)  # rows whose tokens go into the report of the run
 
 
 @dataclass(kw_only=True)

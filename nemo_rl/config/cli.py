@@ -6,6 +6,7 @@ import argparse
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,19 @@ from pydantic import BaseModel
 from nemo_rl.config.errors import ConfigError, Location, Problem
 
 M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """Where the configuration of this process comes from."""
+
+    model: type[BaseModel]
+    file: Path
+    overrides: Sequence[str]
+
+
+SOURCES: list[ConfigSource] = []
+"""Of what `load_from_command_line` returned, in order: one in a script, none where a program builds its own."""
 
 _EXAMPLES = """\
 overrides (Hydra's grammar, applied after the files):
@@ -69,7 +83,8 @@ def load_from_command_line(
     from nemo_rl.config.loader import dump_config, load_config
 
     try:
-        config = load_config(model, _existing(arguments.config, default_config), rest)
+        file = _existing(arguments.config, default_config)
+        config = load_config(model, file, rest)
         if arguments.dry_run:
             sys.stdout.write(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n")
             parser.exit(0)
@@ -77,6 +92,7 @@ def load_from_command_line(
             check(config)
     except ConfigError as error:
         parser.exit(2, f"error: {error}\n")
+    SOURCES.append(ConfigSource(model, file, rest))
     return config
 
 

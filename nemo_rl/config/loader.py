@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
-from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
+from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree
 from nemo_rl.config.translator import Translator, as_yaml
 from nemo_rl.config.translator import is_known as is_of_nemo_rl
 
@@ -47,6 +47,14 @@ def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[
     tree = SourcedTree()
     tree.merge(SourcedTree(dict(values)))
     return _build(model, tree, overrides)
+
+
+def parent_values(model: type[BaseModel], path: str | Path) -> dict[str, Any]:
+    """What a file that only inherits from the parents of `path` would hold, defaults included; it need not be valid."""
+    tree, _ = load_parents(path)
+    Translator(tree).old_forms()
+    fill_defaults(model, tree.values)
+    return resolve(tree, [])
 
 
 def dump_config(config: BaseModel) -> str:

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,57 @@ class ThreadProfiler:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         profiler.export_chrome_trace(path)
+
+
+class BusyTimes:
+    """When this process was busy with what: an interval lasts while at least one call of the name runs.
+
+    `clock` returns seconds since 1970, which processes of several nodes share.
+    """
+
+    MAX_KEPT, JOINED_S = 512, 0.005  # the oldest go first; calls that follow each other at once are one interval
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._running: dict[str, tuple[int, float]] = {}  # calls that run, and since when
+        self._done: deque[tuple[str, float, float]] = deque(maxlen=self.MAX_KEPT)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def track(self, name: str) -> Iterator[None]:
+        """A call of `name` runs while the body does."""
+        with self._lock:
+            count, since = self._running.get(name, (0, self._clock()))
+            self._running[name] = count + 1, since
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, since = self._running.pop(name)
+                if count > 1:
+                    self._running[name] = count - 1, since
+                else:
+                    self._finish(name, since, self._clock())
+
+    def _finish(self, name: str, since: float, end: float) -> None:
+        if self._done and self._done[-1][0] == name and since - self._done[-1][2] < self.JOINED_S:
+            since = self._done.pop()[1]
+        self._done.append((name, since, end))
+
+    def take(self) -> list[tuple[str, float, float]]:
+        """(name, start, end) of the intervals that ended since the last call, and so far of those that go on."""
+        with self._lock:
+            now = self._clock()
+            for name, (count, since) in self._running.items():
+                self._finish(name, since, now)
+                self._running[name] = count, now
+            found = list(self._done)
+            self._done.clear()
+        return found
+
+
+BUSY = BusyTimes()
+"""Of this process."""
 
 
 @contextmanager
@@ -217,6 +269,11 @@ class ActorHost:
         return usage(gpu_ids)
 
     @ray.method(concurrency_group="inspect")
+    async def busy_times(self) -> list[tuple[str, float, float]]:
+        """`BusyTimes.take` of this process."""
+        return BUSY.take()
+
+    @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:
         """The methods that are running or waiting, and for how long."""
         now = time.monotonic()
@@ -261,7 +318,8 @@ class ActorHost:
         call_id = next(self._call_ids)
         self._running[call_id] = (method, time.monotonic())
         try:
-            return await awaitable
+            with BUSY.track(method):
+                return await awaitable
         except Exception as error:  # all failures of the worker leave the process in one form
             raise self._failure(method, error) from None
         finally:

@@ -22,6 +22,7 @@ import ray
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import EnvironmentStep, LLMMessageLogType
@@ -145,7 +146,8 @@ class EnvironmentClient:
         logs = [request.messages for request in batch]
         ref = self.actor.step.remote(logs, [request.metadata for request in batch])
         try:
-            returned = await asyncio.wait_for(ref, self.step_timeout_s)
+            with BUSY.track(f"environment {self.name}"):
+                returned = await asyncio.wait_for(ref, self.step_timeout_s)
         except RayTaskError as error:  # first: Ray makes it an instance of the environment's exception as well
             raise StepRefused(f"environment {self.name!r} raised {error.cause!r}") from error
         except TimeoutError:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.report.data import replace, script_json, write_data
 from nemo_rl.report.run_files import Run, names_of, read_run, status_of
 
 REPORT = "report.html"
-DATA = "report_data"
 _SOURCES = Path(__file__).parent / "page"
-_SCRIPTS = ("core.js", "curves.js", "tables.js")
+_SCRIPTS = ("core.js", "overview.js", "curves.js", "time.js", "samples.js", "tables.js")
 _DIGITS = 7
 
 
@@ -33,7 +33,10 @@ def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
     path = path or folders[0] / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     names = names_of(folders)
-    runs = [run_data(read_run(folder), name) for folder, name in zip(folders, names, strict=True)]
+    runs = []
+    for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
+        prefix = "" if len(folders) == 1 else f"run{number}_"
+        runs.append(run_data(read_run(folder), name) | write_data(folder, path, prefix))
     html = page({"made": time.time(), "runs": runs}, title=", ".join(names))
     replace(path, html)
     return path
@@ -100,21 +103,10 @@ def escaped(text: str) -> str:
     return text
 
 
-def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element and in a script: ASCII, and no character that ends either."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file that readers see whole: the old one or the new one."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _source(name: str) -> str:
     return (_SOURCES / name).read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the run comes first
+    write_report([Path(folder) for folder in sys.argv[1:]])

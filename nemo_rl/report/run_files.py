@@ -25,10 +25,11 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.utils.console import EVENTS_NAME
 from nemo_rl.utils.files import flatten_dict
 from nemo_rl.utils.logger import METRICS_NAME
 
-RUN, EVENTS, GROUPS, TIMELINE, SAMPLES = "run.json", "events.jsonl", "groups.jsonl", "timeline.jsonl", "samples"
+RUN, GROUPS, TIMELINE, SAMPLES = "run.json", "groups.jsonl", "timeline.jsonl", "samples"
 CONFIG = "config.yaml"
 INDEX_PATTERN = "index_*.jsonl"
 _EXPERIMENT = re.compile(r"exp_\d+")
@@ -43,7 +44,9 @@ def find_run(path: Path) -> Path:
     """
     if (path / METRICS_NAME).is_file():
         return path
-    runs = sorted(found.parent for found in path.glob(f"*/{METRICS_NAME}") if _EXPERIMENT.fullmatch(found.parent.name))
+    # By number: exp_1000 comes after exp_999.
+    found = (file.parent for file in path.glob(f"*/{METRICS_NAME}") if _EXPERIMENT.fullmatch(file.parent.name))
+    runs = sorted(found, key=lambda run: (len(run.name), run.name))
     if not runs:
         raise FileNotFoundError(
             f"{path} holds no {METRICS_NAME}, and no exp_NNN with one; name the log folder of a run: logs/exp_000"
@@ -115,21 +118,30 @@ def read_run(folder: Path) -> Run:
     for found, _ in read_lines(metrics):
         step = int(found.pop("step"))
         rows[step] = {name: number(value) for name, value in found.items()}
-    config: dict[str, Any] = {}
-    if (folder / CONFIG).is_file():
-        loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
-        config = flatten_dict(loaded) if isinstance(loaded, Mapping) else {}
-    facts = {}
-    if (folder / RUN).is_file():
-        facts = json.loads((folder / RUN).read_text(encoding="utf-8"))
     return Run(
         folder=folder,
         rows=dict(sorted(rows.items())),
-        config=config,
-        facts=facts,
-        events=[event for event, _ in read_lines(folder / EVENTS)],
+        config=read_config(folder),
+        facts=read_facts(folder),
+        events=[event for event, _ in read_lines(folder / EVENTS_NAME)],
         written_at=metrics.stat().st_mtime,
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration by dotted key; empty if there is none yet."""
+    if not (folder / CONFIG).is_file():
+        return {}
+    loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
+    return flatten_dict(loaded) if isinstance(loaded, Mapping) else {}
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The content of `run.json`; empty if there is none yet, or half of it."""
+    try:
+        return json.loads((folder / RUN).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 _YAML: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader
@@ -173,10 +185,9 @@ def _usual_step_s(run: Run) -> float:
 def process_start(pid: int) -> str | None:
     """When a process of this machine started, in the kernel's ticks; None if there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
     return None if fields[0] == "Z" else fields[19]
 
 
@@ -209,15 +220,9 @@ def sample_blocks(folder: Path) -> list[Path]:
 
 def read_block(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of a block: every line is a call with one JSON object."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="ascii") as file:
         for line in file:
-            call, opened, rest = line.partition("(")
-            if opened and call == SAMPLE_CALL:
-                yield json.loads(rest.rstrip().removesuffix(");"))
-
-
-SAMPLE_CALL = "nemo_rl_sample"
-"""A block is JavaScript, because a page that is opened from a disk may load scripts and nothing else."""
+            yield json.loads(line.partition("(")[2].rstrip().removesuffix(");"))
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:

@@ -167,6 +167,22 @@ class AlarmsConfig(StrictModel):
     """Fall of validation accuracy from its best while the training reward rises."""
 
 
+class ReportConfig(StrictModel):
+    """The report of a run: `report.html` in its log folder, and the files it is made of."""
+
+    enabled: bool = True
+    """Make the report. Rewards of all groups, times of all workers and some samples are kept beside `metrics.jsonl`."""
+
+    every_s: float = Field(default=60.0, gt=0)
+    """Seconds from one version of the page to the next, which a process of low priority makes."""
+
+    samples_per_step: int = Field(default=16, ge=0)
+    """Samples of each step that are kept with their tokens: of as many groups as possible the best and the worst."""
+
+    tokens_per_sample: int = Field(default=2048, ge=2)
+    """Tokens that are kept of a sample; of a longer one its beginning and its end."""
+
+
 class LoggerConfig(StrictModel):
     """Logs: console, metrics.jsonl, and the trackers TensorBoard, Weights & Biases, MLflow, SwanLab and trackio."""
 
@@ -211,6 +227,9 @@ class LoggerConfig(StrictModel):
 
     alarms: AlarmsConfig = AlarmsConfig()
     """Warnings about the curves of the run."""
+
+    report: ReportConfig = ReportConfig()
+    """The page `report.html` of the run."""
 
 
 class ProfileConfig(StrictModel):

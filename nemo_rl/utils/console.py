@@ -4,6 +4,7 @@ On a terminal, a live line at the bottom shows step, phase, tokens per second an
 log) there is neither live line nor colour, but one plain line per step and event.
 """
 
+import json
 import logging
 import math
 import sys
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -19,6 +21,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+EVENTS_NAME = "events.jsonl"
 MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation disagree on the sampled tokens
 
 _DISAGREEMENT = "train/token_mult_prob_error"
@@ -67,6 +70,9 @@ class RunConsole:
         self._num_steps = num_steps
         self._clock = clock
         self._console = Console(file=file or sys.stdout, force_terminal=force_terminal, highlight=False)
+        self._events: Path | None = None
+        self._handler: logging.Handler | None = None
+        self._step = 0  # the last finished one
         self.is_live = self._console.is_terminal
         self._phases: list[str] = []
         self._remarks: list[str] = []  # for the line of the next step
@@ -100,13 +106,46 @@ class RunConsole:
 
     # ---- events
 
+    def keep_events(self, folder: Path) -> None:
+        """From now on, also write messages, and warnings of the log, to `events.jsonl` in the folder of the run.
+
+        {"time": 1764000000.1, "step": 3, "kind": "warning", "text": "..."}: seconds since 1970, the step in progress;
+        kind is info, warning, error, log or, once at the end and with the exit `status`, end.
+        """
+        self._events = folder / EVENTS_NAME
+        self._handler = _EventHandler(self)
+        logging.getLogger().addHandler(self._handler)
+
+    def note(self, kind: str, text: str, **more: Any) -> None:
+        """Write an event to the file alone."""
+        if self._events is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "step": self._step + 1, "kind": kind, "text": text, **more})
+        try:
+            with self._events.open("a", encoding="ascii") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            path, self._events = self._events, None
+            self.warn(f"events cannot be written to {path}: {error.strerror}; the run goes on without the file")
+
+    def end(self, status: int) -> int:
+        """Note the end of the run, with its exit status, which is returned."""
+        self.note("end", "", status=status)
+        self._events = None
+        if self._handler is not None:
+            logging.getLogger().removeHandler(self._handler)
+        return status
+
     def info(self, message: str) -> None:
+        self.note("info", message)
         self._line(Text(visible(message)))
 
     def warn(self, message: str) -> None:
+        self.note("warning", message)
         self._line(Text("WARNING ", style="bold yellow").append(visible(message), style="yellow"))
 
     def error(self, message: str) -> None:
+        self.note("error", message)
         self._line(Text("ERROR ", style="bold red").append(visible(message), style="red"))
 
     @contextmanager
@@ -138,6 +177,7 @@ class RunConsole:
         self._line(line)
         for alarm in alarms(metrics):
             self.warn(alarm)
+        self._step = step
 
     def seconds_left(self, step: int) -> float:
         """An estimate from the mean duration of the latest steps; 0.0 before the first step ends."""
@@ -184,6 +224,17 @@ class RunConsole:
         # With soft_wrap, lines of a log file are not folded.
         self._console.print(text, soft_wrap=not self.is_live)
         self._console.file.flush()
+
+
+class _EventHandler(logging.Handler):
+    """Warnings of the log, as events of a console."""
+
+    def __init__(self, console: RunConsole) -> None:
+        super().__init__(logging.WARNING)
+        self._events = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._events.note("log", f"{record.name}: {record.getMessage()}")
 
 
 def message_text(message: Mapping[str, Any]) -> Text:

@@ -31,7 +31,7 @@ from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, Prefere
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.utils.config import AlarmsConfig, LoggerConfig
+from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples/configs"
@@ -111,6 +111,7 @@ TABLES = [
     Table("dpo", "key of a dataset", PreferenceDatasetConfig, OF_DATASET),
     Table("logging", "key of `logger`", LoggerConfig, frozenset()),
     Table("logging", "key of `logger.alarms`", AlarmsConfig, frozenset()),
+    Table("report", "key of `logger.report`", ReportConfig, frozenset()),
     Table("rm", "key of `rm`", RMConfig, frozenset()),
     Table("rm", "key of `env.reward_model`", RewardModelEnvironmentConfig, frozenset()),
 ]

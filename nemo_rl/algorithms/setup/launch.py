@@ -23,6 +23,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
+from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
@@ -66,6 +67,8 @@ def launch(
             with the stack.
     """
 
+    recorders: list[RunRecorder] = []  # one, once the run has a folder
+
     def train(prepared: PreparedT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
             monitor = usage_monitor(config)
@@ -81,21 +84,31 @@ def launch(
             )
             tools.logger.log_hyperparams(config.model_dump())
             stack.callback(tools.logger.close)
+            if config.logger.report.enabled:
+                recorders.append(RunRecorder(config.logger.report, run_dir, console))
+                tools.recorder = recorders[0]
             init_ray(str(run_dir))
             stack.callback(ray.shutdown)
             if monitor is not None:
                 stack.enter_context(monitor)
-            build(config, stack, tools, prepared).train()
+            trainer = build(config, stack, tools, prepared)
+            for recorder in recorders:
+                recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
+            trainer.train()
         return f"done; metrics and configuration are in {run_dir}"
 
-    return run_command(
-        lambda: prepare(config),
-        train,
-        folder=lambda _: get_next_experiment_dir(config.logger.log_dir),
-        num_steps=num_steps,
-        files="the run's files are",
-        again="resumes from the last checkpoint, if there is one",
-    )
+    try:
+        return run_command(
+            lambda: prepare(config),
+            train,
+            folder=lambda _: get_next_experiment_dir(config.logger.log_dir),
+            num_steps=num_steps,
+            files="the run's files are",
+            again="resumes from the last checkpoint, if there is one",
+        )
+    finally:
+        for recorder in recorders:  # the page also says how the run ended
+            recorder.close()
 
 
 def runs_to_resume(config: RunConfig) -> dict[str, str]:
@@ -137,17 +150,22 @@ def run_command(
     try:
         inputs = prepare()
         path = folder(inputs)
+        console.keep_events(path)
         console.info(run(inputs, path, console))
     except RUN_ERRORS as error:
         console.error(f"{error}\n{files} in {path}; the same command {again}")
-        return 1
+        return console.end(1)
     except USER_ERRORS as error:
         console.error(str(error))
-        return 2
+        return console.end(2)
     except KeyboardInterrupt:
         console.warn(f"interrupted; the same command {again}")
-        return 130
-    return 0
+        return console.end(130)
+    except BaseException as error:
+        console.note("error", f"{type(error).__name__}: {error}")
+        console.end(1)
+        raise
+    return console.end(0)
 
 
 def start_cluster(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:

@@ -163,6 +163,9 @@ class RolloutTrainer(Trainer):
             batching=self.batching,
         )
         self.record("train", packing_metrics(plan, self.batching))
+        if self.tools.recorder is not None:
+            rewards = [[sample.reward if sample.has_reward else None for sample in group.samples] for group in groups]
+            self.tools.recorder.choose_samples(plan, rewards)
         with self.phase("data_processing"):
             try:
                 self.policy.load(plan)
@@ -236,6 +239,8 @@ class RolloutTrainer(Trainer):
             throughput |= self.recorder.record(
                 version + 1, self.generated, trained_groups, plan, environment_metrics, weight_version=version
             )
+        if self.tools.recorder is not None:
+            self.tools.recorder.groups(version + 1, self.generated, trained_groups, plan)
         token_bytes = self.policy.controller_tensor_bytes + self.rollouts.controller_tensor_bytes
         throughput["average_token_imbalance"] = token_imbalance(plan)
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before

@@ -112,6 +112,8 @@ class SupervisedTrainer(Trainer):
         """Which row goes to which rank and micro-batch; the workers fetch their rows."""
         plan = self.plan_rows(batch, batching=self.batching)
         self.record("train", packing_metrics(plan, self.batching))
+        if self.tools.recorder is not None:
+            self.tools.recorder.choose_samples(plan)
         with self.phase("data_processing"):
             self.policy.load(plan)
         return plan

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.distributed.worker_groups import UsageMonitor, profiled_step
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import LossFunction, TrainResult, reduce_steps
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
@@ -69,6 +70,7 @@ class RunTools:
     identity: Mapping[str, Any]  # what a checkpoint must share with this run
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     monitor: UsageMonitor | None = None
+    recorder: RunRecorder | None = None
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
 
@@ -150,7 +152,9 @@ class Trainer(ABC):
                     self.recover(error)
                     continue
                 if is_last:
-                    return
+                    break
+        if self.tools.recorder is not None:
+            self.tools.recorder.finish(self.state.total_steps)
 
     def _run_step(self) -> bool:
         """One turn of the loop; True when it was the last."""
@@ -162,6 +166,8 @@ class Trainer(ABC):
             self._end_with_the_data()
             return True
         self.state.total_steps += 1
+        if self.tools.recorder is not None:
+            self.tools.recorder.write_samples(self.state.total_steps, self.policies[0])
         self._advance_save(wait=False)
         period = self.loop.val_period
         is_periodic = period > 0 and self.state.total_steps % period == 0
@@ -243,6 +249,8 @@ class Trainer(ABC):
         self.tools.console.finish_step(self.state.total_steps, logged)
         for alarm in self.tools.alarms.note(logged):
             self.tools.console.warn(alarm)
+        if self.tools.recorder is not None:
+            self.tools.recorder.finish_step(self.state.total_steps)
 
     def record(self, prefix: str, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step in progress as `<prefix>/<name>`."""
@@ -253,7 +261,9 @@ class Trainer(ABC):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it while it runs."""
-        with self.tools.console.phase(name), self.timer.time(name), traced(name):
+        recorder = self.tools.recorder
+        noted = recorder.phase(name) if recorder is not None else nullcontext()
+        with self.tools.console.phase(name), self.timer.time(name), traced(name), noted:
             yield
 
     # -- optimizer steps

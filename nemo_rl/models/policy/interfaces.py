@@ -96,6 +96,16 @@ class PolicyInterface(Protocol):
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
 
+    def keep_samples(self, folder: Path, max_tokens: int) -> None:
+        """From the next plan on, keep what `write_samples` writes of the rows that it reports."""
+
+    def write_samples(self, step: int) -> list[str]:
+        """The workers write the reported rows of the loaded plan, with up to `max_tokens` tokens each, into the folder.
+
+        Returns what went wrong. Every `load` drops the rows before it.
+        """
+        ...
+
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
         ...

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -68,6 +69,7 @@ class Policy(PolicyInterface):
             settings.folder,
         )
         self._plan: BatchPlan | None = None
+        self._samples: SampleSettings | None = None
         sizes = training_sizes(config, cluster.world_size())
         sharding = sizes.sharding()
         self.data_parallel_size = sizes.data_parallel
@@ -96,6 +98,8 @@ class Policy(PolicyInterface):
             self.accelerator.release(awake)
         self.group = self._start()
         self.group.on_wait = self._on_wait
+        if self._samples is not None:
+            self.group.call_all("keep_samples", self._samples)
         self.accelerator.rebuilt(self.name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
@@ -181,6 +185,16 @@ class Policy(PolicyInterface):
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
+
+    def keep_samples(self, folder: Path, max_tokens: int) -> None:
+        tokenizer: Any = self.tokenizer
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        anchor = tokenizer("0", add_special_tokens=False)["input_ids"][-1]
+        self._samples = SampleSettings(folder=folder, max_tokens=max_tokens, decode=decode, anchor=anchor)
+        self.group.call_all("keep_samples", self._samples)
+
+    def write_samples(self, step: int) -> list[str]:
+        return [problem for problem in self.group.call_all("write_samples", step) if problem is not None]
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         with self.accelerator.hold(self.name_prefix):

@@ -34,6 +34,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     select,
 )
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleSettings, SampleWriter
 from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
@@ -96,6 +97,8 @@ class PolicyWorker(ABC):
         self.saver: AsyncSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
+        self.samples: SampleWriter | None = None
+        self.outputs: dict[RowKey, torch.Tensor] = {}  # of reported rows, [T] on the device, before the first update
 
     # -- implemented by a backend
 
@@ -165,8 +168,25 @@ class PolicyWorker(ABC):
 
     def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
         """Take the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
+        by_number = dict(zip(group_numbers, groups, strict=True))
         self.plan = plan
-        self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
+        self.rows = rows_of_plan(plan, by_number)
+        self.outputs = {}
+        if self.samples is not None:
+            self.samples.begin(plan.reported, by_number)
+
+    def keep_samples(self, settings: SampleSettings) -> None:
+        """From the next `load` on, keep what `write_samples` writes of the reported rows."""
+        if self.mesh.is_first_of_last_stage:
+            self.samples = SampleWriter(settings, f"{self.settings.folder}-{self.rank}")
+
+    def write_samples(self, step: int) -> str | None:
+        """Write the reported rows of the loaded plan. Returns why it cannot be done."""
+        if self.samples is None:
+            return None
+        for key, values in self.outputs.items():
+            self.rows[key].columns[OUTPUTS] = values.cpu()
+        return self.samples.write(step, self.rows)
 
     def _model_batches(
         self, micro_batches: Sequence[Sequence[Row]], task: HeadTask, *, is_reference: bool = False
@@ -329,6 +349,7 @@ class PolicyWorker(ABC):
             loss, metrics = loss_fn(outputs, inputs, seqs, toks)
             losses[number] = loss.detach()
             parts.append(metrics)
+            self._keep_outputs(micro_batches[number], outputs.detach())
             return loss
 
         with self._training_mode():
@@ -351,6 +372,14 @@ class PolicyWorker(ABC):
             result.nonfinite_samples += [row.sample_id for rows in suspects for row in rows]
         self._zero_gradients()
         return reduced
+
+    def _keep_outputs(self, micro_batch: MicroBatch, outputs: torch.Tensor) -> None:
+        """Remember the outputs [B, S] of the reported rows at their first pass. Nothing waits for the device."""
+        if self.samples is None or outputs.ndim != 2:
+            return
+        for number, key in enumerate(key for planned in micro_batch for key in planned.keys):
+            if key in self.plan.reported and key not in self.outputs:
+                self.outputs[key] = outputs[number, : len(self.rows[key].token_ids)].clone()
 
     def _reduce(
         self, parts: list[LossMetrics], losses: list[torch.Tensor], seqs: torch.Tensor, toks: torch.Tensor

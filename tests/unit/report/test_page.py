@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.report.page import script_json, write_report
+from nemo_rl.report.data import script_json
+from nemo_rl.report.page import write_report
 from tests.chromium import Browser, chromium
 from tests.unit.report.runs import append, write_run
 
@@ -69,7 +70,7 @@ def test_json_in_a_script_ends_nothing():
 
 
 def test_a_browser_draws_the_curves_and_zooms(tmp_path, browser: Browser):
-    browser.open(write_report([write_run(tmp_path / "exp_000")]))
+    browser.open(write_report([write_run(tmp_path / "exp_000")]), "#curves")
     browser.wait("document.querySelectorAll('#main-curves svg path.curve').length >= 5")
     box = browser.evaluate(f"(r => [r.left, r.top, r.width, r.height])({PLOTS}[0].getBoundingClientRect())")
     labels = f"[...{PLOTS}[2].querySelectorAll('text')].map(t => t.textContent).join(' ')"
@@ -102,3 +103,195 @@ def test_the_policy_of_the_page_stops_a_script_that_came_in(tmp_path, browser: B
     assert browser.evaluate("document.title") != "taken"
     assert any("Content Security Policy" in error for error in browser.errors)
     browser.errors.clear()
+
+
+def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 50, **more: Any) -> None:
+    """Samples as a policy worker writes them; the reward is the number of the sample in its step.
+
+    Of many blocks only the first and the last are written.
+    """
+    folder = run / "samples"
+    folder.mkdir()
+    with (folder / "index_policy-0.jsonl").open("w") as index:
+        for first in range(1, num_steps + 1, block_steps):
+            lines = []
+            for step in range(first, min(first + block_steps, num_steps + 1)):
+                for number in range(per_step):
+                    about = {
+                        "step": step,
+                        "id": f"{step}/0/p:{number}/0",
+                        "group": f"{step}/0/p:{number}",
+                        "reward": number,
+                    }
+                    about |= {"prompt": f"p:{number}", "status": "completed", "length": 4, "error": 1 + number / 100}
+                    summary = {"block": f"policy-0_{first:06d}.js", **about, "advantage": -number}
+                    index.write(json.dumps(summary) + "\n")
+                    if 1 < first <= num_steps - block_steps:
+                        continue
+                    sample = {**about, "ids": [1, 2, 3, 4], "texts": ["a", " b", EVIL, "\n"], "mask": "0011"}
+                    sample |= {
+                        "generation_logprobs": [0, 0, -1, -0.5],
+                        "outputs": [0, 0, -3, -0.5],
+                        "advantages": -number,
+                    }
+                    sample |= {"messages": [{"role": "assistant", "content": f"<tool_call>{EVIL}</tool_call> {step}"}]}
+                    lines.append(f"nemo_rl_sample({script_json(sample | more)});\n")
+            if first == 1 or first + block_steps > num_steps:
+                (folder / f"policy-0_{first:06d}.js").write_text("".join(lines))
+
+
+def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    write_samples(run, 12, 10)
+    browser.open(write_report([run]), "#samples")
+    browser.wait("document.querySelectorAll('#sample .tokens .t').length === 4")
+    assert "page 1 of 3, 120 samples" in browser.evaluate("document.getElementById('pages').textContent")
+    choose(browser, "sort", "reward")
+    browser.wait("document.querySelector('.split tbody tr').children[2].textContent === '9'")
+    browser.evaluate("document.getElementById('direction').click()")
+    browser.wait("document.querySelector('.split tbody tr').children[2].textContent === '0'")
+    browser.evaluate("document.getElementById('next').click()")
+    browser.wait("document.getElementById('pages').textContent.startsWith('page 2')")
+    # the third token: training is less likely by 2, in red; the fourth agrees; the first two carry no loss
+    colours = browser.evaluate("[...document.querySelectorAll('#sample .t')].map(t => t.style.background)")
+    assert "--bad" in colours[2] and colours[0] == colours[1] == colours[3] == ""
+    choose(browser, "colouring", "mask")
+    browser.wait("document.querySelectorAll('#sample .t')[3].style.background !== ''")
+    evaluate_input(browser, "input[placeholder='prompt or sample id']", "p:7")
+    browser.wait("document.getElementById('pages').textContent.includes('12 samples')")
+    assert browser.errors == []
+
+
+def test_an_answer_of_html_is_shown_and_never_run(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    write_samples(run, 1, 1)
+    append(run / "events.jsonl", time=1.0, step=1, kind="warning", text=EVIL)
+    browser.open(write_report([run]), "#samples")
+    browser.wait("document.querySelectorAll('#sample .message').length === 1")
+    assert browser.evaluate("document.querySelectorAll('#sample .t')[2].textContent") == EVIL
+    assert browser.evaluate("document.querySelector('#sample .call').textContent") == f"<tool_call>{EVIL}</tool_call>"
+    browser.evaluate("document.getElementById('tab-events').click()")
+    assert EVIL in browser.evaluate("document.getElementById('main').textContent")
+    assert browser.evaluate("document.images.length") == 0 and browser.evaluate("document.title") != "taken"
+    assert browser.errors == []
+
+
+def test_a_hundred_thousand_samples_stay_usable(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    write_samples(run, 6250, 16)
+    path = write_report([run])
+    assert path.stat().st_size < 1_000_000  # the samples are beside it
+    browser.open(path, "#samples")
+    browser.wait("document.querySelectorAll('#sample .t').length === 4")
+    assert "100,000 samples" in browser.evaluate("document.getElementById('pages').textContent")
+    taken_ms = browser.evaluate(
+        "(() => { const began = performance.now(); const s = document.getElementById('sort'); s.value = 'reward';"
+        " s.dispatchEvent(new Event('change')); return performance.now() - began; })()"
+    )
+    assert taken_ms < 3000  # 150 ms on an idle machine
+    browser.wait("document.querySelector('.split tbody tr').children[2].textContent === '15'")
+    assert browser.errors == []
+
+
+def choose(browser: Browser, element: str, value: str) -> None:
+    browser.evaluate(
+        f"(s => {{ s.value = {value!r}; s.dispatchEvent(new Event('change')); }})(document.getElementById({element!r}))"
+    )
+
+
+def evaluate_input(browser: Browser, selector: str, value: str) -> None:
+    browser.evaluate(
+        f'(s => {{ s.value = {value!r}; s.dispatchEvent(new Event("input")); }})(document.querySelector("{selector}"))'
+    )
+
+
+def write_times(run: Path) -> None:
+    """Three steps of a second: generation, then training, in which rank 1 is 0.2 s slower."""
+    for step in (1, 2, 3):
+        t = 1000.0 + step
+        workers = {
+            "generation-0": [["generate", t, t + 0.5]],
+            "policy-0": [["train", t + 0.5, t + 0.7]],
+            "policy-1": [["train", t + 0.5, t + 0.9]],
+            "rollout-0": [["collect", t, t + 0.5], ["environment math", t + 0.4, t + 0.5]],
+        }
+        phases = [["generation", t, t + 0.5], ["policy_training", t + 0.5, t + 0.9]]
+        append(run / "timeline.jsonl", step=step, phases=phases, workers=workers)
+
+
+def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    write_times(run)
+    browser.open(write_report([run]), "#time")
+    browser.wait("document.querySelectorAll('.lanes .lane').length === 6")
+    lanes = browser.evaluate("[...document.querySelectorAll('.lanes .lane')].map(t => t.textContent)")
+    assert lanes == ["controller", "policy-0", "policy-1", "generation-0", "rollout-0", "environment math"]
+    text = browser.evaluate("document.getElementById('main').textContent")
+    rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
+    last = next(row for row in rows if row[0] == "policy_training" and row[2].startswith("policy"))
+    assert last[2:] == ["policy-1", "200 ms"]
+    idle = next(row for row in rows if row[0] == "policy-0")
+    assert idle[3].startswith("generation 1.50 s, policy_training 600 ms"), text
+    assert browser.errors == []
+
+
+def test_dead_groups_and_tasks(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    for step in range(1, 11):
+        groups = [
+            {
+                "id": f"{step}/{n}",
+                "prompt": f"p:{n}",
+                "task": task,
+                "rewards": rewards,
+                "lengths": [5, 7],
+                "turns": [1, 1],
+            }
+            | {"status": "ct", "advantages": [0.0, 0.0]}
+            for n, (task, rewards) in enumerate([("math", [0.0, 1.0]), ("code", [step / 10, step / 10])])
+        ]
+        append(run / "groups.jsonl", step=step, groups=groups)
+    path = write_report([run])
+    (found,) = data_of(path)["runs"]
+    code, math = found["tasks"]
+    assert (code["task"], code["dead"], code["first"], code["last"]) == ("code", 1.0, 0.1, 1.0)
+    assert (math["dead"], math["truncated"], math["tokens"], math["samples"]) == (0.0, 0.5, 6.0, 20)
+    assert found["prompts"][0] == {"prompt": "p:1", "groups": 10, "dead": 10, "reward": pytest.approx(0.55)}
+    browser.open(path, "#groups")
+    browser.wait("document.querySelectorAll('.boxes').length === 20")
+    browser.evaluate("document.getElementById('dead-only').click()")
+    browser.wait("document.querySelectorAll('.boxes').length === 10")
+    assert browser.errors == []
+
+
+def test_two_runs_side_by_side(tmp_path, browser: Browser):
+    runs = [write_run(tmp_path / "exp_000"), write_run(tmp_path / "exp_001", seed=7)]
+    for run in runs:
+        write_samples(run, 2, 2)
+    path = write_report(runs, tmp_path / "compare" / "report.html")
+    browser.open(path, "#config")
+    first = browser.evaluate("[...document.querySelector('tbody tr').children].map(cell => cell.textContent)")
+    assert first == ["grpo.seed", "42", "7"]
+    browser.evaluate("document.getElementById('tab-samples').click()")
+    browser.wait("document.querySelectorAll('#sample .t').length === 4")  # from a folder that is not the page's
+    browser.evaluate("document.getElementById('tab-curves').click()")
+    browser.wait("document.querySelectorAll('#main-curves .card > svg')[1].querySelectorAll('path.curve').length === 2")
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("metrics", [{"train/loss": 0.5, "validation/val_loss": 0.4}, {"train/loss": "Infinity"}, {}])
+def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, metrics):
+    """SFT, for example, has no groups and no rewards; and a run may have just begun."""
+    folder = tmp_path / "exp_000"
+    folder.mkdir()
+    for step in (1, 2):
+        if metrics:
+            append(folder / "metrics.jsonl", step=step, **metrics)
+    (folder / "metrics.jsonl").touch()
+    append(folder / "events.jsonl", time=1.0, step=1, kind="error", text="disk full")
+    path = write_report([folder])
+    for tab in ("overview", "curves", "events"):
+        browser.open(path, f"#{tab}")
+        assert browser.evaluate(f"document.getElementById('tab-{tab}').getAttribute('aria-selected')") == "true"
+    assert browser.evaluate("document.getElementById('main').textContent").count("disk full") == 1
+    assert browser.errors == []

@@ -1,4 +1,5 @@
 import io
+import json
 import logging
 
 import pytest
@@ -145,3 +146,33 @@ def test_small_pieces():
     assert format_duration(59.6) == "1:00"
     assert format_duration(3723) == "1:02:03"
     assert visible("a\tb\n\x00é\u202e") == "a\tb\n\\x00é\\u202e"
+
+
+def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
+    console = RunConsole(num_steps=3, file=io.StringIO(), force_terminal=False)
+    console.info("before there is a folder")
+    console.keep_events(tmp_path)
+    console.info("resumed")
+    console.finish_step(1, {"train/num_failed_samples": 2.0})
+    logging.getLogger("a.module").warning("the engine is %s", "restarted")
+    console.error("the disk is full\nfree some space")
+    assert console.end(1) == 1
+    console.info("after the end")
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["kind"], event["text"]) for event in events] == [
+        (1, "info", "resumed"),
+        (1, "warning", "2 episodes failed and are left out of the baseline and the loss"),
+        (2, "log", "a.module: the engine is restarted"),
+        (2, "error", "the disk is full\nfree some space"),
+        (2, "end", ""),
+    ]
+    assert events[-1]["status"] == 1 and events[0]["time"] <= events[-1]["time"]
+
+
+def test_events_that_cannot_be_written_are_said_once(tmp_path):
+    text = io.StringIO()
+    console = RunConsole(num_steps=3, file=text, force_terminal=False)
+    console.keep_events(tmp_path / "gone")
+    console.info("a")
+    console.info("b")
+    assert text.getvalue().count("events cannot be written") == 1

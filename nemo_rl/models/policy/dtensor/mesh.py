@@ -69,3 +69,9 @@ class ParallelMesh:
         """Whether this is the first of the ranks that work on the same samples."""
         axes = (self.tensor, self.context, self.pipeline)
         return all(mesh is None or mesh.get_local_rank() == 0 for mesh in axes)
+
+    @property
+    def is_first_of_last_stage(self) -> bool:
+        """Whether this is the first of the ranks that get the outputs of the same samples."""
+        is_first = all(mesh is None or mesh.get_local_rank() == 0 for mesh in (self.tensor, self.context))
+        return is_first and (self.pipeline is None or self.pipeline.get_local_rank() == self.pipeline.size() - 1)

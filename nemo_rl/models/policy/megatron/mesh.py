@@ -57,6 +57,13 @@ class MegatronMesh:
         return all(group is None or group.rank() == 0 for group in groups)
 
     @property
+    def is_first_of_last_stage(self) -> bool:
+        """Whether this is the first of the ranks that get the outputs of the same samples."""
+        pipeline = self.pipeline_group
+        is_first = all(group is None or group.rank() == 0 for group in (self.tensor_group, self.context_group))
+        return is_first and (pipeline is None or pipeline.rank() == pipeline.size() - 1)
+
+    @property
     def data_rank(self) -> int:
         return self.data_group.rank()
 

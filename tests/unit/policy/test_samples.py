@@ -1,0 +1,158 @@
+"""Samples with their tokens, as a policy worker writes them for the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.batch.samples import SampleSettings, SampleWriter, TokenTexts, disagreement
+from nemo_rl.report.run_files import read_block, read_index
+from nemo_rl.types import Example, ExampleGroup, RolloutGroup, Sample
+from tests.fakes import sample_meta
+
+WORDS = ["x", " the", " dog", "\n", "</script>"]
+
+
+def decode(ids: list[int]) -> str:
+    """Bytes above 100; like some tokenizers it drops the space before the first word."""
+    raw = b"".join(bytes([i - 1000]) if i >= 1000 else WORDS[i].encode() for i in ids)
+    return raw.decode(errors="replace").removeprefix(" ")
+
+
+def settings(folder: Path, **more: Any) -> SampleSettings:
+    return SampleSettings(**{"folder": folder, "max_tokens": 100, "decode": decode, "anchor": 0, **more})
+
+
+def test_single_tokens_keep_their_space_and_parts_of_a_character_are_joined(tmp_path):
+    texts = TokenTexts(settings(tmp_path))
+    assert texts([1, 2, 1]) == [" the", " dog", " the"]
+    euro = [1000 + byte for byte in "€".encode()]
+    assert texts([1, *euro, 2]) == [" the", "€", "", "", " dog"]
+    assert texts([euro[0]]) == ["\N{REPLACEMENT CHARACTER}"]
+    assert texts([]) == []
+
+
+def rollout_group() -> RolloutGroup:
+    samples = [
+        Sample(
+            meta=sample_meta(f"1/0/p:7/{index}", reward=float(index)),
+            token_ids=np.array([1, 2] * 5),
+            token_mask=np.array([False] * 4 + [True] * 6),
+            generation_logprobs=np.full(10, -0.5, np.float32),
+            messages=[{"role": "assistant", "content": "the dog </script>"}],
+        )
+        for index in range(2)
+    ]
+    return RolloutGroup(group_id="1/0/p:7", prompt_id="p:7", samples=samples)
+
+
+def row_of(sample: Sample, **columns: torch.Tensor) -> Row:
+    return Row(
+        sample_id=sample.sample_id,
+        token_ids=torch.from_numpy(sample.token_ids),
+        token_mask=torch.from_numpy(sample.token_mask),
+        mask=1.0,
+        columns={"generation_logprobs": torch.from_numpy(sample.generation_logprobs), **columns},
+    )
+
+
+def written(run: Path) -> list[dict[str, Any]]:
+    return [sample for block in sorted((run / "samples").glob("*.js")) for sample in read_block(block)]
+
+
+def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
+    group = rollout_group()
+    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    writer.begin([(3, 1)], {3: group})
+    train = torch.full((10,), -0.5)
+    train[9] = -1.5
+    row = row_of(group.samples[1], outputs=train, advantages=torch.full((10,), 0.25), values=torch.arange(10.0))
+    assert writer.write(5, {(3, 1): row, (3, 0): row_of(group.samples[0])}) is None
+    (sample,) = written(tmp_path)
+    assert (sample["step"], sample["id"], sample["prompt"], sample["reward"]) == (5, "1/0/p:7/1", "p:7", 1.0)
+    assert sample["texts"] == [" the", " dog"] * 5 and sample["mask"] == "0000111111"
+    assert sample["advantages"] == 0.25 and sample["values"][-1] == 9.0
+    assert sample["outputs"][9] == -1.5 and sample["messages"][0]["content"] == "the dog </script>"
+    assert sample["error"] == pytest.approx((5 + math.e) / 6) and sample["worst"] == pytest.approx(math.e)
+    (summary,) = read_index(tmp_path)
+    assert summary["block"] == "policy-0_000005.js" and summary["advantage"] == 0.25
+    assert summary["error"] == sample["error"] and summary["num_generated_tokens"] == 6
+
+
+def test_previous_logprobs_come_before_those_of_a_later_update(tmp_path):
+    group = rollout_group()
+    columns = {"prev_logprobs": torch.full((10,), -0.5), "outputs": torch.full((10,), -9.0)}
+    assert disagreement(row_of(group.samples[0], **columns)) == {"error": 1.0, "worst": 1.0}
+
+
+def test_of_a_long_sample_the_beginning_and_the_end_are_kept(tmp_path):
+    group = rollout_group()
+    writer = SampleWriter(settings(tmp_path / "samples", max_tokens=5), "policy-0")
+    writer.begin([(0, 0)], {0: group})
+    writer.write(1, {(0, 0): row_of(group.samples[0], values=torch.arange(10.0))})
+    (sample,) = written(tmp_path)
+    assert sample["values"] == [0.0, 1.0, 2.0, 8.0, 9.0] and sample["left_out"] == [3, 8]
+    assert sample["length"] == 10 and sample["mask"] == "00011"
+
+
+def test_values_that_are_not_finite_are_still_json(tmp_path):
+    group = rollout_group()
+    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    writer.begin([(0, 0)], {0: group})
+    bad = torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7)
+    writer.write(1, {(0, 0): row_of(group.samples[0], outputs=bad)})
+    text = (tmp_path / "samples" / "policy-0_000001.js").read_text()
+    assert "NaN" not in text and "Infinity" not in text and "</script>" not in text
+    assert written(tmp_path)[0]["outputs"][:3] == [1e30, 1e30, -1e30]
+
+
+def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):
+    group = rollout_group()
+    writer = SampleWriter(settings(tmp_path / "samples", block_bytes=1500), "policy-0")
+    for step in range(1, 8):
+        writer.begin([(0, 0)], {0: group})
+        assert writer.write(step, {(0, 0): row_of(group.samples[0])}) is None
+    blocks = sorted(path.name for path in (tmp_path / "samples").glob("*"))
+    assert blocks == ["index_policy-0.jsonl", "policy-0_000001.js", "policy-0_000005.js"]
+    assert [sample["step"] for sample in written(tmp_path)] == list(range(1, 8))
+    assert [row["block"] for row in read_index(tmp_path)][4] == "policy-0_000005.js"
+
+
+def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
+    example = Example(sample_id="sft:3", token_ids=np.array([1, 2]), token_mask=np.array([False, True]), margin=2.0)
+    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    writer.begin([(0, 0)], {0: ExampleGroup(samples=[example])})
+    row = Row(
+        sample_id="sft:3",
+        token_ids=torch.tensor([1, 2]),
+        token_mask=torch.tensor([False, True]),
+        mask=1.0,
+        columns={"margin": torch.tensor(2.0), "outputs": torch.tensor([0.0, -0.25])},
+    )
+    writer.write(1, {(0, 0): row})
+    (sample,) = written(tmp_path)
+    assert sample["id"] == "sft:3" and sample["margin"] == 2.0 and sample["outputs"] == [0.0, -0.25]
+    assert "error" not in sample
+
+
+def test_a_folder_that_this_node_does_not_see_is_said(tmp_path):
+    writer = SampleWriter(settings(tmp_path / "elsewhere" / "samples"), "policy-0")
+    writer.begin([(0, 0)], {0: rollout_group()})
+    problem = writer.write(1, {(0, 0): row_of(rollout_group().samples[0])})
+    assert problem is not None and "put logger.log_dir where all nodes see it" in problem
+
+
+def test_a_step_that_ran_twice_is_listed_once(tmp_path):
+    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    for reward in (1.0, 2.0):
+        group = rollout_group()
+        group.samples[0].meta.reward = reward
+        writer.begin([(0, 0)], {0: group})
+        writer.write(1, {(0, 0): row_of(group.samples[0])})
+    assert [row["reward"] for row in read_index(tmp_path)] == [2.0]

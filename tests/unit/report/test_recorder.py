@@ -1,0 +1,141 @@
+"""What a run writes for its report."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.report.recorder import RunRecorder, chosen_rows, machine
+from nemo_rl.report.run_files import is_alive, read_run, status_of
+from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RankPlan, SampleStatus
+from nemo_rl.utils.config import ReportConfig
+from nemo_rl.utils.console import RunConsole
+from tests.fakes import sample_meta
+from tests.unit.report.runs import append, write_run
+
+
+def planned(group: int, index: int, *, num_rows: int = 1, advantage: float = 0.0, mask: float = 1.0) -> PlannedSample:
+    return PlannedSample(group=group, index=index, lengths=(10,) * num_rows, advantage=advantage, mask=mask)
+
+
+def test_of_groups_all_over_the_plan_the_best_and_the_worst_are_reported():
+    plan = [planned(group, index) for group in range(8) for index in (2, 0, 1)]
+    rewards = [[0.5, None if group == 2 else 0.0, 1.0] for group in range(8)]
+    assert chosen_rows(plan, rewards, 8) == [(g, i) for g in (0, 2, 4, 6) for i in (2, 1)]
+    assert chosen_rows(plan, rewards, 1) == [(0, 2)]
+    assert chosen_rows(plan, rewards, 0) == []
+    assert len(chosen_rows(plan, rewards, 1000)) == 16
+
+
+def test_of_equal_rewards_two_different_samples_are_reported():
+    assert chosen_rows([planned(0, index) for index in range(4)], [[1.0] * 4], 2) == [(0, 0), (0, 3)]
+    assert chosen_rows([planned(0, 0)], [[1.0]], 2) == [(0, 0)]
+
+
+def test_pairs_are_reported_whole_and_rows_without_loss_not():
+    plan = [planned(0, 2 * number, num_rows=2, mask=float(number != 1)) for number in range(4)]
+    assert chosen_rows(plan, None, 5) == [(0, 0), (0, 1), (0, 4), (0, 5)]
+    assert chosen_rows([planned(0, 0, mask=0.0)], None, 4) == []
+
+
+def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
+    text = io.StringIO()
+    return RunRecorder(ReportConfig(**keys), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text
+
+
+def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
+    samples = [sample_meta("g/0", 1.0), sample_meta("g/1", 0.0, status=SampleStatus.FAILED), sample_meta("g/2", 0.25)]
+    group = GroupHandle(group_id="g", prompt_id="p:1", task_name="math", ref=None, samples=samples)
+    dropped = GroupHandle(group_id="h", prompt_id="p:2", task_name="math", ref=None, samples=[sample_meta("h/0", 1.0)])
+    batch = [planned(0, 2, advantage=-0.5), planned(0, 0, advantage=1.5)]
+    own, _ = recorder(tmp_path)
+    own.groups(
+        4, [dropped, group], [group], BatchPlan(groups=[None], ranks=[RankPlan(train=[[batch]], logprobs=[batch])])
+    )
+    line = json.loads((tmp_path / "groups.jsonl").read_text())
+    assert line["step"] == 4
+    assert line["groups"][0]["advantages"] == []
+    assert line["groups"][1] == {
+        "id": "g",
+        "prompt": "p:1",
+        "task": "math",
+        "rewards": [1.0, None, 0.25],
+        "lengths": [6, 0, 6],
+        "turns": [1, 0, 1],
+        "status": "cfc",
+        "advantages": [1.5, 0.0, -0.5],
+    }
+
+
+def test_the_times_of_the_phases_are_written(tmp_path):
+    own, _ = recorder(tmp_path)
+    with own.phase("generation"), own.phase("inner"):
+        pass
+    own.finish(1)
+    ((inner, outer), _) = (
+        json.loads(line)["phases"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()
+    )
+    assert (inner[0], outer[0]) == ("inner", "generation")
+    assert outer[1] <= inner[1] <= inner[2] <= outer[2]
+
+
+def test_a_file_that_cannot_be_written_is_given_up_with_one_warning(tmp_path):
+    own, text = recorder(tmp_path / "gone")
+    for _ in range(3):
+        own.groups(1, [], [], BatchPlan(groups=[], ranks=[]))
+    assert text.getvalue().count("the report goes without groups.jsonl") == 1
+
+
+def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
+    run = write_run(tmp_path / "exp_000")
+    own, text = recorder(run)
+    own.close()
+    assert "report" in (run / "report.html").read_text() and text.getvalue() == ""
+    (run / "config.yaml").write_text("a: [")  # cannot be read
+    own.close()
+    assert "the report goes without report.html" in text.getvalue()
+
+
+def test_nothing_is_made_before_there_is_a_line_of_metrics(tmp_path):
+    own, _ = recorder(tmp_path)
+    own.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_this_process_is_alive_and_another_with_its_number_is_not():
+    here = machine()
+    assert is_alive(here["pid"], here["pid_started"])
+    assert not is_alive(here["pid"], "1")
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    assert not is_alive(process.pid, "1")
+    assert here["versions"]["torch"] and here["memory_gb"] > 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "end", "age", "expected"),
+    [
+        ({}, None, 5.0, "unknown"),
+        ({"host": "elsewhere"}, None, 5.0, "running"),
+        ({"host": "elsewhere"}, None, 5000.0, "unknown"),
+        ({**machine()}, None, 5000.0, "running"),
+        ({**machine(), "pid_started": "1"}, None, 5.0, "dead"),
+        ({**machine(), "pid_started": "1"}, 0, 5.0, "finished"),
+        ({"host": "elsewhere"}, 1, 5.0, "failed"),
+        ({"host": "elsewhere"}, 130, 5.0, "interrupted"),
+    ],
+)
+def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected):
+    folder = write_run(tmp_path / "exp_000")
+    if facts:
+        (folder / "run.json").write_text(json.dumps(facts))
+    if end is not None:
+        append(folder / "events.jsonl", time=1.0, step=3, kind="end", text="", status=end)
+    run = read_run(folder)
+    assert status_of(run, now=run.written_at + age).kind == expected
