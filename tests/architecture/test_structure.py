@@ -9,12 +9,12 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 50_400,
-    "files of nemo_rl": 238,
+    "lines of nemo_rl": 51_600,
+    "files of nemo_rl": 242,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 24_650,
+    "lines that run_grpo_math.py reaches": 26_150,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_760,
+    "lines of the GRPO walk": 7_840,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_030,
