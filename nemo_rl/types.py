@@ -129,6 +129,20 @@ class SampleStatus(StrEnum):
     TIMED_OUT = "timed_out"  # stopped by the time limit of episodes: no reward, not in the baseline, no gradient
     FAILED = "failed"  # environment or engine raised or timed out: no reward, not in the baseline, no gradient
     PROMPT_TOO_LONG = "prompt_too_long"  # never sampled: no reward, no gradient
+    # Of agents that are programs of their own. No reward, not in the baseline, no gradient.
+    AGENT_CRASHED = "agent_crashed"  # it raised, or its process or service ended with an error
+    AGENT_HUNG = "agent_hung"  # it had not ended when its time was over
+    AGENT_SILENT = "agent_silent"  # it ended without a call of the model
+
+    @property
+    def is_failure(self) -> bool:
+        """Something went wrong that another try might not meet."""
+        return self in (SampleStatus.FAILED, SampleStatus.AGENT_CRASHED, SampleStatus.AGENT_SILENT)
+
+    @property
+    def is_late(self) -> bool:
+        """A limit of time ended it."""
+        return self in (SampleStatus.TIMED_OUT, SampleStatus.AGENT_HUNG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +177,15 @@ class SampleMeta:
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
     routed_experts_bytes: int = 0  # of `Sample.routed_experts`; 0 without
     reward_parts: list[float] = field(default_factory=list)  # each of several rewards, over all turns
+    # Of an agent's episode: its other token sequences. This one and they have each sampled token in one mask.
+    branches: list[SampleMeta] = field(default_factory=list)
+    credit: float = 1.0  # factor of the episode's advantage on this sequence
+    own_reward: float | None = None  # of this sequence alone; None: it shares the reward of its episode
+
+    @property
+    def rows(self) -> list[SampleMeta]:
+        """All token sequences of the episode; one, except for agents."""
+        return [self, *self.branches]
 
     @property
     def has_reward(self) -> bool:
@@ -181,6 +204,11 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that the environment gave its last turn, by name
     # Experts that generation chose for the first N tokens, uint8 or int16 [N, layers, K], if it reports them.
     routed_experts: np.ndarray | None = None
+    branches: list[Sample] = field(default_factory=list)  # in the order of `meta.branches`
+
+    @property
+    def rows(self) -> list[Sample]:
+        return [self, *self.branches]
 
     @property
     def sample_id(self) -> str:
@@ -195,6 +223,11 @@ class RolloutGroup:
     prompt_id: str
     samples: list[Sample]
 
+    @property
+    def rows(self) -> list[Sample]:
+        """The token sequences of all samples: the samples themselves, then their branches."""
+        return [*self.samples, *(branch for sample in self.samples for branch in sample.branches)]
+
 
 @dataclass(kw_only=True)
 class GroupHandle:
@@ -205,6 +238,16 @@ class GroupHandle:
     task_name: str
     ref: Any  # ray.ObjectRef of the RolloutGroup
     samples: list[SampleMeta]
+
+    @property
+    def rows(self) -> list[SampleMeta]:
+        """In the order of `RolloutGroup.rows`."""
+        return [*self.samples, *(branch for sample in self.samples for branch in sample.branches)]
+
+    def row_values(self, of_samples: Sequence[Sequence[float]]) -> list[float]:
+        """One number per row, in the order of `rows`, from those of the rows of each sample."""
+        firsts = [values[0] for values in of_samples]
+        return firsts + [value for values in of_samples for value in values[1:]]
 
 
 @dataclass(kw_only=True)
@@ -222,6 +265,10 @@ class ExampleGroup:
     """Tokenised rows: one object in the object store. The sequences of a pair are neighbours."""
 
     samples: list[Example]
+
+    @property
+    def rows(self) -> list[Example]:
+        return self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +322,10 @@ class RowErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSample:
-    """A unit of a micro-batch: sample `index` of the plan's group number `group`; for a pair also `index + 1`."""
+    """A unit of a micro-batch: row `index` of the plan's group number `group`; for a pair also `index + 1`.
+
+    A negative index counts rows from the end: a second copy of a row, with mask 0, that fills up an optimizer step.
+    """
 
     group: int
     index: int

@@ -80,8 +80,8 @@ class GRPOTrainer(RolloutTrainer):
 
     def plan(self, groups: Sequence[ScoredGroup], advantages: AdvantageResult) -> BatchPlan:
         """Which sample goes to which rank, optimizer step and micro-batch; the workers fetch their rows."""
-        masks = [group.masks for group in groups]
-        return self.plan_and_load([group.handle for group in groups], advantages.advantages, masks)
+        of_rows = [group.of_rows(found) for group, found in zip(groups, advantages.advantages, strict=True)]
+        return self.plan_and_load([group.handle for group in groups], of_rows, [group.row_masks for group in groups])
 
     def score(self) -> None:
         """Previous and reference logprobs, kept with the samples on the workers; then masks and token advantages."""
@@ -108,7 +108,7 @@ class GRPOTrainer(RolloutTrainer):
         """Predicted and ideal seconds of the phases that this step timed, for GPUs whose rates are known."""
         if self.policy.gpu is None:
             return
-        samples = [sample for group in groups for sample in group.handle.samples]
+        samples = [row for group in groups for row in group.handle.rows]
         lengths = [sample.length for sample in samples]
         work = Work(
             lengths=lengths,

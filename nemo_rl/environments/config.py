@@ -17,6 +17,7 @@ from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
 
 ENV_REGISTRY: dict[str, str] = {
+    "agent": "nemo_rl.environments.agents.runner.AgentRunner",
     "code": "nemo_rl.environments.code.environment.CodeEnvironment",
     "code_jaccard": "nemo_rl.environments.code.environment.CodeJaccardEnvironment",
     "composite": "nemo_rl.environments.composite.CompositeEnvironment",
@@ -298,6 +299,38 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     }
 
 
+class SessionConfig(StrictModel):
+    """Where the sessions of agents listen. Each session has its own key."""
+
+    host: str = "127.0.0.1"
+    """Address of the interface; 127.0.0.1 admits programs of this machine only."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0 is any free one."""
+
+
+class AgentEnvironmentConfig(ActorsConfig):
+    """Agents that own their loop: programs that call the model in a session of their own, and give a reward."""
+
+    type: Literal["agent"] = "agent"
+    """Registry name of the environment."""
+
+    run: str = Field(min_length=1)
+    """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Agents of each actor that run at the same time."""
+
+    time_limit_s: float = Field(default=600.0, gt=0)
+    """Seconds of one agent."""
+
+    max_generated_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that one episode may sample in all its calls; the call that passes it is the last. null: no limit."""
+
+    session: SessionConfig = SessionConfig()
+    """Where its sessions listen."""
+
+
 class RemoteEnvironmentConfig(ActorsConfig):
     """An environment behind HTTP, by the protocol of `nemo_rl/environments/remote/protocol.py`."""
 
@@ -570,7 +603,8 @@ def _variant(value: Any) -> str:
 
 
 AnyEnvironmentConfig = Annotated[
-    Annotated[PythonToolsEnvironmentConfig, Tag("python_tools")]
+    Annotated[AgentEnvironmentConfig, Tag("agent")]
+    | Annotated[PythonToolsEnvironmentConfig, Tag("python_tools")]
     | Annotated[CodeEnvironmentConfig, Tag("code")]
     | Annotated[CodeJaccardEnvironmentConfig, Tag("code_jaccard")]
     | Annotated[CompositeEnvironmentConfig, Tag("composite")]

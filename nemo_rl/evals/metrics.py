@@ -123,7 +123,7 @@ def summarize(prompts: Sequence[Sequence[Outcome]], *, metric: str, k: int) -> d
     scored = [[sample for sample in prompt if sample.status in SCORED] for prompt in prompts]
     with_outcome = [prompt for prompt in scored if prompt]
     flat = [sample for prompt in with_outcome for sample in prompt]
-    num_failed = sum(sample.status is SampleStatus.FAILED for sample in samples)
+    num_failed = sum(sample.status.is_failure or sample.status.is_late for sample in samples)
     values = [score_of(prompt, metric=metric, k=k) for prompt in scored if len(prompt) >= k]
     rewards = [[sample.reward for sample in prompt] for prompt in with_outcome]
     return {
@@ -139,7 +139,7 @@ def summarize(prompts: Sequence[Sequence[Outcome]], *, metric: str, k: int) -> d
         "mean_length": _mean_or_none([sample.num_tokens for sample in flat]),
         "max_length": max((sample.num_tokens for sample in flat), default=None),
         "truncated_rate": _mean_or_none([sample.status is SampleStatus.TRUNCATED for sample in flat]),
-        "failed_rate": _mean_or_none([sample.status is SampleStatus.FAILED for sample in samples]),
+        "failed_rate": _mean_or_none([sample.status.is_failure or sample.status.is_late for sample in samples]),
         "num_failed": num_failed,
         "num_prompts_too_long": sum(
             any(sample.status is SampleStatus.PROMPT_TOO_LONG for sample in prompt) for prompt in prompts

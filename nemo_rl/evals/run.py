@@ -15,7 +15,7 @@ import ray
 
 from nemo_rl.algorithms.setup.launch import run_command, start_cluster
 from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts
-from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
+from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
 from nemo_rl.algorithms.setup.rollouts import sections_to_start
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import dump_config
@@ -212,6 +212,15 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         env_step_timeout_s=config.eval.env_step_timeout_s,
         worker_timeout_s=machines.worker_timeout_s,
         seed=config.eval.seed,
+        connect_agents=agents_of(
+            config.env,
+            environments,
+            name=config.generation.model_name,
+            tokenizer=inputs.model.tokenizer,
+            vocab_size=len(inputs.model.tokenizer),
+            vllm=config.generation.vllm_cfg,
+            max_calls=config.eval.max_rollout_turns,
+        ),
     )
     collector = RolloutCollector(
         cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s
@@ -385,4 +394,5 @@ class _Writer:
 
 
 def _failed(record: SampleRecord) -> bool:
-    return record.status == SampleStatus.FAILED.value
+    status = SampleStatus(record.status)
+    return status.is_failure or status.is_late

@@ -358,7 +358,8 @@ class RecordedRollouts(RolloutCollector):
         root: Path,
         timeout_s: float,
     ) -> None:
-        super().__init__(cluster, replace(settings, connect_environments=dict), [], accelerator, timeout_s=timeout_s)
+        settings = replace(settings, connect_environments=dict, connect_agents=dict)
+        super().__init__(cluster, settings, [], accelerator, timeout_s=timeout_s)
         self.root = root.absolute()  # the worker may have another working directory
         self.steps = recorded_steps(root)
         self._index: StepIndex | None = None

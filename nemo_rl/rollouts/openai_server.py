@@ -46,20 +46,27 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIServerSettings:
-    """Settings of a server. All of them can be pickled."""
+class AnswerSettings:
+    """The model and tokenizer behind the answers. All of them can be pickled."""
 
-    host: str
-    port: int  # 0: any free port
-    token: str
     model: str  # its name
-    sampling: SamplingParams  # defaults of requests
     make_chat: Callable[[], Chat]  # called inside the worker
     calls_of: Callable[[str], Sequence[Any]] | None  # the calls (`code/tools.py`) in a text; None: they stay text
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
     max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIServerSettings:
+    """Settings of a server. All of them can be pickled."""
+
+    host: str
+    port: int  # 0: any free port
+    token: str
+    sampling: SamplingParams  # defaults of requests
+    answers: AnswerSettings
     engine_timeout_s: float
 
     def __repr__(self) -> str:
@@ -189,69 +196,36 @@ def parse_request(kind: type[R], body: bytes) -> R:
 # -- answers
 
 
-class OpenAIServer:
-    """The server's process: answers external requests with the engines that also play the run's episodes.
+class Answers:
+    """Answers the requests for completions that one client, or all clients of a server, send.
 
-    Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
-    flight and later ones are answered with status 503.
+    `chat` has the tokens of earlier turns, `generate` samples, `sampling` are defaults. After `ended` is set, requests
+    in flight and later ones raise RequestError. `shows_tokens`: answers have token ids, which training needs.
     """
 
-    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        settings: AnswerSettings,
+        *,
+        chat: Chat,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        ended: asyncio.Event,
+        shows_tokens: bool,
+    ) -> None:
         self.settings = settings
-        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
-        self.engines.replace(generation_workers)
-        self.generate: GenerateFn = self.engines.generate
-        self.chat = settings.make_chat()
-        self._closed = asyncio.Event()
-        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
-        self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_post("/v1/completions", self._completions)
-        self.app.router.add_post("/v1/chat/completions", self._chat)
-        # With handler_cancellation, sampling stops when the client disconnects.
-        self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
-        )
+        self.chat = chat
+        self.generate = generate
+        self.sampling = sampling
+        self.shows_tokens = shows_tokens
+        self._ended = ended
 
-    async def listen(self) -> int:
-        """Start to answer. Returns the port. Raises OSError if the address is not available."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
-        return int(self._runner.addresses[0][1])
-
-    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
-        """Set the actor handles of the engine replicas, after a replica was restarted."""
-        self.engines.replace(workers)
-
-    async def stop(self) -> None:
-        """Close and stop listening."""
-        self.close()
-        await self._runner.cleanup()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.settings.token.encode()):
-            return _error("a token is needed: Authorization: Bearer <token>", 401)
-        try:
-            return await handler(request)
-        except RequestError as error:
-            return _error(str(error), error.status)
-        except RequestFailed as error:
-            return _error(str(error), 503)
-        except web.HTTPException as error:  # unknown path, body too large
-            return _error(f"{error.reason}: {request.method} {request.path}", error.status)
-
-    async def _models(self, request: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "nemo_rl"}
         model["max_model_len"] = self.settings.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
 
         def choice(completion: Completion, text: str) -> dict[str, Any]:
@@ -275,7 +249,7 @@ class OpenAIServer:
             return list(prompt)
         raise RequestError("prompt must be a text or a list of token ids; send several prompts as several requests")
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ChatRequest, await request.read())
         tools = wanted.tools or None
         try:
@@ -318,14 +292,16 @@ class OpenAIServer:
                 f"the prompt has {len(token_ids)} tokens and leaves no room for an answer: max_model_len is "
                 f"{self.settings.max_model_len}"
             )
-        sampling = wanted.sampling(self.settings.sampling, room)
+        sampling = wanted.sampling(self.sampling, room)
         completions = await self._sample(token_ids, sampling, wanted.seed, wanted.n)
         choices = []
         for index, completion in enumerate(completions):
             own = {"index": index, **choice(completion, self._text(completion, sampling))}
             if wanted.logprobs is False:
                 own["logprobs"] = None
-            choices.append(own | {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs})
+            if self.shows_tokens:
+                own |= {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
+            choices.append(own)
         num_sampled = sum(len(completion.token_ids) for completion in completions)
         usage = {"prompt_tokens": len(token_ids), "completion_tokens": num_sampled}
         answer = {
@@ -335,10 +311,11 @@ class OpenAIServer:
             "model": self.settings.model,
             "choices": choices,
             "usage": usage | {"total_tokens": len(token_ids) + num_sampled},
-            "prompt_token_ids": token_ids,
             "weight_version": min(completion.weight_version for completion in completions),
             **(more or {}),
         }
+        if self.shows_tokens:
+            answer["prompt_token_ids"] = token_ids
         return await _streamed(request, answer) if wanted.stream else web.json_response(answer)
 
     def _text(self, completion: Completion, sampling: SamplingParams) -> str:
@@ -351,7 +328,7 @@ class OpenAIServer:
     async def _sample(self, token_ids: list[int], sampling: SamplingParams, seed: int, num: int) -> list[Completion]:
         tasks = [asyncio.ensure_future(self.generate(token_ids, sampling, seed + i)) for i in range(num)]
         sampled = asyncio.gather(*tasks)
-        closed = asyncio.create_task(self._closed.wait())
+        closed = asyncio.create_task(self._ended.wait())
         try:
             await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
             if not sampled.done():
@@ -362,6 +339,81 @@ class OpenAIServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(sampled, *tasks, return_exceptions=True)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler's answer; its errors in the form that OpenAI's clients know."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(str(error), error.status)
+    except RequestFailed as error:
+        return error_response(str(error), 503)
+    except web.HTTPException as error:  # unknown path, body too large
+        return error_response(f"{error.reason}: {request.method} {request.path}", error.status)
+
+
+def has_token(request: web.Request, token: str) -> bool:
+    """Whether a request carries `Authorization: Bearer <token>`."""
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return secrets.compare_digest(given.encode(errors="surrogateescape"), token.encode())
+
+
+class OpenAIServer:
+    """The server's process: answers external requests with the engines that also play the run's episodes.
+
+    Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
+    flight and later ones are answered with status 503.
+    """
+
+    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
+        self.settings = settings
+        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
+        self.engines.replace(generation_workers)
+        self._closed = asyncio.Event()
+        self.answers = Answers(
+            settings.answers,
+            chat=settings.answers.make_chat(),
+            generate=self.engines.generate,
+            sampling=settings.sampling,
+            ended=self._closed,
+            shows_tokens=True,
+        )
+        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/v1/models", self.answers.models)
+        self.app.router.add_post("/v1/completions", self.answers.completions)
+        self.app.router.add_post("/v1/chat/completions", self.answers.chat_completions)
+        # With handler_cancellation, sampling stops when the client disconnects.
+        self._runner = web.AppRunner(
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+
+    async def listen(self) -> int:
+        """Start to answer. Returns the port. Raises OSError if the address is not available."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Set the actor handles of the engine replicas, after a replica was restarted."""
+        self.engines.replace(workers)
+
+    async def stop(self) -> None:
+        """Close and stop listening."""
+        self.close()
+        await self._runner.cleanup()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not has_token(request, self.settings.token):
+            return error_response("a token is needed: Authorization: Bearer <token>", 401)
+        return await guarded(request, handler)
 
 
 def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:
@@ -394,6 +446,6 @@ async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamR
     return response
 
 
-def _error(text: str, status: int) -> web.Response:
+def error_response(text: str, status: int) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": text, "type": kind, "code": status}}, status=status)

@@ -42,14 +42,10 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
                 "group_id": group.group_id,
                 "prompt_id": group.prompt_id,
                 "task_name": task_name,
-                "samples": [
-                    {"meta": asdict(sample.meta), "messages": sample.messages}
-                    | ({"metrics": sample.metrics} if sample.metrics else {})
-                    for sample in group.samples
-                ],
+                "samples": [_stored(sample) for sample in group.samples],
             }
             lines.write(json.dumps(record, allow_nan=False) + "\n")
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [row for group in groups for sample in group.samples for row in sample.rows]
     # The empty array gives the column its type if there are no samples.
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(sample, name) for sample in samples)])
@@ -58,6 +54,16 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
     if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
         columns[EXPERTS] = np.concatenate(experts)
     save_file(columns, folder / TOKENS)
+
+
+def _stored(sample: Sample) -> dict[str, Any]:
+    """A sample without its arrays. The metadata of branches are in `meta`."""
+    stored: dict[str, Any] = {"meta": asdict(sample.meta), "messages": sample.messages}
+    if sample.metrics:
+        stored["metrics"] = sample.metrics
+    if sample.branches:
+        stored["branches"] = [{"messages": branch.messages} for branch in sample.branches]
+    return stored
 
 
 def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
@@ -72,16 +78,22 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
     groups: list[RolloutGroup] = []
     start = experts_start = 0
+
+    def read(stored: dict[str, Any], meta: SampleMeta) -> Sample:
+        """The next token sequence, then those of its branches."""
+        nonlocal start, experts_start
+        tokens: dict[str, Any] = {name: columns[name][start : start + meta.length] for name in COLUMNS}
+        start += meta.length
+        count = meta.routed_experts_bytes // bytes_per_token
+        own = experts[experts_start : experts_start + count] if count else None
+        experts_start += count
+        told = {key: stored[key] for key in ("messages", "metrics") if key in stored}
+        sample = Sample(**told, **tokens, meta=meta, routed_experts=own)
+        sample.branches = [read(*pair) for pair in zip(stored.get("branches", []), meta.branches, strict=True)]
+        return sample
+
     for record in records:
-        samples = []
-        for stored in record["samples"]:
-            meta = meta_from(stored["meta"])
-            tokens = {name: columns[name][start : start + meta.length] for name in COLUMNS}
-            start += meta.length
-            count = meta.routed_experts_bytes // bytes_per_token
-            own = experts[experts_start : experts_start + count] if count else None
-            experts_start += count
-            samples.append(Sample(**{**stored, **tokens, "meta": meta, "routed_experts": own}))
+        samples = [read(stored, meta_from(stored["meta"])) for stored in record["samples"]]
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     for what, expected, found in (
         ("tokens", start, len(columns["token_ids"])),
@@ -95,7 +107,8 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
 def meta_from(record: dict[str, Any]) -> SampleMeta:
     """Inverse of `dataclasses.asdict` after JSON."""
     turns = [TurnMeta(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]]
-    return SampleMeta(**{**record, "status": SampleStatus(record["status"]), "turns": turns})
+    branches = [meta_from(branch) for branch in record.get("branches", ())]
+    return SampleMeta(**{**record, "status": SampleStatus(record["status"]), "turns": turns, "branches": branches})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from nemo_rl.types import (
     Completion,
     DatumSpec,
     EnvironmentStep,
+    GenerateFn,
     GroupHandle,
     Prompt,
     RolloutGroup,
@@ -89,6 +90,23 @@ class Probe:
     num_fresh_changed: int
 
 
+class AgentEnvironment(Protocol):
+    """Agents that own their loop, as the rollout worker uses them. They have the metrics of an environment."""
+
+    async def play(
+        self,
+        prompt: Prompt,
+        datum: DatumSpec,
+        *,
+        sample_id: str,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        seed_of_turn: Callable[[int], int],
+    ) -> Sample:
+        """Play one episode to its end."""
+        ...
+
+
 @dataclass(kw_only=True)
 class RolloutWorkerSettings:
     """Settings of a rollout worker. All of them can be pickled."""
@@ -100,6 +118,7 @@ class RolloutWorkerSettings:
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
+    connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict  # by task name; called inside the worker
     engine_timeout_s: float = 900.0  # an engine without a sign of life for so long counts as dead
 
 
@@ -111,6 +130,7 @@ class RolloutWorker:
         self.keeper = keeper  # handle of a GroupKeeper
         self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
         self.environments = settings.connect_environments()
+        self.agents = settings.connect_agents()
         self.engines = Engines(settings.engine_timeout_s)
         self.engines.replace(generation_workers)
         self.busy = BusyTime()
@@ -233,6 +253,16 @@ class RolloutWorker:
         limit = None
         try:
             async with self.engines.time_limit(limits.timeout_s) as limit:
+                seed_of_turn = partial(sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index)
+                if prompt.task_name in self.agents:
+                    return await self.agents[prompt.task_name].play(
+                        prompt,
+                        datum,
+                        sample_id=sample_id,
+                        generate=self.generate,
+                        sampling=request.sampling,
+                        seed_of_turn=seed_of_turn,
+                    )
                 return await run_episode(
                     datum,
                     sample_id=sample_id,
@@ -242,9 +272,7 @@ class RolloutWorker:
                     render=self.settings.render,
                     sampling=request.sampling,
                     limits=limits,
-                    seed_of_turn=partial(
-                        sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index
-                    ),
+                    seed_of_turn=seed_of_turn,
                 )
         except (EpisodeFailure, RequestFailed) as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
@@ -273,7 +301,7 @@ class RolloutWorker:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
         by_name: dict[str, tuple[Environment, list[tuple[str, Sample]]]] = {}
         for task_name, group in zip(task_names, groups, strict=True):
-            environment = self.environments[task_name]
+            environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))
             samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
         return {

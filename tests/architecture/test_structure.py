@@ -9,12 +9,12 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 51_600,
-    "files of nemo_rl": 242,
+    "lines of nemo_rl": 53_400,
+    "files of nemo_rl": 256,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 26_150,
+    "lines that run_grpo_math.py reaches": 26_500,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_840,
+    "lines of the GRPO walk": 7_990,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_030,
@@ -24,6 +24,7 @@ LIMITS = {
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
 SHORT_FILES = {
+    "environments/agents/interfaces.py": "an interface: what an agent is given and hands back",
     "algorithms/losses/aggregate.py": "the sums that every loss divides by global counts",
     "algorithms/losses/nll.py": "one loss",
     "algorithms/setup/grpo.py": "the way in to GRPO",

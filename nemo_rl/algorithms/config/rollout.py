@@ -18,6 +18,7 @@ from nemo_rl.algorithms.config.loop import (
     saving_rules,
 )
 from nemo_rl.algorithms.config.metric_names import (
+    AGENTS,
     REPLAY,
     ROLLOUT,
     SPECULATION,
@@ -33,6 +34,7 @@ from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
+    AgentEnvironmentConfig,
     EnvSection,
     PythonToolsEnvironmentConfig,
     RetrievalEnvironmentConfig,
@@ -421,6 +423,12 @@ class RolloutMasterConfig(RunConfig):
         return value_of(self, self.section)
 
     @property
+    def has_agents(self) -> bool:
+        """Whether programs of their own play some of the episodes."""
+        datasets = [*self.data.train, *(self.data.validation or [])]
+        return any(isinstance(self.env.get(dataset.env_name), AgentEnvironmentConfig) for dataset in datasets)
+
+    @property
     def further_models(self) -> list[FurtherModel]:
         """Models beside the policy; none, unless the algorithm has a critic or a teacher."""
         return []
@@ -435,6 +443,7 @@ class RolloutMasterConfig(RunConfig):
         """Names of training on rollouts that every step reports under `train/`."""
         names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns) | self.task_metrics
         names |= SPECULATION if self.policy.generation.speculates else frozenset()
+        names |= AGENTS if self.has_agents else frozenset()
         return names | (REPLAY if self.policy.router_replay.enabled else frozenset())
 
     @property
@@ -545,6 +554,8 @@ class RolloutMasterConfig(RunConfig):
     def _check_turns(self, name: str) -> Problems:
         """Whether an episode in the environment `name` can end in its turns."""
         section, turns, key = self.env[name], self.rollout.max_rollout_turns, f"{self.section}.max_rollout_turns"
+        if isinstance(section, AgentEnvironmentConfig) and self.section != "grpo":
+            yield f"env.{name}.type", f"agents train with GRPO; {self.section} takes environments"
         if isinstance(section, RetrievalEnvironmentConfig) and turns <= section.max_searches:
             yield (
                 key,

@@ -8,7 +8,8 @@ collectives: all have the same number of micro-batches in every optimizer step a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,15 +174,20 @@ def plan_batch(
 ) -> BatchPlan:
     """`plan_samples` of finished groups, whose samples fill the optimizer steps in order.
 
-    `advantages` and `masks` are per group and sample; mask 0.0 leaves a sample out of the loss, not out of the batch.
+    `advantages` and `masks` are per group and row; mask 0.0 leaves a row out of the loss, not out of the batch. An
+    optimizer step has `global_batch_size` samples, with all their rows.
     """
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
-    samples = [
-        PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
-        for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True))
-        for i, (meta, advantage, mask) in enumerate(zip(group.samples, group_advantages, group_masks, strict=True))
-    ]
-    return plan_samples(samples, [group.ref for group in groups], **how)
+    episodes: list[list[PlannedSample]] = []
+    for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True)):
+        rows = [
+            PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
+            for i, (meta, advantage, mask) in enumerate(zip(group.rows, group_advantages, group_masks, strict=True))
+        ]
+        branches = iter(rows[len(group.samples) :])
+        for row, meta in zip(rows, group.samples, strict=False):
+            episodes.append([row, *(next(branches) for _ in meta.branches)])
+    return plan_episodes(episodes, [group.ref for group in groups], **how)
 
 
 def plan_samples(
@@ -203,8 +209,30 @@ def plan_samples(
     Raises:
         ValueError: a sample is longer than any micro-batch may be.
     """
+    alone = [[sample] for sample in samples]
+    return plan_episodes(alone, groups, num_ranks=num_ranks, global_batch_size=global_batch_size, batching=batching)
+
+
+def plan_episodes(
+    episodes: Sequence[Sequence[PlannedSample]],
+    groups: Sequence[Any],
+    *,
+    num_ranks: int,
+    global_batch_size: int,
+    batching: Batching,
+) -> BatchPlan:
+    """`plan_samples` of samples with several rows each: an optimizer step has `global_batch_size` of them.
+
+    A step whose number of rows the ranks cannot share evenly is filled up with copies of rows, with mask 0.
+    """
     multiple = batching.micro_batch_multiple
-    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
+    assert len(episodes) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
+    sizes = Counter(row.group for episode in episodes for row in episode)
+    steps = []
+    for start in range(0, len(episodes), global_batch_size):
+        rows = [row for episode in episodes[start : start + global_batch_size] for row in episode]
+        steps.append([*rows, *_fillers(rows, -len(rows) % (num_ranks * multiple), sizes)])
+    samples = [row for rows in steps for row in rows]
     # A model that only scores uses the logprob budget for both, so that one is named first.
     for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
         if isinstance(rule, FixedSize):
@@ -217,8 +245,8 @@ def plan_samples(
             )
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
     owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
-    for start in range(0, len(samples), global_batch_size):
-        shares = _share(samples[start : start + global_batch_size], num_ranks, batching, multiple)
+    for rows in steps:
+        shares = _share(rows, num_ranks, batching, multiple)
         trained = _fill(shares, batching.train, batching, multiple)
         for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
             # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
@@ -229,6 +257,14 @@ def plan_samples(
     for plan, micro_batches in zip(ranks, scored, strict=True):
         plan.logprobs = micro_batches
     return BatchPlan(groups=list(groups), ranks=ranks)
+
+
+def _fillers(rows: Sequence[PlannedSample], num: int, sizes: Mapping[int, int]) -> list[PlannedSample]:
+    """Copies of the `num` shortest rows, with mask 0. Their indices count from the end of the rows of their group,
+    whose number is in `sizes`."""
+    shortest = sorted(rows, key=lambda row: (row.length, row.group, row.index))[:num]
+    assert len(shortest) == num
+    return [replace(row, index=row.index - sizes[row.group], advantage=0.0, mask=0.0) for row in shortest]
 
 
 def _share(

@@ -22,18 +22,43 @@ class ScoredGroup:
     rewards: list[float]  # scaled and shaped; 0.0 if the sample has none
     masks: list[float]  # 0.0: no gradient from this sample
     parts: list[list[float]]  # each of several rewards, scaled; empty for a sample with one reward or none
+    own_rewards: list[list[float]] | None = None  # of each row of each sample, if branches are rewarded one by one
 
     def for_estimator(self) -> GroupRewards:
+        """The rewards that are compared with each other: of the samples, or of all their rows."""
         samples = self.handle.samples
+        if self.own_rewards is not None:
+            rows = [(sample, row) for sample in samples for row in sample.rows]
+            return GroupRewards(
+                rewards=[reward for of_sample in self.own_rewards for reward in of_sample],
+                valid=[sample.has_reward for sample, _ in rows],
+                num_loss_tokens=[row.num_generated_tokens for _, row in rows],
+            )
         return GroupRewards(
             rewards=self.rewards,
             parts=self.parts,
             # A failed sample has no reward, which is not the same as a reward of 0: it must not move the baseline.
             valid=[sample.has_reward for sample in samples],
             num_loss_tokens=[
-                sample.num_generated_tokens if mask > 0 else 0 for sample, mask in zip(samples, self.masks, strict=True)
+                sum(row.num_generated_tokens for row in sample.rows) if mask > 0 else 0
+                for sample, mask in zip(samples, self.masks, strict=True)
             ],
         )
+
+    def of_rows(self, advantages: Sequence[float]) -> list[float]:
+        """The advantage of each row, in the order of `handle.rows`, from those of `for_estimator`."""
+        samples = self.handle.samples
+        if self.own_rewards is not None:
+            found = iter(advantages)
+            return self.handle.row_values([[next(found) for _ in sample.rows] for sample in samples])
+        pairs = zip(samples, advantages, strict=True)
+        return self.handle.row_values([[advantage * row.credit for row in sample.rows] for sample, advantage in pairs])
+
+    @property
+    def row_masks(self) -> list[float]:
+        """The mask of each row, in the order of `handle.rows`."""
+        pairs = zip(self.handle.samples, self.masks, strict=True)
+        return self.handle.row_values([[mask] * len(sample.rows) for sample, mask in pairs])
 
 
 def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
@@ -49,8 +74,19 @@ def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> li
             ],
             masks=[loss_mask(sample, overlong_filtering=cfg.overlong_filtering) for sample in handle.samples],
             parts=[[scale_reward(part, cfg.reward_scaling) for part in s.reward_parts] for s in handle.samples],
+            own_rewards=_own_rewards(handle, cfg),
         )
         for handle in handles
+    ]
+
+
+def _own_rewards(handle: GroupHandle, cfg: ScoredRolloutConfig) -> list[list[float]] | None:
+    """Scaled, not shaped: shaping is about the length of a whole sample. None if the samples share their rewards."""
+    if not any(row.own_reward is not None for row in handle.rows):
+        return None
+    return [
+        [scale_reward(row.own_reward or 0.0, cfg.reward_scaling) if sample.has_reward else 0.0 for row in sample.rows]
+        for sample in handle.samples
     ]
 
 

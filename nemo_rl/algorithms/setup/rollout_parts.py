@@ -6,7 +6,7 @@ All of this is pickled. The worker's process imports this module, and none of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,21 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool, EnvironmentStep
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import EpisodeFailure, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import AgentEnvironment, EpisodeFailure, RolloutWorkerSettings
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
+from nemo_rl.utils.registry import import_object
 
 logger = logging.getLogger(__name__)
+
+AGENTS = "nemo_rl.algorithms.setup.agents:make_connect_agents"  # imported in runs that have agents
+ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mapping[str, AgentEnvironment]]
+"""(section of `env` -> actor handles, task name -> section) -> agents by task name."""
+
+
+def agents_of(env: Mapping[str, Any], names: Iterable[str], **how: Any) -> ConnectAgents | None:
+    """`agents.make_connect_agents` of the agents among the sections `names` of `env`; None without one."""
+    sections = {name: env[name] for name in names if env[name].type == "agent"}
+    return import_object(AGENTS, "agents")(sections, **how) if sections else None
 
 
 def worker_settings(
@@ -33,8 +44,12 @@ def worker_settings(
     env_step_timeout_s: float,
     worker_timeout_s: float,
     seed: int,
+    connect_agents: ConnectAgents | None = None,
 ) -> RolloutWorkerSettings:
-    """`environments`: section of `env` -> actor handles. A request to an engine may take half of `worker_timeout_s`."""
+    """`environments`: section of `env` -> actor handles. A request to an engine may take half of `worker_timeout_s`.
+
+    `connect_agents` is given where sections of type `agent` are among them.
+    """
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
     return RolloutWorkerSettings(
         process=process,
@@ -45,6 +60,7 @@ def worker_settings(
         limits=limits,
         run_seed=seed,
         engine_timeout_s=worker_timeout_s / 2,
+        connect_agents=partial(connect_agents, environments, task_to_env) if connect_agents is not None else dict,
     )
 
 

@@ -23,7 +23,7 @@ from nemo_rl.algorithms.setup.preflight import (
     http_server_token,
     prepare_model,
 )
-from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
+from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
@@ -236,6 +236,15 @@ def _worker_settings(
         env_step_timeout_s=config.rollout.env_step_timeout_s,
         worker_timeout_s=config.cluster.worker_timeout_s,
         seed=config.rollout.seed,
+        connect_agents=agents_of(
+            config.env,
+            environments,
+            name=config.policy.model_name,
+            tokenizer=inputs.model.tokenizer,
+            vocab_size=inputs.model.config.get_text_config().vocab_size,
+            vllm=config.policy.generation.vllm_cfg,
+            max_calls=config.rollout.max_rollout_turns,
+        ),
     )
 
 

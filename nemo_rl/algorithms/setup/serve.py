@@ -8,22 +8,17 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.setup.agents import answer_settings
 from nemo_rl.algorithms.setup.preflight import HTTP_SERVER, http_server_token
-from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.openai_server import OpenAIServerSettings
 
 logger = logging.getLogger(__name__)
@@ -39,20 +34,15 @@ def start_openai_server(
     """Offer the engines of a run, which hold weights already, to agents outside of it."""
     generation, rollouts = setup.parts.generation, setup.parts.rollouts
     assert generation is not None, "the configuration was checked"
-    vllm, tokenizer = config.policy.generation.vllm_cfg, inputs.model.tokenizer
-    chat = vllm.http_server_serving_chat_kwargs
+    vllm, model = config.policy.generation.vllm_cfg, inputs.model
     settings = OpenAIServerSettings(
         host=vllm.http_server.host,
         port=vllm.http_server.port,
         token=http_server_token(vllm.http_server),
-        model=config.policy.model_name,
         sampling=inputs.sampling,
-        make_chat=partial(ServedChat, tokenizer, chat.default_chat_template_kwargs),
-        calls_of=find_calls if chat.enable_auto_tools else None,
-        encode=partial(encode, tokenizer),
-        decode=partial(decode, tokenizer),
-        vocab_size=inputs.model.config.get_text_config().vocab_size,
-        max_model_len=vllm.max_model_len,
+        answers=answer_settings(
+            config.policy.model_name, model.tokenizer, vllm, model.config.get_text_config().vocab_size
+        ),
         engine_timeout_s=config.cluster.worker_timeout_s / 2,
     )
     server = RunningServer(
@@ -68,12 +58,6 @@ def start_openai_server(
             f"{HTTP_SERVER}.host={settings.host}: anyone who reaches {url} from other machines and has the token can "
             "use the engines, and the connection is not encrypted"
         )
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text, without special tokens around it."""
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return token_ids
 
 
 class RunningServer:
@@ -126,7 +110,7 @@ def is_loopback(host: str) -> bool:
 def write_address(run_dir: Path, url: str, settings: OpenAIServerSettings) -> Path:
     """Write `openai_server.json`, {"base_url", "api_key", "model"}, which only its owner may read."""
     path = run_dir / FILE
-    address = {"base_url": url, "api_key": settings.token, "model": settings.model}
+    address = {"base_url": url, "api_key": settings.token, "model": settings.answers.model}
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

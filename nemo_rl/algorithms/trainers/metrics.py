@@ -44,7 +44,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
         "max_gen_tokens_per_sample": _max(generated),
         "mean_env_tokens_per_sample": _mean(env_tokens),
         "mean_prompt_length": _mean([sample.num_prompt_tokens for sample in scored]),
-        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+        "failed_sample_rate": _mean([sample.status.is_failure for sample in samples]),
         "num_prompts_too_long": float(sum(too_long)),
         "weight_version_lag/mean": _mean(lags),
         "weight_version_lag/max": _max(lags),
@@ -74,7 +74,7 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
         "max_turns_reached_rate": _mean([sample.hit_turn_limit for sample in scored]),
         "truncated_by_turn_tokens_rate": by_turn_tokens / len(scored) if scored else math.nan,
         "truncated_by_total_tokens_rate": _mean([sample.hit_total_token_limit for sample in scored]),
-        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
+        "timed_out_rate": _mean([sample.status.is_late for sample in samples]),
         "mean_gen_tokens_per_turn": sum(s.num_generated_tokens for s in scored) / num_turns if num_turns else math.nan,
     }
     for n in turns_reported(max_turns):
@@ -84,6 +84,23 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
             metrics[f"turn_{n}/reward"] = _mean([turn.reward for turn in turns])
             metrics[f"turn_{n}/gen_tokens"] = _mean([turn.num_generated_tokens for turn in turns])
     return metrics
+
+
+def agent_metrics(samples: Sequence[SampleMeta]) -> dict[str, float]:
+    """How the agents of a step ended, as shares of all samples, and the token sequences of each with a reward.
+
+    agents/crashed_rate      it raised, or its process or service ended with an error
+    agents/hung_rate         it had not ended when its time was over
+    agents/silent_rate       it ended without a call of the model
+    agents/rows_per_episode  1 for an agent that only appends to its conversation
+    """
+    ended = {
+        "crashed": SampleStatus.AGENT_CRASHED,
+        "hung": SampleStatus.AGENT_HUNG,
+        "silent": SampleStatus.AGENT_SILENT,
+    }
+    rates = {f"agents/{name}_rate": _mean([s.status is status for s in samples]) for name, status in ended.items()}
+    return rates | {"agents/rows_per_episode": _mean([len(s.rows) for s in samples if s.has_reward])}
 
 
 def turn_seconds(samples: Sequence[SampleMeta]) -> dict[str, float]:
@@ -137,8 +154,8 @@ def validation_metrics(
         "accuracy": _mean([sample.reward >= success_reward for sample in scored]),
         "reward": _mean([sample.reward for sample in scored]),
         "avg_length": _mean([sample.num_generated_tokens for sample in scored]),
-        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
-        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
+        "failed_sample_rate": _mean([sample.status.is_failure for sample in samples]),
+        "timed_out_rate": _mean([sample.status.is_late for sample in samples]),
     }
     groups = [[sample.reward for sample in handle.samples if sample.has_reward] for handle in handles]
     for k in k_values:

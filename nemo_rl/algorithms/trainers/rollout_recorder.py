@@ -108,11 +108,12 @@ class RolloutRecorder:
         `trained` are the groups of `plan`, which is None if nothing is trained.
         """
         self.finish()
-        advantages: list[list[float]] = [[0.0] * len(group.samples) for group in trained]
+        advantages: list[list[float]] = [[0.0] * len(group.rows) for group in trained]
         for rank in plan.ranks if plan is not None else ():
             for micro_batches in rank.train:
                 for planned in (sample for batch in micro_batches for sample in batch):
-                    advantages[planned.group][planned.index] = planned.advantage
+                    if planned.index >= 0:  # no copy that fills up a step
+                        advantages[planned.group][planned.index] = planned.advantage
         index = StepIndex(
             step=step,
             weight_version=weight_version,

@@ -15,6 +15,7 @@ from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch,
 from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests
 from nemo_rl.algorithms.trainers.metrics import (
     DraftMeter,
+    agent_metrics,
     by_task,
     flops_metrics,
     idle_metrics,
@@ -151,7 +152,7 @@ class RolloutTrainer(Trainer):
     ) -> BatchPlan:
         """Plan which sample goes to which rank, optimizer step and micro-batch; the policy's workers fetch their rows.
 
-        `advantages` and `masks` have one number per group and sample; mask 0 keeps a sample out of the loss.
+        `advantages` and `masks` have one number per group and row; mask 0 keeps a row out of the loss.
         """
         self.refit.announce()
         plan = plan_batch(
@@ -198,7 +199,7 @@ class RolloutTrainer(Trainer):
         Rollout metrics cover everything that was generated, training throughput what was trained on, in `num_passes`.
         """
         generated = [sample for handle in self.generated for sample in handle.samples]
-        trained = [sample for group in trained_groups for sample in group.samples]
+        trained = [row for group in trained_groups for row in group.rows]
         self.state.consumed_samples += len(generated)
         environment_metrics = self.rollouts.environment_metrics(self.generated)
         self.record("train", environment_metrics)
@@ -208,10 +209,12 @@ class RolloutTrainer(Trainer):
         tasks = self.requests.prompts.dataset.task_names
         self.record("train", by_task(of_rollouts, self.generated, tasks, metric_names.TASK))
         self.record("train", turn_metrics(generated, max_turns=run.rollout.max_rollout_turns))
+        if run.has_agents:
+            self.record("train", agent_metrics(generated))
         self.record("performance", turn_seconds(generated))
         if self.drafts is not None:
             self.record("train", self.drafts.metrics())
-        num_failed = sum(sample.status is SampleStatus.FAILED for sample in generated)
+        num_failed = sum(sample.status.is_failure for sample in generated)
         num_tokens = sum(sample.length for sample in trained)
         self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
 
@@ -291,7 +294,7 @@ class RolloutTrainer(Trainer):
             if len(too_long) == len(groups):
                 raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
             self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
-        late = [sample for sample in samples if sample.status is SampleStatus.TIMED_OUT]
+        late = [sample for sample in samples if sample.status.is_late]
         key = f"{self.run.section}.episode_timeout_s={self.run.rollout.episode_timeout_s}"
         if late and len(late) == len(samples):
             raise TooManyFailures(
@@ -300,7 +303,7 @@ class RolloutTrainer(Trainer):
             )
         if late:
             self.tools.console.warn(f"{len(late)} of {len(samples)} episodes took longer than {key}")
-        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+        failed = [sample for sample in samples if sample.status.is_failure]
         # Each reason once, with the first sample that has it.
         by_reason = {str(sample.failure).replace(sample.sample_id, ""): str(sample.failure) for sample in failed[::-1]}
         reasons = "\n".join(sorted(by_reason.values())[:MAX_REASONS_SHOWN])

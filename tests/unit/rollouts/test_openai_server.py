@@ -16,7 +16,7 @@ from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
-from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIServer, OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, AnswerSettings, OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import Completion, SamplingParams, StopReason
 
 TOKENIZER = build_tiny_tokenizer()
@@ -86,19 +86,21 @@ def with_server(
                 host="127.0.0.1",
                 port=0,
                 token="secret",
-                model="tiny",
                 sampling=SamplingParams(max_new_tokens=100, stop_token_ids=(EOS,)),
-                make_chat=lambda: ServedChat(TOKENIZER, {}),
-                calls_of=find_calls,
-                encode=tokens,
-                decode=decode,
-                vocab_size=len(TOKENIZER),
-                max_model_len=400,
+                answers=AnswerSettings(
+                    model="tiny",
+                    make_chat=lambda: ServedChat(TOKENIZER, {}),
+                    calls_of=find_calls,
+                    encode=tokens,
+                    decode=decode,
+                    vocab_size=len(TOKENIZER),
+                    max_model_len=400,
+                ),
                 engine_timeout_s=5.0,
             ),
             [],
         )
-        app.generate = engine
+        app.answers.generate = engine
         async with TestServer(app.app) as server:
             client = openai.AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key=token, max_retries=0)
             async with client:

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.rollouts.openai_server import OpenAIServer, OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import AnswerSettings, OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.rollouts.engines import FakeReplica
 
@@ -31,14 +31,16 @@ def settings(port: int = 0) -> OpenAIServerSettings:
         host="127.0.0.1",
         port=port,
         token="secret",
-        model="tiny",
         sampling=SamplingParams(max_new_tokens=10),
-        make_chat=partial(ServedChat, TOKENIZER, {}),
-        calls_of=None,
-        encode=encode,
-        decode=decode,
-        vocab_size=len(TOKENIZER),
-        max_model_len=100,
+        answers=AnswerSettings(
+            model="tiny",
+            make_chat=partial(ServedChat, TOKENIZER, {}),
+            calls_of=None,
+            encode=encode,
+            decode=decode,
+            vocab_size=len(TOKENIZER),
+            max_model_len=100,
+        ),
         engine_timeout_s=5.0,
     )
 

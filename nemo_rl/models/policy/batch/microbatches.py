@@ -64,7 +64,7 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
     rows = {}
     for planned in (planned for batch in plan.logprobs for planned in batch):
         for group, index in planned.keys:
-            sample = groups[group].samples[index]
+            sample = groups[group].rows[index]
             rows[group, index] = row = Row(
                 sample_id=sample.sample_id,
                 token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),

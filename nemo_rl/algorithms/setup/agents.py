@@ -1,0 +1,71 @@
+"""What the agents of a run are made from: their sessions' tokenizer and limits, and where they listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, decode
+from nemo_rl.data.chat.served import ServedChat
+from nemo_rl.environments.code.tools import find_calls
+from nemo_rl.environments.config import AgentEnvironmentConfig
+from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.rollouts.agents.play import Agents, AgentSettings
+from nemo_rl.rollouts.agents.session import SessionLimits
+from nemo_rl.rollouts.openai_server import AnswerSettings
+
+
+def answer_settings(
+    model: str, tokenizer: PreTrainedTokenizerBase, vllm: VllmConfig, vocab_size: int
+) -> AnswerSettings:
+    """How requests in OpenAI's format become tokens, and completions become answers."""
+    chat = vllm.http_server_serving_chat_kwargs
+    return AnswerSettings(
+        model=model,
+        make_chat=partial(ServedChat, tokenizer, chat.default_chat_template_kwargs),
+        calls_of=find_calls if chat.enable_auto_tools else None,
+        encode=partial(encode, tokenizer),
+        decode=partial(decode, tokenizer),
+        vocab_size=vocab_size,
+        max_model_len=vllm.max_model_len,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text, without special tokens around it."""
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
+
+
+def make_connect_agents(
+    sections: Mapping[str, AgentEnvironmentConfig],
+    *,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    vllm: VllmConfig,
+    max_calls: int,
+) -> ConnectAgents:
+    """What connects the rollout worker with agents. `name`: of the model. `max_calls`: of the model, in an episode."""
+    answers = answer_settings(name, tokenizer, vllm, vocab_size)
+    settings = [
+        AgentSettings(
+            name=section,
+            answers=answers,
+            limits=SessionLimits(max_calls=max_calls, max_generated_tokens=config.max_generated_tokens),
+            host=config.session.host,
+            port=config.session.port,
+        )
+        for section, config in sections.items()
+    ]
+    return partial(_connect, settings)
+
+
+def _connect(
+    settings: Sequence[AgentSettings], runners: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str]
+) -> dict[str, Agents]:
+    agents = {own.name: Agents(own, runners[own.name]) for own in settings}
+    return {task: agents[name] for task, name in task_to_env.items() if name in agents}

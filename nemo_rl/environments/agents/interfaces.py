@@ -1,0 +1,45 @@
+"""What an agent is given and what it hands back. An agent is a program of its own that calls the model over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """One episode, for the agent. `base_url` and `api_key` reach the model in the episode's own session.
+
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client.chat.completions.create(model=task.model, messages=task.messages)
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    reward_url: str  # POST {"reward": 1.0} with the key; an agent may return its reward instead
+    row: Mapping[str, Any]  # of the dataset
+    messages: Sequence[Mapping[str, Any]]  # the prompt: role and content
+    metadata: Any  # of the data processor, e.g. {"ground_truth": "4"}
+    seed: int  # of this episode, for what the agent draws by itself
+    episode: str  # the sample's id
+
+
+class AgentEnd(StrEnum):
+    """How an agent ended."""
+
+    DONE = "done"
+    CRASHED = "crashed"
+    HUNG = "hung"  # stopped at its time limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOutcome:
+    """What a runner knows when an agent has ended."""
+
+    end: AgentEnd
+    reward: float | None = None  # that it returned
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""  # the reason, unless it is done

@@ -1,0 +1,197 @@
+"""Sessions: the OpenAI-compatible endpoints of single episodes, which record every request as tokens.
+
+/s/<session>/v1/...          as `openai_server.py`; Authorization: Bearer <key of the session>
+POST /s/<session>/reward     {"reward": 1.0}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import xxhash
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nemo_rl.rollouts.agents.tree import CallTree
+from nemo_rl.rollouts.openai_server import (
+    MAX_BODY_BYTES,
+    Answers,
+    AnswerSettings,
+    Handler,
+    RequestError,
+    error_response,
+    guarded,
+    has_token,
+)
+from nemo_rl.types import Completion, GenerateFn, SamplingParams
+
+_SHUTDOWN_TIMEOUT_S = 1.0
+_SEED_BITS = 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """Limits of one episode. A request beyond them is refused, and the episode counts as truncated."""
+
+    max_calls: int
+    max_generated_tokens: int | None
+
+
+class RewardRequest(BaseModel):
+    """The body of `/reward`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    reward: float
+
+
+class Session:
+    """One episode's view of the model, and the record of its requests.
+
+    The run decides temperature, top-p and top-k, because training needs samples from the distribution that it trains;
+    the agent decides stop strings and the length of an answer. The seed of a request is derived from `seed_of`, its
+    prompt and the number of equal prompts before it, so that samples do not depend on the order of parallel requests.
+    """
+
+    def __init__(
+        self,
+        settings: AnswerSettings,
+        *,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        seed_of: Callable[[int], int],
+        limits: SessionLimits,
+    ) -> None:
+        self.session_id = secrets.token_hex(8)
+        self.key = secrets.token_urlsafe(32)
+        self.tree = CallTree()
+        self.rewards: list[float] = []
+        self.num_refused = 0  # by a limit
+        self.num_begun = 0
+        self._generate = generate
+        self._sampling = sampling
+        self._seed_of = seed_of
+        self._limits = limits
+        self._asked: Counter[int] = Counter()  # requests with the same prompt
+        self._num_generated = 0
+        self.ended = asyncio.Event()
+        self.answers = Answers(
+            settings,
+            chat=settings.make_chat(),
+            generate=self.generate,
+            sampling=sampling,
+            ended=self.ended,
+            shows_tokens=False,
+        )
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        """Sample and record. RequestError at a limit. A request whose client has gone leaves no record."""
+        self._check_limits()
+        self.num_begun += 1
+        prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
+        repetition = self._asked[prompt]
+        self._asked[prompt] += 1
+        own = self._sampling
+        started = time.perf_counter()
+        try:
+            completion = await self._generate(
+                prompt_token_ids,
+                replace(sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k),
+                self._seed_of((prompt + repetition) % 2**_SEED_BITS),
+            )
+        except BaseException:
+            self.num_begun -= 1
+            self._asked[prompt] -= 1  # the client will ask again
+            raise
+        self._num_generated += len(completion.token_ids)
+        self.tree.add(prompt_token_ids, completion, time.perf_counter() - started)
+        return completion
+
+    def _check_limits(self) -> None:
+        limits = self._limits
+        if self.num_begun >= limits.max_calls:
+            self.num_refused += 1
+            raise RequestError(f"this episode has made its {limits.max_calls} calls of the model", 403)
+        if limits.max_generated_tokens is not None and self._num_generated >= limits.max_generated_tokens:
+            self.num_refused += 1
+            raise RequestError(f"this episode has sampled its {limits.max_generated_tokens} tokens", 403)
+
+
+class SessionServer:
+    """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self.sessions: dict[str, Session] = {}
+        self.num_late_calls = 0
+        self._ended: set[str] = set()
+        self._started: asyncio.Task[str] | None = None
+        self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        router = self._app.router
+        router.add_get("/s/{session}/v1/models", lambda r: self._session(r).answers.models(r))
+        router.add_post("/s/{session}/v1/completions", lambda r: self._session(r).answers.completions(r))
+        router.add_post("/s/{session}/v1/chat/completions", lambda r: self._session(r).answers.chat_completions(r))
+        router.add_post("/s/{session}/reward", self._reward)
+        self._runner = web.AppRunner(
+            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+
+    async def open(self, session: Session) -> str:
+        """Begin to answer a session. Returns its URL, to which `/v1` and `/reward` are appended."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._listen())
+        url = await self._started
+        self.sessions[session.session_id] = session
+        return f"{url}/s/{session.session_id}"
+
+    def close(self, session: Session) -> None:
+        """Refuse further requests of a session; those in flight end."""
+        session.ended.set()
+        self.sessions.pop(session.session_id, None)
+        self._ended.add(session.session_id)
+
+    async def _listen(self) -> str:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, self.port).start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        for session in list(self.sessions.values()):
+            self.close(session)
+        await self._runner.cleanup()
+
+    def _session(self, request: web.Request) -> Session:
+        return self.sessions[request.match_info["session"]]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = request.match_info.get("session", "")
+        session = self.sessions.get(name)
+        if session is None:
+            if name in self._ended:
+                self.num_late_calls += 1
+                return error_response("this episode has ended", 410)
+            return error_response("there is no such session, or the key is wrong", 401)
+        if not has_token(request, session.key):
+            return error_response("there is no such session, or the key is wrong", 401)
+        return await guarded(request, handler)
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        try:
+            wanted = RewardRequest.model_validate_json(await request.read())
+        except ValidationError as error:
+            raise RequestError(f'write {{"reward": number}}: {error.errors()[0]["msg"]}') from error
+        if not math.isfinite(wanted.reward):
+            raise RequestError("the reward must be finite")
+        session.rewards.append(wanted.reward)
+        return web.json_response({"reward": sum(session.rewards)})
