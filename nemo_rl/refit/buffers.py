@@ -413,7 +413,7 @@ class CollectiveBuffer(TransferBuffer):
     def _wait_for(self, keys: list[str], started: float) -> None:
         while not self._store.check(keys):
             if self._left is not None:
-                raise ConnectionError("the group was given up before it was complete")
+                raise ConnectionResetError("the group was given up before it was complete")
             if time.monotonic() - started > self._timeout_s:
                 late = ", ".join(key for key in keys if not self._store.check([key]))
                 raise ConnectionError(f"after {self._timeout_s:.3g} s {late} had not joined")

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
 from nemo_rl.types import LossFunction
-from tests.parity import ours, theirs
+from tests.parity import ours
 from tests.parity.batch import LONGEST_COMPLETION
 
 Side = Callable[[], tuple[float, dict[str, Tensor]]]
@@ -52,6 +52,13 @@ def compare(case: Case) -> Parity:
     )
 
 
+def _by_trl(trainer: str, *options: Any, **more: Any) -> tuple[float, dict[str, Tensor]]:
+    """A function of theirs.py. Importing TRL takes seconds, which the collection of other tests need not."""
+    from tests.parity import theirs
+
+    return getattr(theirs, trainer)(*options, **more)
+
+
 COLUMNS = ("loss", "TRL", "ours", "value", "error of the loss", "error of the gradient")
 
 
@@ -83,7 +90,7 @@ def _grpo(options: dict[str, Any], settings: dict[str, Any], *, is_same_value: b
         trl=_written(options),
         settings=_written(settings),
         ours=_ours(loss_fn, temperature=ours.TEMPERATURE),
-        theirs=partial(theirs.grpo, options),
+        theirs=partial(_by_trl, "grpo", options),
         is_same_value=is_same_value,
     )
 
@@ -95,7 +102,7 @@ def _dpo(options: dict[str, Any], settings: dict[str, Any], *, pair_by_pair: boo
         trl=_written(options) + (", pair by pair" if pair_by_pair else ""),
         settings=_written(settings),
         ours=_ours(DPOLoss(cfg)),
-        theirs=partial(theirs.dpo, options, pair_by_pair=pair_by_pair),
+        theirs=partial(_by_trl, "dpo", options, pair_by_pair=pair_by_pair),
     )
 
 
@@ -104,7 +111,7 @@ def _reward(use_margin: bool) -> Case:
         trl="margin column" if use_margin else "defaults",
         settings=_written({"use_margin": use_margin}),
         ours=_ours(PreferenceLoss(RewardModelLossConfig(use_margin=use_margin)), kind="reward"),
-        theirs=partial(theirs.reward, {}, with_margin=use_margin),
+        theirs=partial(_by_trl, "reward", {}, with_margin=use_margin),
     )
 
 
@@ -135,7 +142,7 @@ CASES: dict[str, Case] = {
         {"loss_type": "cispo", "epsilon_high": 1.28},
         TOKENS | {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.28},
     ),
-    "SFT": Case(trl="defaults", settings="defaults", ours=_ours(NLLLoss()), theirs=partial(theirs.sft, {})),
+    "SFT": Case(trl="defaults", settings="defaults", ours=_ours(NLLLoss()), theirs=partial(_by_trl, "sft", {})),
     "DPO sigmoid": _dpo({"beta": 0.5, "loss_type": ["sigmoid"]}, {}),
     "DPO sigmoid, normalised": _dpo(
         {"beta": 5.0, "loss_type": ["sigmoid_norm"]}, {"preference_average_log_probs": True}

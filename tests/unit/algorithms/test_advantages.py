@@ -81,7 +81,7 @@ def test_the_deviation_of_the_others(rewards):
     for i, reward in enumerate(rewards):
         others = rewards[:i] + rewards[i + 1 :]
         std = 0.0 if len(set(others)) == 1 else float(np.std(others, ddof=1))
-        assert found[i] == pytest.approx((reward - np.mean(others)) / (std + 1e-6 if std else 1.0))
+        assert found[i] == pytest.approx((reward - np.mean(others)) / (std + 1e-6 if std else 1.0), rel=1e-9)
 
 
 def test_two_samples_have_no_deviation_of_the_others():
@@ -113,6 +113,8 @@ def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
     assert compute_advantages([failed], cfg("gdpo")).advantages[0] == [whole[0], 0.0, *whole[1:]]
     with pytest.raises(ValueError, match=r"found 1\); return rewards \[B, n\], as math_multi_reward does"):
         compute_advantages([parted([1.0], [0.0])], cfg("gdpo"))
+    with pytest.raises(ValueError, match=r"found 2, 3\)"):
+        compute_advantages([parted([1.0, 0.0], [0.0, 1.0]), parted([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])], cfg("gdpo"))
     with pytest.raises(ValueError, match=r"found 0\)"):
         compute_advantages([parted([], [])], cfg("gdpo"))
 
@@ -204,10 +206,10 @@ def test_reinforce_plus_plus_leaves_masked_samples_out():
 
 
 def test_reinforce_plus_plus_without_any_variance_is_exact_zero():
-    result = compute_advantages(
-        [group([0.3, 0.3]), group([0.3, 0.3])], cfg("reinforce_plus_plus", minus_baseline=False)
-    )
-    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]]
+    groups = [group([0.3, 0.3, 0.3]), group([0.3, 0.3, 0.3], tokens=[7, 3, 1])]
+    assert float(np.average([0.3] * 6, weights=[10, 10, 10, 7, 3, 1])) != 0.3, "rounding"
+    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
+    assert result.advantages == [[0.0] * 3, [0.0] * 3]
 
 
 def test_with_the_kl_in_the_reward_whitening_is_left_to_the_workers():

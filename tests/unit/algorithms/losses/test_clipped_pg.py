@@ -304,10 +304,10 @@ def test_forced_on_policy_ratio_is_one_with_a_gradient():
 
 def test_kl_in_reward_is_reported_and_not_in_the_loss():
     batch = one_row([0.5], [0.5], 0.0, reference=[0.25])
-    inside, _, inside_metrics = run({"reference_policy_kl_penalty": 2.0}, *batch)
+    inside, _, inside_metrics = run({"reference_policy_kl_penalty": 1.0}, *batch)
     outside, grad, metrics = run({"reference_policy_kl_penalty": 2.0, "use_kl_in_reward": True}, *batch)
     kl = 0.5 - 1 + math.log(2)
-    assert inside == pytest.approx(2 * kl) and inside_metrics["kl_penalty"] == pytest.approx(kl)
+    assert inside == pytest.approx(kl) and inside_metrics["kl_penalty"] == pytest.approx(kl)
     assert outside == 0.0 and grad == [0.0] and metrics["kl_penalty"] == pytest.approx(kl)
 
 

@@ -14,11 +14,12 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 
 
 def test_raw_weights_per_token_and_per_sequence():
-    prev = torch.tensor([[-1.0, -2.0, 0.0]])
+    prev = torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True)
     gen = torch.tensor([[-1.5, -1.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0]])
     tokens = raw_importance_weights(prev, gen, mask, sequence_level=False)
     assert tokens[0, :2].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])
+    assert not tokens.requires_grad, "a weight is no part of what is optimised"
     sequences = raw_importance_weights(prev, gen, mask, sequence_level=True)
     assert sequences.tolist() == [pytest.approx([math.exp(-0.5)] * 3)]
 
