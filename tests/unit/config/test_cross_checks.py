@@ -298,6 +298,14 @@ def test_the_minimal_run_is_fine() -> None:
             None,
             "",
         ),
+        (
+            (
+                "policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens: 511}",
+                "policy.max_total_sequence_length=511",
+            ),
+            None,
+            "",
+        ),
         (("grpo.val_period=0",), "checkpointing.metric_name", "val:accuracy needs validation"),
         (("grpo.val_period=0", "checkpointing.enabled=false"), None, ""),
         (

@@ -216,6 +216,7 @@ def test_evening_out_leaves_full_bins_alone_where_dealing_all_anew_finds_no_room
     bins = [[5 * k + i for i in pair_or_three] for k in range(4) for pair_or_three in ([0, 1], [2, 3, 4])]
     bins += [[20], [21]]
     assert level(lengths, lengths, 10, 6) is None
+    assert level([4, 3, 3, 2], [1.0, 5.0, 1.0, 1.0], 2, 6) == [[0, 3], [1, 2]], "a bin is filled to the last token"
     evened = even_out(bins, lengths, lengths, 6)
     assert len(evened) == 10 and evened[:3] == bins[:3]
     assert sorted(i for members in evened for i in members) == list(range(len(lengths)))

@@ -89,7 +89,7 @@ OF_FAMILIES = {
         PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2), lora_cfg=ADAPTERS),
     ),
 }
-SLOW = {"moe-ep-hsdp-recompute", "qwen2-tied-tp-cp"}
+SLOW = {"moe-ep-hsdp-recompute", "qwen2-tied-tp-cp", "moe-ep-tp", "gemma3-tp-cp"}
 
 
 class Alone:

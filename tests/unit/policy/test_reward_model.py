@@ -230,7 +230,7 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
     assert not (tmp_path / "policy" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
 def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_models, tmp_path, layout):
     world_size, cut = LAYOUTS[layout]
     path = reward_models["qwen3"]
