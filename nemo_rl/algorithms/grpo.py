@@ -74,6 +74,7 @@ class GRPOTrainer(RolloutTrainer):
                 [group.for_estimator() for group in groups],
                 self.config.grpo.adv_estimator,
                 kl_in_reward=self.config.loss_fn.use_kl_in_reward,
+                bounds=self.config.grpo.advantage_bounds,
             )
         self.record("train", result.metrics)
         return result
@@ -95,7 +96,7 @@ class GRPOTrainer(RolloutTrainer):
         if grpo.seq_logprob_error_threshold is not None:
             self.record("train", self.policy.mask_sequences_by_importance(grpo.seq_logprob_error_threshold))
         if loss.use_kl_in_reward:
-            self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps))
+            self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps, grpo.advantage_bounds))
 
     def update(self) -> None:
         """The optimizer steps."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,7 +55,13 @@ class PPOTrainer(RolloutTrainer):
         self.estimate_advantages()
         self.update()
         self.sync_weights(self.state.total_steps + 1)
-        self.report([group.handle for group in groups], plan, num_passes=self.config.ppo.ppo_epochs)
+        num_passes = self.config.ppo.ppo_epochs if self.trains_policy else 0
+        self.report([group.handle for group in groups], plan, num_passes=num_passes)
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether this step does; the first `policy_training_start_step` train the value model alone."""
+        return self.state.total_steps >= self.config.ppo.policy_training_start_step
 
     # -- the phases, in order
 
@@ -105,6 +112,9 @@ class PPOTrainer(RolloutTrainer):
         with self.phase("value_training"):
             result = self.take_steps(self.value, self.value_loss_fn, Scalars(), num_passes=num_passes)
         self.record("train/value", {"explained_variance": explained_variance(result.metrics)})
+        if not self.trains_policy:
+            self.record("train", {"global_valid_toks": result.metrics["global_valid_toks"]})
+            return
         with self.phase("policy_training"):
             self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
 
@@ -149,10 +159,12 @@ class GAEAdvantages:
                 cfg.kl_output_clamp_value,
             )
         values = columns["values"][steps].double()
-        estimate = generalized_advantages(rewards, values, gamma=self.gae.gae_gamma, gae_lambda=self.gae.gae_lambda)
-        advantages[steps] = estimate.to(advantages.dtype)
+        estimate = partial(generalized_advantages, rewards, values, gamma=self.gae.gae_gamma)
+        # Both lambdas may differ (VAPO, arXiv 2504.05118, section 4.1): the return without bias, the advantage with
+        # little variance, and with the longer memory the longer the sample is.
+        advantages[steps] = estimate(gae_lambda=self.gae.lambda_of_policy(len(steps))).to(advantages.dtype)
         # A_t + V_t is the lambda-return, the target of the value model (arXiv 1506.02438, section 5).
-        returns[steps] = (estimate + values).to(returns.dtype)
+        returns[steps] = (estimate(gae_lambda=self.gae.lambda_of_value) + values).to(returns.dtype)
         return {"advantages": advantages, "returns": returns}
 
     def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:

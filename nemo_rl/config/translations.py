@@ -37,12 +37,23 @@ NULL_IS_THE_DEFAULT = (
     *("model.megatron_cfg.peft", "model.megatron_cfg.distributed_data_parallel_config", "model.reward_model_cfg"),
     *("model.megatron_cfg.scheduler.lr_warmup_iters", "model.dtensor_cfg.env_vars", "model.dtensor_cfg.lora_cfg"),
     *("model.dynamic_batching", "model.sequence_packing", "generation.colocated", "generation.vllm_kwargs"),
+    *("generation.vllm_cfg.env_vars", "ppo.policy_training_start_step"),
 )
 """Keys that may be null in NeMo RL and not here."""
 
 OF_ONE_DATASET = (
     *("dataset_name", "data_path", "subset", "split", "split_validation_size", "seed", "download_dir", "input_key"),
-    *("output_key", "prompt_key", "chosen_key", "rejected_key", "chat_key", "system_key", "system_prompt", "tool_key"),
+    *(
+        "max_samples",
+        "output_key",
+        "prompt_key",
+        "chosen_key",
+        "rejected_key",
+        "chat_key",
+        "system_key",
+        "system_prompt",
+        "tool_key",
+    ),
     "use_preserving_dataset",
 )
 OF_ALL_DATASETS = ("prompt_file", "system_prompt_file", "processor", "env_name")
@@ -99,6 +110,12 @@ _PACKING = {
 }
 VALUES = (
     Value("loop.val_period", "val_period=-1", 0, "-1 is 0 today: no validation between the first and the last step"),
+    Value(
+        "ppo.adv_estimator.length_adaptive_alpha",
+        "ppo.adv_estimator.length_adaptive_alpha=0",
+        None,
+        "0 is null today: lambda does not depend on the length",
+    ),
     Value("model.max_grad_norm", "max_grad_norm=0", None, "0 is null today: no clipping"),
     Value(
         "model.max_grad_norm",
@@ -429,7 +446,6 @@ FEATURES = (
             *_keys("a2a_experimental", under=f"{_MEGATRON}.peft"),
         ),
     ),
-    Feature("bounds on advantages", _keys("grpo.advantage_clip_low", "grpo.advantage_clip_high")),
     Feature(
         "penalties for malformed answers",
         (
@@ -438,21 +454,12 @@ FEATURES = (
             *_keys("reward_penalties", neutral=one_of({}, None)),
         ),
     ),
-    Feature("environment variables of engines", _keys(f"{_VLLM}.env_vars", neutral=one_of({}, None))),
-    Feature("a limit of rows, but for split: train[:1000]", _keys("dataset.max_samples")),
     Feature(
         "several data loaders",
         _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
         decides=("data",),
     ),
     Feature("teachers inside GRPO", _keys("on_policy_distillation", neutral=switched_off)),
-    Feature(
-        "different lambdas of policy and value",
-        (
-            *_keys("ppo.adv_estimator.length_adaptive_alpha", neutral=one_of(None, 0, 0.0)),
-            *_keys("ppo.adv_estimator.gae_lambda_value", "ppo.adv_estimator.gae_lambda_policy"),
-        ),
-    ),
     Feature("likelihood of right answers in the loss", _keys("loss_fn.positive_example_nll_weight", neutral=_ZERO)),
     Feature("asynchronous PPO", _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off)),
     Feature(
@@ -492,7 +499,6 @@ FEATURES = (
     Feature("other reward models", _keys("env.reward_model.reward_model_type", neutral=one_of("bradley_terry", None))),
     Feature("indexes of passages on GPUs", _keys("environment.device", neutral=one_of("cpu", None))),
     Feature("stop strings of an environment", _keys("environment.stop_strings")),
-    Feature("steps that train the value model alone", _keys("ppo.policy_training_start_step", neutral=one_of(None, 0))),
     Feature("the single controller of NeMo RL", _keys("async_rl", neutral=one_of({}, None))),
 )
 

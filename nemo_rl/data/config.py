@@ -14,7 +14,12 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from nemo_rl.config.rules import Derived, StrictModel, is_mapping_of_sections
+from nemo_rl.config.rules import Derived, StrictModel, accepted_by, is_mapping_of_sections
+
+
+def _share_or_number(size: float) -> None:
+    if size >= 1 and size % 1:
+        raise ValueError("must be a fraction below 1, or a whole number of rows")
 
 
 def as_list(value: Any) -> Any:
@@ -60,8 +65,11 @@ class TableConfig(StrictModel):
     split: str | None = None
     """Split to read; null: the dataset's own default."""
 
-    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Fraction of the rows set aside for validation."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """So many first rows are used, and the others are not; null: all rows."""
+
+    split_validation_size: Annotated[float, accepted_by(_share_or_number)] = Field(default=0.0, ge=0.0)
+    """Rows set aside for validation: their fraction if it is below 1, else their number."""
 
     seed: int = 42
     """Seed of that split."""
@@ -221,6 +229,9 @@ class ExampleTableConfig(TableConfig):
     rules: ClassVar = {
         "split_validation_size: streaming excludes split_validation_size > 0": (
             "cannot set rows of a streamed dataset aside, whose number is not known; name a validation set"
+        ),
+        "max_samples: streaming excludes max_samples != null": (
+            "a streamed dataset is read to its end; set max_samples=null and bound the run by its steps"
         ),
         "repeat: streaming excludes repeat > 1": (
             "a streamed dataset is read once per epoch; leave repeat at 1 and raise the epochs"

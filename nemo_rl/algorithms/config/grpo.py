@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -99,6 +100,12 @@ class GRPOConfig(ScoredRolloutConfig):
     adv_estimator: AdvEstimatorConfig
     """How rewards become advantages."""
 
+    advantage_clip_low: float | None = Field(default=None, le=0)
+    """Advantages below it are raised to it; null: none are."""
+
+    advantage_clip_high: float | None = Field(default=None, ge=0)
+    """Advantages above it are lowered to it; null: none are."""
+
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
     """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
 
@@ -118,6 +125,12 @@ class GRPOConfig(ScoredRolloutConfig):
     def num_prompts_per_batch(self) -> int:
         """Prompts of a generation batch: as many as a step has, or more with dynamic sampling."""
         return round(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def advantage_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest advantage."""
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        return -math.inf if low is None else low, math.inf if high is None else high
 
     rules: ClassVar = {
         "adv_estimator.name=gdpo excludes num_generations_per_prompt < 2": (

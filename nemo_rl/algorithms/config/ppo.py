@@ -23,6 +23,16 @@ class GAEConfig(StrictModel):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """0: one step ahead, all trust in the value model; 1: the whole return, no bias and more variance."""
 
+    gae_lambda_policy: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the advantages, which train the policy; null: `gae_lambda`."""
+
+    gae_lambda_value: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the returns, which train the value model; null: `gae_lambda`."""
+
+    length_adaptive_alpha: float | None = Field(default=None, gt=0)
+    """The policy's lambda is 1 - 1 / (alpha x trained tokens of the sample), at least 0 (VAPO), in place of
+    `gae_lambda_policy`; null: off."""
+
     gae_gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of what comes later."""
 
@@ -32,12 +42,26 @@ class GAEConfig(StrictModel):
     eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
 
+    def lambda_of_policy(self, num_tokens: int) -> float:
+        """Lambda of the advantages of a sample with so many trained tokens."""
+        if self.length_adaptive_alpha is not None:
+            return max(0.0, 1.0 - 1.0 / (self.length_adaptive_alpha * num_tokens))
+        return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
+
+    @property
+    def lambda_of_value(self) -> float:
+        """Lambda of the returns."""
+        return self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
+
 
 class PPOConfig(ScoredRolloutConfig):
     """PPO: batch shape, passes over it, advantages, validation."""
 
     ppo_epochs: int = Field(default=4, ge=1)
     """Passes over the samples of a step, of the value model and then of the policy."""
+
+    policy_training_start_step: int = Field(default=0, ge=0)
+    """So many first steps train the value model alone."""
 
     adv_estimator: GAEConfig = GAEConfig()
     """How rewards and values become advantages."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
 from nemo_rl.algorithms.losses.divergence import calculate_kl
 
+NO_BOUNDS = (-math.inf, math.inf)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRewards:
@@ -50,7 +52,10 @@ class AdvantageResult:
     more rewards that are all equal."""
 
 
-def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+Estimates = list[np.ndarray]  # float64 [n] of each group
+
+
+def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> Estimates:
     """(r - baseline) / (std + eps) inside each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     With `std: leave_one_out` the deviation, too, is of the *other* samples, and there is no division where it is 0.
@@ -70,10 +75,10 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
                 std = deviation(rewards[valid], leave_one_out=cfg.std == "leave_one_out")
                 result[valid] /= np.where(std > 0, std + cfg.eps, 1.0)
         advantages.append(result)
-    return _result(groups, advantages)
+    return advantages
 
 
-def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> Estimates:
     """The advantages that `grpo` gives each of several rewards, added up, then whitened over the samples of the batch
     (GDPO, arXiv 2601.05242, section 3).
 
@@ -94,14 +99,14 @@ def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
         of_part = [
             replace(group, rewards=[parts[k] if parts else 0.0 for parts in group.parts], parts=()) for group in groups
         ]
-        total = [sums + a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward).advantages, strict=True)]
+        total = [sums + a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward), strict=True)]
     valid = [_arrays(group)[1] for group in groups]
     mean, std = weighted_mean_and_std(np.concatenate(total), np.concatenate(valid).astype(np.float64))
     scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
-    return _result(groups, [np.where(v, (a - mean) * scale, 0.0) for a, v in zip(total, valid, strict=True)])
+    return [np.where(v, (a - mean) * scale, 0.0) for a, v in zip(total, valid, strict=True)]
 
 
-def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> Estimates:
     """Rewards whitened over all loss tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
     With `minus_baseline`, the group's mean is subtracted first (REINFORCE++-baseline); groups with fewer than two
@@ -120,18 +125,23 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
         # The loss sums over tokens, so a sample counts once for each of its loss tokens.
         weights.append(np.where(valid, np.asarray(group.num_loss_tokens, dtype=np.float64), 0.0))
     if kl_in_reward:
-        return _result(groups, raw)
+        return raw
     mean, std = weighted_mean_and_std(np.concatenate(raw), np.concatenate(weights))
     scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
-    return _result(groups, [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(raw, weights, strict=True)])
+    return [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(raw, weights, strict=True)]
 
 
 def compute_advantages(
-    groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, *, kl_in_reward: bool = False
+    groups: Sequence[GroupRewards],
+    cfg: AdvEstimatorConfig,
+    *,
+    kl_in_reward: bool = False,
+    bounds: tuple[float, float] = NO_BOUNDS,
 ) -> AdvantageResult:
-    """Run the estimator `cfg.name`."""
+    """Run the estimator `cfg.name`, and bound its advantages; with `kl_in_reward`, `KLInReward` bounds them."""
     estimate = {"grpo": grpo, "gdpo": gdpo, "reinforce_plus_plus": reinforce_plus_plus}[cfg.name]
-    return estimate(groups, cfg, kl_in_reward)
+    advantages = estimate(groups, cfg, kl_in_reward)
+    return _result(groups, advantages if kl_in_reward else [np.clip(group, *bounds) for group in advantages])
 
 
 def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
@@ -176,6 +186,7 @@ class KLInReward:
 
     loss_cfg: ClippedPGLossConfig
     eps: float
+    bounds: tuple[float, float] = NO_BOUNDS
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Subtract the KL of the policy before the step from `advantages`. 0 where masked."""
@@ -194,7 +205,7 @@ class KLInReward:
         return whitening_sums(advantages, mask)
 
     def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-        return whiten(advantages, mask, sums, self.eps)
+        return whiten(advantages, mask, sums, self.eps).clamp(*self.bounds)
 
 
 def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:

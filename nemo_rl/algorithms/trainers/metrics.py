@@ -178,22 +178,23 @@ def performance_metrics(
 ) -> dict[str, float]:
     """Throughput of one step. A device is a GPU, or one worker on a CPU machine.
 
-    `timings_s`: seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
-    `policy_and_reference_logprobs`. `num_tokens` includes prompts. `generation_s`: seconds in which engines were busy;
-    if 0, the rates of generation are left out. Colocated training and generation share the `num_devices` of the run.
+    `timings_s`: seconds of the phases `total_step_time` and, in steps that have them, `policy_training` and
+    `policy_and_reference_logprobs`. Rates of a phase are left out where it is. `num_tokens` includes prompts.
+    `generation_s`: seconds in which engines were busy; if 0, the rates of generation are left out. Colocated training and generation share the `num_devices` of the run.
     """
-    step_s, training_s = timings_s["total_step_time"], timings_s["policy_training"]
-    logprobs_s = timings_s.get("policy_and_reference_logprobs", 0.0)
-    worker_group_rate = num_tokens / (training_s + logprobs_s)
+    step_s = timings_s["total_step_time"]
+    training_s, logprobs_s = (timings_s.get(name, 0.0) for name in ("policy_training", "policy_and_reference_logprobs"))
     metrics = {
         "samples_per_sec": num_samples / step_s,
         "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
         "tokens_per_sec": num_tokens / step_s,
         "tokens_per_sec_per_gpu": num_tokens / step_s / num_devices,
-        "policy_training_tokens_per_sec_per_gpu": num_tokens / training_s / num_training_devices,
-        "training_worker_group_tokens_per_sec": worker_group_rate,
-        "training_worker_group_tokens_per_sec_per_gpu": worker_group_rate / num_training_devices,
     }
+    if training_s > 0:
+        rate = num_tokens / (training_s + logprobs_s)
+        metrics["policy_training_tokens_per_sec_per_gpu"] = num_tokens / training_s / num_training_devices
+        metrics["training_worker_group_tokens_per_sec"] = rate
+        metrics["training_worker_group_tokens_per_sec_per_gpu"] = rate / num_training_devices
     if generation_s > 0:
         rate = num_generated_tokens / generation_s
         metrics["generation_tokens_per_sec"] = rate

@@ -196,7 +196,8 @@ class RolloutTrainer(Trainer):
     def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
         """Metrics of the step from metadata and from the environments.
 
-        Rollout metrics cover everything that was generated, training throughput what was trained on, in `num_passes`.
+        Rollout metrics cover everything that was generated, training throughput what was trained on, in `num_passes`;
+        0 for a step that did not train the policy.
         """
         generated = [sample for handle in self.generated for sample in handle.samples]
         trained = [row for group in trained_groups for row in group.rows]
@@ -251,8 +252,9 @@ class RolloutTrainer(Trainer):
         if run.policy.router_replay.enabled:
             throughput["routed_experts_bytes"] = sum(sample.routed_experts_bytes for sample in generated)
         lengths = (sample.length for sample in trained)
-        train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
-        throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
+        if num_passes:
+            train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
+            throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 
         self.look_into_disagreement(trained_groups)

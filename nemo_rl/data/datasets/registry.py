@@ -87,6 +87,8 @@ def all_rows(cfg: TableConfig) -> Rows:
     rows = find_factory(cfg)(cfg)
     if isinstance(rows, StreamedTable):
         raise ValueError(f"dataset {dataset_label(cfg)!r} can only be streamed: set streaming: true")
+    if cfg.max_samples is not None and cfg.max_samples < len(rows):
+        return IndexedRows(rows, range(cfg.max_samples))
     return rows
 
 
@@ -100,16 +102,17 @@ def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
     if cfg.dataset_name in GENERATED and cfg.split_validation_size > 0:
         # Not a share of the rows but the validation split, each problem once.
         kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
-        return rows, all_rows(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))
+        return rows, all_rows(cfg.model_copy(update={"split": "validation", "kwargs": kwargs, "max_samples": None}))
     label = dataset_label(cfg)
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to train on")
     if cfg.split_validation_size == 0:
         return rows, None
-    num_validation = round(len(rows) * cfg.split_validation_size)
+    share = cfg.split_validation_size
+    num_validation = round(len(rows) * share) if share < 1 else int(share)
     if not 0 < num_validation < len(rows):
         raise ValueError(
-            f"dataset {label!r}: split_validation_size {cfg.split_validation_size} of {len(rows)} rows leaves "
+            f"dataset {label!r}: split_validation_size {share:g} of {len(rows)} rows leaves "
             f"{num_validation} for validation and {len(rows) - num_validation} for training; both need at least one"
         )
     order = np.random.default_rng(cfg.seed).permutation(len(rows))

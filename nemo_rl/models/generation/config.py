@@ -141,6 +141,9 @@ class VllmConfig(StrictModel):
     enable_prefix_caching: bool = True
     """Share the KV cache of equal beginnings. Never on CPU."""
 
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engines' processes."""
+
     expose_http_server: Annotated[bool, _read(None, False)] = False
     """Serve the engines to other programs during training, with OpenAI's interface."""
 

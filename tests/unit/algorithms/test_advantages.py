@@ -41,6 +41,19 @@ def test_two_generations_with_leave_one_out_are_divided_by_their_std():
     assert result.advantages[0] == pytest.approx([-1 / (std + 1e-6), 1 / (std + 1e-6)])
 
 
+def test_advantages_are_bounded_and_counted_as_bounded():
+    settings = cfg(normalize=False)
+    result = compute_advantages([group([0.0, 0.0, 0.0, 10.0])], settings, bounds=(-1.0, 5.0))
+    assert result.advantages[0] == [-1.0, -1.0, -1.0, 5.0]
+    assert result.metrics["advantages/max"] == 5.0 and result.metrics["advantages/sum"] == 2.0
+    raw = compute_advantages([group([0.0, 9.0])], cfg("reinforce_plus_plus"), kl_in_reward=True, bounds=(-1.0, 1.0))
+    assert raw.advantages[0] == [-4.5, 4.5]  # the workers bound them, after the KL
+    mask = torch.ones(2)
+    rows = torch.tensor([-30.0, 40.0])
+    bounded = KLInReward(ClippedPGLossConfig(), eps=1e-6, bounds=(-0.5, 0.25))
+    assert bounded.finish(rows, mask, bounded.sums(rows, mask)).tolist() == [-0.5, 0.25]
+
+
 def test_small_spread_on_large_rewards_is_not_lost():
     result = compute_advantages([group([1000.00, 1000.01, 1000.02, 1000.03])], cfg())
     std = 0.01 * math.sqrt(5 / 3)  # 0.0129

@@ -70,6 +70,22 @@ def test_lambda_1_gives_the_return_minus_the_value_and_lambda_0_one_step_ahead()
     assert one_step["returns"].tolist() == pytest.approx([0.0, 0.4, 0.5, 1.0])
 
 
+def test_advantages_and_returns_have_lambdas_of_their_own():
+    batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
+    found = estimator(gae_lambda_policy=0.0, gae_lambda_value=1.0).adjust(*batch)
+    assert found["returns"].tolist() == pytest.approx([0.0, 1.0, 1.0, 1.0])
+    assert found["advantages"].tolist() == pytest.approx([0.0, 0.4 - 0.2, 0.5 - 0.4, 1.0 - 0.5])
+
+
+def test_the_longer_the_sample_the_longer_the_memory():
+    settings = GAEConfig(length_adaptive_alpha=0.05, gae_lambda_policy=0.5)
+    assert settings.lambda_of_policy(100) == pytest.approx(0.8)
+    assert settings.lambda_of_policy(10) == 0.0 and settings.lambda_of_value == 0.95
+    batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
+    found, wanted = estimator(length_adaptive_alpha=2 / 3).adjust(*batch), estimator(gae_lambda=0.5).adjust(*batch)
+    assert found["advantages"].tolist() == pytest.approx(wanted["advantages"].tolist())
+
+
 def test_tokens_of_the_environment_are_no_steps():
     """As if they were not there, whatever value they got."""
     with_gap = estimator(gae_gamma=0.9).adjust(*row(1.0, [0, 1, 1, 0, 0, 1], [0.0, 0.2, 0.4, math.nan, 7.0, 0.5]))

@@ -62,6 +62,17 @@ class Run(FakeRun):
         )
 
 
+def test_the_first_steps_train_the_value_model_alone(tmp_path):
+    run = Run(tmp_path, "ppo.policy_training_start_step=1")
+    rows = run.go()
+    syncs = [i for i, call in enumerate(run.policy.calls) if call == "sync"]
+    first, second = run.policy.calls[syncs[0] : syncs[1]], run.policy.calls[syncs[1] : syncs[2]]
+    assert (first.count("value.train"), first.count("train")) == (2, 0)
+    assert (second.count("value.train"), second.count("train")) == (2, 2)
+    assert "train/loss" not in rows[0] and "train/loss" in rows[1]
+    assert rows[0]["train/value/loss"] == 0.25
+
+
 def test_a_step_runs_its_phases_in_order(tmp_path):
     run = Run(tmp_path)
     rows = run.go()

@@ -306,9 +306,9 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
                     "draft": {"enabled": True},
                     "generation": {"vllm_kwargs": {"speculative_config": {"method": "eagle3"}}},
                 },
-                "grpo": {"advantage_clip_low": -1, "advantage_clip_high": 1},
+                "grpo": {"penalize_invalid_tool_call": True},
             },
-            ["(draft models that train with the policy)", "(bounds on advantages)"],
+            ["(draft models that train with the policy)", "(penalties for malformed answers)"],
         ),
     ],
 )

@@ -82,6 +82,18 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
     assert texts[1] != [row["problem"] for row in load_rows(cfg.model_copy(update={"seed": 4}))[1]]
 
 
+def test_numbers_of_rows(jsonl):
+    keys = {"data_path": str(jsonl), "input_key": "question", "output_key": "solution"}
+    train, held_out = load_rows(dataset(**keys, max_samples=7, split_validation_size=3))
+    assert sorted(row["problem"] for row in [*train, *held_out]) == [f"{i}+{i}" for i in range(7)]
+    assert (len(train), len(held_out)) == (4, 3)
+    assert len(load_rows(dataset(**keys, max_samples=100))[0]) == 20
+    with pytest.raises(ValueError, match="split_validation_size 20 of 20 rows leaves 20 for validation and 0"):
+        load_rows(dataset(**keys, split_validation_size=20))
+    with pytest.raises(ValueError, match="a fraction below 1, or a whole number of rows"):
+        dataset(**keys, split_validation_size=1.5)
+
+
 def test_mistakes_are_named_with_what_there_is(tmp_path, jsonl):
     with pytest.raises(
         ValueError, match=r"no column 'input' \(input_key\); its columns are: question, solution, level"

@@ -92,6 +92,7 @@ def test_val_data_paths_are_read_like_the_training_data():
         ({"train": [{"dataset_name": "a", "streaming": True}, {"dataset_name": "b"}]}, "mixes streamed datasets"),
         ({"train": {"dataset_name": "a", "streaming": True, "split_validation_size": 0.1}}, "name a validation set"),
         ({"train": {"dataset_name": "a", "streaming": True, "repeat": 2}}, "leave repeat at 1"),
+        ({"train": {"dataset_name": "a", "streaming": True, "max_samples": 9}}, "bound the run by its steps"),
         (
             {"train": {"dataset_name": "a", "split_validation_size": 0.1}, "validation": {"dataset_name": "b"}},
             "default",

@@ -135,7 +135,8 @@ class VllmGeneration(GenerationInterface):
             name_prefix=f"{self.name_prefix}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
-            env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
+            env_vars=({} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment())
+            | self._settings.cfg.vllm_cfg.env_vars,
             timeout_s=self._timeout_s,
         )
 
