@@ -221,6 +221,26 @@ DIFFERENCES = {
         "grpo.reward_shaping",
         "the overlong penalty of NeMo RL grows beyond max_response_length, and here it stays at its largest there",
     ),
+    "sft and policy.model_name has Qwen": (
+        "policy.model_name",
+        "NeMo RL also trains the newline that Qwen's template writes after an answer's end, which no model samples",
+    ),
+    "env.sliding_puzzle_game": (
+        "env.sliding_puzzle_game",
+        "an action is `slide N` and the first one of a turn counts; in NeMo RL it is `slide row col` and the last one",
+    ),
+    "env.math_multi_reward": (
+        "env.math_multi_reward",
+        "each reward is 1 or 0, that of the format too, of which NeMo RL gives a part for each tag",
+    ),
+    "loss_fn.truncated_importance_sampling_type=seq-mask-tis": (
+        "loss_fn.truncated_importance_sampling_type",
+        "where a log probability is minus infinity, NeMo RL gives the sequence weight 0, and here the step is skipped",
+    ),
+    "dpo and dpo.reference_policy_kl_penalty=0": (
+        "dpo.reference_policy_kl_penalty",
+        "with 0 the preference loss is constant, and the SFT term alone trains",
+    ),
     "eval.metric=cons@k": ("eval.metric", "NeMo RL gives a tied vote to the first answer, and here each has its share"),
 }
 """Condition -> (key, what differs from NeMo RL at equal keys): remarks about its files."""

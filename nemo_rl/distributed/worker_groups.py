@@ -115,6 +115,9 @@ class RayWorkerGroup:
     Workers get only the environment variables in `env_vars`. `py_executable` is the Python that runs the workers (see
     `nemo_rl.utils.venvs`). `timeout_s` limits every wait without a limit of its own; None: no limit.
 
+    As scripts written for NeMo RL say it: `workers_per_node` is the number of workers on every node or on each,
+    `bundle_indices_list` a (node, its bundles) for each worker, `sharding_annotations` is `sharding`.
+
     If the start fails, all actors end, and the error names the worker and the reason.
     """
 
@@ -123,10 +126,13 @@ class RayWorkerGroup:
         cluster: RayVirtualCluster,
         builder: RayWorkerBuilder,
         *,
-        name_prefix: str,
+        name_prefix: str = "worker",
         num_workers: int | None = None,
         bundle_groups: Sequence[Sequence[int]] | None = None,
         sharding: NamedSharding | None = None,
+        workers_per_node: int | Sequence[int] | None = None,
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
+        sharding_annotations: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
         py_executable: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
@@ -139,7 +145,10 @@ class RayWorkerGroup:
         self._cluster = cluster
         self._members: list[Worker] = []
         self._calls: dict[Any, _Call] = {}  # task id -> call that `wait` has not returned yet
+        if workers_per_node is not None or bundle_indices_list is not None:
+            bundle_groups = _groups_by_node(cluster.bundles_by_node(), workers_per_node, bundle_indices_list)
         groups = _bundle_groups(cluster, num_workers, bundle_groups)
+        sharding = sharding if sharding_annotations is None else sharding_annotations
         if sharding is not None and sharding.size != len(groups):
             raise ValueError(f"{name_prefix}: the sharding has {sharding.size} ranks for {len(groups)} workers")
         self.sharding = sharding
@@ -505,6 +514,22 @@ def _bundle_groups(
     if min(flat) < 0 or max(flat) >= available:
         raise ValueError(f"bundles {groups} asked for on a cluster of {available} bundles")
     return groups
+
+
+def _groups_by_node(
+    nodes: Sequence[Sequence[int]],
+    workers_per_node: int | Sequence[int] | None,
+    bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
+) -> list[list[int]]:
+    """`bundle_groups` for bundles that are counted on each node, from 0. `nodes[n]` has the bundles of node n."""
+    counts = [workers_per_node] * len(nodes) if isinstance(workers_per_node, int) else workers_per_node
+    if bundle_indices_list is None:
+        bundle_indices_list = [(node, [local]) for node, count in enumerate(counts or ()) for local in range(count)]
+    for node, local in bundle_indices_list:
+        if not 0 <= node < len(nodes) or not all(0 <= index < len(nodes[node]) for index in local):
+            sizes = [len(bundles) for bundles in nodes]
+            raise ValueError(f"bundles {[*local]} of node {node} asked for, and the nodes have {sizes} bundles")
+    return [[nodes[node][index] for index in local] for node, local in bundle_indices_list]
 
 
 def tensor_bytes(value: Any) -> int:

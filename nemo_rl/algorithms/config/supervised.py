@@ -120,8 +120,9 @@ class SFTMasterConfig(SupervisedMasterConfig):
 class DPOLossConfig(StrictModel):
     """The loss of DPO. The section `dpo` inherits it."""
 
-    reference_policy_kl_penalty: float = Field(default=0.05, gt=0)
-    """Beta: how strongly the policy is held to the reference policy (IPO calls it tau)."""
+    reference_policy_kl_penalty: float = Field(default=0.05, ge=0)
+    """Beta: how strongly the policy is held to the reference policy (IPO calls it tau). With 0 the preference loss is
+    constant, and the SFT term alone trains."""
 
     preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """`sigmoid`: DPO (with `label_smoothing`: cDPO); `ipo`: squared distance to a fixed margin, always with average
@@ -150,6 +151,12 @@ class DPOLossConfig(StrictModel):
         ),
         "label_smoothing > 0 excludes preference_loss=[ipo, hinge]": (
             "has no meaning with preference_loss={preference_loss}; set it to 0, or preference_loss=sigmoid"
+        ),
+        "reference_policy_kl_penalty=0 excludes sft_loss_weight=0": (
+            "makes the preference loss constant, and sft_loss_weight is 0, so nothing would be learned; set one"
+        ),
+        "reference_policy_kl_penalty=0 excludes preference_loss=ipo": (
+            "is the tau that ipo divides by; set it above 0, or preference_loss=sigmoid"
         ),
         "preference_loss_weight=0 excludes sft_loss_weight=0": (
             "and sft_loss_weight are both 0, so nothing would be learned; set one"

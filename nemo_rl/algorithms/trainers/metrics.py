@@ -180,7 +180,8 @@ def performance_metrics(
 
     `timings_s`: seconds of the phases `total_step_time` and, in steps that have them, `policy_training` and
     `policy_and_reference_logprobs`. Rates of a phase are left out where it is. `num_tokens` includes prompts.
-    `generation_s`: seconds in which engines were busy; if 0, the rates of generation are left out. Colocated training and generation share the `num_devices` of the run.
+    `generation_s`: seconds in which engines were busy; if 0, the rates of generation are left out. Colocated training
+    and generation share the `num_devices` of the run.
     """
     step_s = timings_s["total_step_time"]
     training_s, logprobs_s = (timings_s.get(name, 0.0) for name in ("policy_training", "policy_and_reference_logprobs"))

@@ -30,7 +30,13 @@ def test_the_sft_term_is_averaged_when_the_preferences_are(average: bool):
         ({"preference_loss": "hinge", "label_smoothing": 0.1}, "dpo.label_smoothing", "set it to 0"),
         ({"label_smoothing": 0.5}, "dpo.label_smoothing", "less than 0.5"),
         ({"preference_loss_weight": 0}, "dpo.preference_loss_weight", "nothing would be learned"),
-        ({"reference_policy_kl_penalty": 0}, "dpo.reference_policy_kl_penalty", "greater than 0"),
+        ({"reference_policy_kl_penalty": 0}, "dpo.reference_policy_kl_penalty", "nothing would be learned"),
+        (
+            {"reference_policy_kl_penalty": 0, "preference_loss": "ipo", "sft_loss_weight": 1.0},
+            "dpo.reference_policy_kl_penalty",
+            "ipo divides by",
+        ),
+        ({"reference_policy_kl_penalty": -1}, "dpo.reference_policy_kl_penalty", "greater than or equal to 0"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(values: dict[str, Any], key: str, fix: str):

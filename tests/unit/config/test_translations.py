@@ -328,6 +328,50 @@ def test_a_file_of_another_algorithm_names_its_script() -> None:
         build_config(GRPOMasterConfig, {"distillation": {}, "teacher": {}, "loss_fn": {"gold_loss": True}})
 
 
+BOTH = {"policy": {"model_name": "m", "dtensor_cfg": {"_v2": True}}, "checkpointing": {"metric_name": None}}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "said"),
+    [
+        (
+            SFTMasterConfig,
+            {
+                "sft": {"val_period": 0},
+                "policy": {"model_name": "Qwen/Qwen2.5-0.5B"},
+                "data": {"train": {"dataset_name": "squad"}},
+            },
+            "also trains the newline",
+        ),
+        (
+            DPOMasterConfig,
+            {
+                "dpo": {"reference_policy_kl_penalty": 0, "sft_loss_weight": 1.0, "val_period": 0},
+                "data": {"train": {"dataset_name": "HelpSteer3"}},
+            },
+            "the SFT term alone trains",
+        ),
+        (
+            GRPOMasterConfig,
+            {**MINIMAL, "loss_fn": {"truncated_importance_sampling_type": "seq-mask-tis"}},
+            "here the step is skipped",
+        ),
+        (GRPOMasterConfig, {**MINIMAL, "env": {"math": {}, "math_multi_reward": {}}}, "each reward is 1 or 0"),
+        (
+            GRPOMasterConfig,
+            {**MINIMAL, "env": {"math": {}, "sliding_puzzle_game": {"cfg": {"max_moves": 1}}}},
+            "an action is `slide N`",
+        ),
+    ],
+)
+def test_numbers_that_differ_at_equal_keys_are_said(
+    model: Any, change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        build_config(model, merged(merged(MINIMAL if "grpo" in change else {}, BOTH), change))
+    assert said in remarks_of(caplog)
+
+
 def test_every_condition_of_the_table_can_be_read() -> None:
     conditions = [row.when for row in VALUES] + [*USED.values(), *DIFFERENCES]
     assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))

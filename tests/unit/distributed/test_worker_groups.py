@@ -15,7 +15,7 @@ import ray
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
 
 WORKERS = "tests.unit.distributed.workers"
 ECHO = RayWorkerBuilder(f"{WORKERS}.EchoWorker", "hello")
@@ -131,8 +131,20 @@ def test_workers_are_called_by_axis() -> None:
 
 def test_a_worker_may_be_decorated(cluster: RayVirtualCluster) -> None:
     builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", "hi")
-    with RayWorkerGroup(cluster, builder, name_prefix="decorated") as group:
+    axes = NamedSharding(np.arange(2).reshape(2, 1), ["data_parallel", "tensor_parallel"])
+    with RayWorkerGroup(cluster, builder, workers_per_node=2, sharding_annotations=axes) as group:
         assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
+        future = group.run_all_workers_sharded_data("echo", k=[3, 4], in_sharded_axes=["data_parallel"])
+        assert [kwargs["k"] for *_, kwargs in group.get_all_worker_results(future)] == [3, 4]
+
+
+def test_bundles_counted_on_each_node() -> None:
+    nodes = [[0, 1, 2], [3, 4]]
+    assert _groups_by_node(nodes, 2, None) == [[0], [1], [3], [4]]
+    assert _groups_by_node(nodes, [1, 2], None) == [[0], [3], [4]]
+    assert _groups_by_node(nodes, None, [(1, [0, 1]), (0, [2])]) == [[3, 4], [2]]
+    with pytest.raises(ValueError, match=r"bundles \[2\] of node 1 asked for, and the nodes have \[3, 2\] bundles"):
+        _groups_by_node(nodes, 3, None)
 
 
 def test_wrong_arguments_are_refused_before_the_call(echo_pair: RayWorkerGroup) -> None:
