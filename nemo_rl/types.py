@@ -29,6 +29,20 @@ Message = dict[str, Any]
 LLMMessageLogType = list[Message]
 
 
+Pixels = dict[str, "np.ndarray"]
+"""One image as the model's own processor makes it: name of an input of the model -> array. Qwen-VL has `pixel_values`,
+float32 [patches, numbers of a patch], and `image_grid_thw`, int64 [1, 3]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpan:
+    """The tokens of a sequence that stand for an image."""
+
+    digest: str  # of the image's pixels: equal images have equal digests
+    start: int  # number of the first token
+    length: int  # tokens, the marks between the rows of a large image included
+
+
 class DatumSpec(TypedDict):
     """What a data processor returns for one row."""
 
@@ -39,6 +53,8 @@ class DatumSpec(TypedDict):
     idx: int
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
+    images: NotRequired[list[ImageSpan]]  # in order
+    pixels: NotRequired[dict[str, Pixels]]  # of each image, by digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +98,14 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptImage:
+    """An image of a prompt, for an engine."""
+
+    span: ImageSpan
+    ref: Any  # ray.ObjectRef of its Pixels
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One turn of one sample, for an engine."""
 
@@ -89,6 +113,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     seed: int
+    images: tuple[PromptImage, ...] = ()  # in the order of their tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +129,13 @@ class GenerationAnswer:
 class GenerateFn(Protocol):
     """Generation as an episode sees it; a unit test passes a fake."""
 
-    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion: ...
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[ImageSpan] = (),
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +236,7 @@ class Sample:
     # Experts that generation chose for the first N tokens, uint8 or int16 [N, layers, K], if it reports them.
     routed_experts: np.ndarray | None = None
     branches: list[Sample] = field(default_factory=list)  # in the order of `meta.branches`
+    images: list[ImageSpan] = field(default_factory=list)  # in order; their pixels are in the group
 
     @property
     def rows(self) -> list[Sample]:
@@ -222,6 +254,7 @@ class RolloutGroup:
     group_id: str  # "<number of the batch>/<position in it>/<prompt_id>"; explicit, never derived from text
     prompt_id: str
     samples: list[Sample]
+    pixels: dict[str, Pixels] = field(default_factory=dict)  # of each image of the samples once, by digest
 
     @property
     def rows(self) -> list[Sample]:
@@ -258,6 +291,8 @@ class Example:
     token_ids: np.ndarray  # int32 [T]
     token_mask: np.ndarray  # bool [T]; True on loss tokens
     margin: float = 0.0  # on the chosen sequence of a pair: how much better it is; see `rm.use_margin`
+    images: list[ImageSpan] = field(default_factory=list)  # in order
+    pixels: dict[str, Pixels] = field(default_factory=dict)  # by digest; in a group they are the group's
 
 
 @dataclass(kw_only=True)
@@ -265,6 +300,7 @@ class ExampleGroup:
     """Tokenised rows: one object in the object store. The sequences of a pair are neighbours."""
 
     samples: list[Example]
+    pixels: dict[str, Pixels] = field(default_factory=dict)  # of each image of the samples once, by digest
 
     @property
     def rows(self) -> list[Example]:

@@ -363,10 +363,8 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
 }
 """Why a key has no effect -> keys."""
 
-VLM_SETS = (
-    *("clevr-cogent", "refcoco", "geometry3k", "mmpr-tiny", "daily-omni", "audiomcq", "avqa"),
-    "general-conversation-jsonl",
-)
+SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
+VLM_ENVIRONMENTS = ("vlm", "clevr-cogent", "refcoco", "geometry3k", *SOUND_SETS)
 
 
 @dataclass(frozen=True)
@@ -390,11 +388,11 @@ FEATURES = (
         decides=("data", "env", *LOOPS, "policy.generation"),
     ),
     Feature(
-        "models of pictures, video and sound",
+        "environments of pictures, video and sound",
         (
             *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
-            Foreign("environment.type", none_of(*VLM_SETS), is_ours=True),
-            Foreign("dataset.dataset_name", none_of(*VLM_SETS), is_ours=True),
+            Foreign("environment.type", none_of(*VLM_ENVIRONMENTS), is_ours=True),
+            Foreign("dataset.dataset_name", none_of(*SOUND_SETS), is_ours=True),
         ),
         decides=("data", "env"),
     ),

@@ -3,6 +3,7 @@
     tiny:arithmetic          Qwen2, 0.3M parameters, embeddings and head tied
     tiny:arithmetic-moe      Qwen3-MoE, 0.6M parameters, 4 experts of which each token uses 2, embeddings and head apart
     tiny:arithmetic-teacher  the first without mistakes at the end of its warm-up: right nearly always
+    tiny:shapes              Qwen2.5-VL, which sees images (`tiny_vision.py`)
 
 Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its
 byte-level tokenizer. A short supervised warm-up ends on demonstrations of which a part is off by one. So the model
@@ -23,7 +24,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.utils.files import cache_root, file_lock
@@ -31,13 +32,7 @@ from nemo_rl.utils.registry import import_object
 
 if TYPE_CHECKING:
     import torch
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +60,9 @@ DEMONSTRATIONS = {
     "lookup": "nemo_rl.data.datasets.lookup:demonstrate_lookup",
     "sums_and_lookups": "nemo_rl.data.datasets.lookup:demonstrate_sum_or_lookup",
     "sliding_puzzle": "nemo_rl.data.datasets.sliding_puzzle:demonstrate_sliding_puzzle",
+    "shapes": "nemo_rl.data.datasets.shapes:demonstrate_shapes",
 }
+TINY_VISION = "nemo_rl.data.tiny_vision"  # loads only for models that see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +87,16 @@ class TinyModelRecipe:
     seed: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinyVisionRecipe(TinyModelRecipe):
+    """A tiny model that sees images."""
+
+    vision_size: int = 64
+    vision_layers: int = 2
+    patch_size: int = 8
+    merge_size: int = 2
+
+
 RECIPES: dict[str, TinyModelRecipe] = {
     "arithmetic": TinyModelRecipe(),
     "arithmetic-moe": TinyModelRecipe(num_experts=4),
@@ -102,6 +109,7 @@ RECIPES: dict[str, TinyModelRecipe] = {
     "sliding-puzzle": TinyModelRecipe(
         task="sliding_puzzle", num_clean_steps=60, num_doubtful_steps=80, batch_size=16, mistake_probability=0.6
     ),
+    "shapes": TinyVisionRecipe(task="shapes", num_clean_steps=130, num_doubtful_steps=40, learning_rate=2e-3),
 }
 
 
@@ -125,14 +133,14 @@ def _recipe(name: str) -> TinyModelRecipe:
     return known[name]
 
 
-def tiny_model_config(name: str) -> Qwen2Config | Qwen3MoeConfig:
+def tiny_model_config(name: str) -> PretrainedConfig:
     """The configuration of the model `tiny:<recipe>`, without making the model.
 
     Raises:
         ValueError: for an unknown recipe.
     """
     recipe = _recipe(name)
-    return untrained_config(recipe, build_tiny_tokenizer(recipe.max_position_embeddings))
+    return untrained_config(recipe, build_tiny_tokenizer(recipe))
 
 
 def recipe_hash(recipe: TinyModelRecipe) -> str:
@@ -173,12 +181,15 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
             # One thread: the order of float additions is then fixed, and on busy cores it is also faster for sizes like
             # these.
             torch.set_num_threads(1)
-            tokenizer = build_tiny_tokenizer(recipe.max_position_embeddings)
+            tokenizer = build_tiny_tokenizer(recipe)
             model = build_untrained_model(recipe, tokenizer)
-            _warm_up(model, tokenizer, recipe)
+            processor = tokenizer
+            if isinstance(recipe, TinyVisionRecipe):
+                processor = import_object(f"{TINY_VISION}:build_processor", "model")(recipe, tokenizer)
+            _warm_up(model, processor, recipe)
             model.generation_config.temperature = 1.0
             model.save_pretrained(work)
-            tokenizer.save_pretrained(work)
+            processor.save_pretrained(work)
             work.chmod(0o755)
             work.rename(target)
         finally:
@@ -187,15 +198,17 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     return str(target)
 
 
-def build_tiny_tokenizer(max_positions: int = 2048) -> PreTrainedTokenizerFast:
-    """One token per byte of the text; `\\boxed{` and the role markers are one token each.
+def build_tiny_tokenizer(recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> PreTrainedTokenizerFast:
+    """One token per byte of the text; `\\boxed{` and the role markers are one token each, as are marks of images.
 
     It is a `Qwen2Tokenizer` because transformers 5 loads that class for every Qwen2 model, whatever the directory says.
     """
     from tokenizers import pre_tokenizers
     from transformers import AddedToken, Qwen2Tokenizer
 
-    special = ["<pad>", "<eos>", *(f"<|{role}|>" for role in ROLES)]
+    is_vision = isinstance(recipe, TinyVisionRecipe)
+    marks = import_object(f"{TINY_VISION}:VISION_TOKENS", "model") if is_vision else ()
+    special = ["<pad>", "<eos>", *(f"<|{role}|>" for role in ROLES), *marks]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate([*special, *alphabet, BOXED])},
@@ -205,14 +218,14 @@ def build_tiny_tokenizer(max_positions: int = 2048) -> PreTrainedTokenizerFast:
         unk_token=None,  # pyright: ignore[reportArgumentType]  (annotated str; None means that there is none)
         extra_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
-        model_max_length=max_positions,
+        model_max_length=recipe.max_position_embeddings,
     )
     tokenizer.add_tokens([AddedToken(BOXED, special=False, normalized=False)])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = import_object(f"{TINY_VISION}:CHAT_TEMPLATE", "model") if is_vision else CHAT_TEMPLATE
     return tokenizer
 
 
-def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config | Qwen3MoeConfig:
+def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     """The configuration of the recipe's model."""
     from transformers import Qwen2Config, Qwen3MoeConfig
 
@@ -230,6 +243,8 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
         "pad_token_id": vocabulary["<pad>"],
         "dtype": "float32",
     }
+    if isinstance(recipe, TinyVisionRecipe):
+        return import_object(f"{TINY_VISION}:vision_config", "model")(recipe, tokenizer, common)
     if recipe.num_experts == 0:
         return Qwen2Config(**common, intermediate_size=2 * recipe.hidden_size, tie_word_embeddings=True)
     return Qwen3MoeConfig(
@@ -244,14 +259,14 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
     )
 
 
-def build_untrained_model(
-    recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
-) -> Qwen2ForCausalLM | Qwen3MoeForCausalLM:
+def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
     """An untrained float32 model whose weights depend on `recipe.seed` only."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
     config = untrained_config(recipe, tokenizer)
+    if isinstance(recipe, TinyVisionRecipe):
+        return import_object(f"{TINY_VISION}:build_model", "model")(recipe, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return Qwen2ForCausalLM(config) if isinstance(config, Qwen2Config) else Qwen3MoeForCausalLM(config)
@@ -268,30 +283,36 @@ def _demonstrations(
     return [demonstrate(rng, mistake_probability) for _ in range(recipe.batch_size)]
 
 
-def _warm_up(
-    model: Qwen2ForCausalLM | Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyModelRecipe
-) -> None:
+def _warm_up(model: Any, processor: Any, recipe: TinyModelRecipe) -> None:
     import torch
-    import torch.nn.functional as F
 
     rng = random.Random(recipe.seed)
     num_steps = recipe.num_clean_steps + recipe.num_doubtful_steps
+    loss_of = _loss
+    if isinstance(recipe, TinyVisionRecipe):
+        loss_of = import_object(f"{TINY_VISION}:loss", "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 20) * max(0.05, 1 - step / num_steps)
         mistakes = recipe.mistake_probability if step >= recipe.num_clean_steps else 0.0
-        input_ids, labels = _encode_demonstrations(_demonstrations(recipe, rng, mistakes), tokenizer)
-        hidden = model.model(input_ids).last_hidden_state[:, :-1]
-        targets = labels[:, 1:]
-        learned = targets != -100
-        loss = F.cross_entropy(model.lm_head(hidden[learned]), targets[learned])
-        loss.backward()
+        loss_of(model, _demonstrations(recipe, rng, mistakes), processor).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
+
+
+def _loss(model: Any, conversations: list[Any], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """The mean negative log-likelihood of the assistant's turns of a batch."""
+    import torch.nn.functional as F
+
+    input_ids, labels = _encode_demonstrations(conversations, tokenizer)
+    hidden = model.model(input_ids).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    learned = targets != -100
+    return F.cross_entropy(model.lm_head(hidden[learned]), targets[learned])
 
 
 def _encode_demonstrations(

@@ -26,7 +26,10 @@ from nemo_rl.environments.config import (
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.registry import find, import_object
 
-MISSING = {"vlm": "rows have no images", "nemo_gym": "use type: remote for an environment behind HTTP"}
+MISSING = {
+    "vlm": "use type: composite with the rewards it needs",
+    "nemo_gym": "use type: remote for an environment behind HTTP",
+}
 HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
 OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls

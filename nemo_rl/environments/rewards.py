@@ -8,6 +8,7 @@ The annotations of keyword arguments say which values the configuration accepts.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -194,6 +195,40 @@ def contains(
     return sum(text in response for text in texts) / len(texts)
 
 
+def box_overlap(messages: Messages, metadata: Any, *, key: Text = "ground_truth") -> float:
+    """The intersection of two boxes over their union, 0 to 1: the last four numbers in [...] of the response, and those
+    of `metadata[key]`; each left, top, right, bottom."""
+    number = r"\s*(-?\d+(?:\.\d+)?)\s*"
+    pattern = rf"\[{number},{number},{number},{number}\]"
+    found, expected = (re.findall(pattern, text) for text in (response_text(messages), _expected(metadata, key)))
+    if not expected:
+        raise ValueError(f"metadata[{key!r}] is no box [left, top, right, bottom]: {_expected(metadata, key)[:80]!r}")
+    if not found:
+        return 0.0
+    a, b = ([float(text) for text in box] for box in (found[-1], expected[-1]))
+    sides = [max(0.0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1)]
+    areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (a, b)]
+    shared = sides[0] * sides[1]
+    return shared / (sum(areas) - shared) if shared else 0.0
+
+
+def vqa_agreement(
+    messages: Messages, metadata: Any, *, answer_tag: Text = "answer", key: Text = "ground_truth"
+) -> float:
+    """The agreement with people: a third for each of `metadata[key]`, a JSON list, that is the answer; at most 1.
+
+    The answer is the last `<answer>...</answer>`, or the whole response; letters and digits count, in any case (Antol
+    et al. 2015, arXiv 1505.00468, without its average over nine of ten people).
+    """
+
+    def plain(text: str) -> str:
+        return "".join(filter(str.isalnum, text)).casefold()
+
+    response = response_text(messages)
+    answer = plain((find_answers(response, answer_tag) or [response])[-1])
+    return min(1.0, sum(plain(other) == answer for other in json.loads(_expected(metadata, key))) / 3)
+
+
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "format": format_reward,
     "exact_answer": exact_answer,
@@ -201,6 +236,8 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "math_expression": math_expression,
     "length": length_reward,
     "contains": contains,
+    "box_overlap": box_overlap,
+    "vqa_agreement": vqa_agreement,
 }
 
 

@@ -181,6 +181,9 @@ class EvalDataConfig(EvalDatasetConfig):
     datasets: list[EvalDatasetConfig] = Field(default_factory=list)
     """Several datasets, in place of `dataset_name`."""
 
+    max_images: int = Field(default=8, ge=1)
+    """The most images of a problem; for vision-language models."""
+
     max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
     """Tokens of the longest prompt; longer ones are left out and counted."""
 

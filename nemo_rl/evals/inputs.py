@@ -25,6 +25,7 @@ from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
+from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.types import Prompt
 from nemo_rl.utils.files import cache_root, digest
@@ -55,6 +56,7 @@ class EvalModel:
     tokenizer: PreTrainedTokenizerFast
     name: str  # for people
     identity: dict[str, Any]
+    processor_path: str | None = None  # see `ModelInputs`
 
 
 def prepare_model(config: EvalMasterConfig) -> EvalModel:
@@ -79,6 +81,7 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
         name=name if checkpoint is None else str(checkpoint.step),
+        processor_path=tokenizer_path if sees_images(model) else None,
         identity={
             "generation.model_name": {
                 "weights": checkpoint.digest if checkpoint is not None else weights_identity(name, model_path, model),

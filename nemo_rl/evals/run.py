@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from nemo_rl.algorithms.setup.launch import run_command, start_cluster
-from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts
+from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts, image_reader
 from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
 from nemo_rl.algorithms.setup.rollouts import sections_to_start
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
@@ -92,7 +92,8 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     data = load_eval_data(config)
     check_environments(config.env, data.environments)
     model = prepare_model(config)
-    process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
+    images = image_reader(model.processor_path, config.data)
+    process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
     sampling = sampling_params(config.generation, model.tokenizer)
     identity = {
@@ -200,6 +201,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         accelerator=accelerator,
         load_format="auto",
         timeout_s=machines.worker_timeout_s,
+        max_images=config.data.max_images if inputs.model.processor_path is not None else None,
     )
     stack.callback(generation.shutdown)
     wait_for_envs(environments, machines.worker_timeout_s)

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.errors import WorkerCallError
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, GenerationRequest, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, PromptImage, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,13 @@ class Engines:
         self._replaced.set()
         self._replaced = asyncio.Event()
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[PromptImage] = (),
+    ) -> Completion:
         """Complete one prompt on the least loaded replica, on which the tokens do not depend.
 
         RequestFailed if a living engine does not answer.
@@ -77,7 +83,7 @@ class Engines:
                 continue
             client = min(alive, key=lambda client: len(client.results))
             try:
-                return await client.generate(prompt_token_ids, sampling, seed)
+                return await client.generate(prompt_token_ids, sampling, seed, images)
             except _RequestDropped:
                 continue
             except EngineDied as death:
@@ -132,13 +138,23 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[PromptImage] = (),
+    ) -> Completion:
         """Complete one prompt. Raises EngineDied, or RequestFailed with the engine's message.
 
         If the caller is cancelled, the engine stops sampling.
         """
         request = GenerationRequest(
-            request_id=next(self._ids), prompt_token_ids=list(prompt_token_ids), sampling=sampling, seed=seed
+            request_id=next(self._ids),
+            prompt_token_ids=list(prompt_token_ids),
+            sampling=sampling,
+            seed=seed,
+            images=tuple(images),
         )
         result = self.results[request.request_id] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)

@@ -20,6 +20,7 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerateFn,
+    ImageSpan,
     Message,
     Sample,
     SampleMeta,
@@ -59,6 +60,7 @@ class _Transcript:
     messages: list[dict[str, str]]
     token_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
     routed_experts: list[np.ndarray] = field(default_factory=list)  # one piece per turn
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class _Transcript:
             messages=self.messages,
             metrics=dict(metrics),
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
+            images=self.images,
         )
 
 
@@ -119,6 +122,7 @@ async def run_episode(
     transcript = _Transcript(
         prompt_tokens(datum["message_log"]),
         [{"role": message["role"], "content": message["content"]} for message in datum["message_log"]],
+        images=list(datum.get("images", ())),
     )
     num_prompt_tokens = len(transcript.token_ids)
     sampling = _with_stop_strings(sampling, datum.get("stop_strings"))
@@ -132,7 +136,8 @@ async def run_episode(
         room = limits.max_total_tokens - len(transcript.token_ids)
         params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         started = time.perf_counter()
-        completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)))
+        seen = (transcript.images,) if transcript.images else ()
+        completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)), *seen)
         generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})

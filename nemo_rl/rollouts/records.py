@@ -4,6 +4,7 @@
     <folder>/tokens.safetensors   the samples of all groups concatenated: token_ids int64 [N], token_mask bool [N],
                                   generation_logprobs float32 [N]; if engines returned them, routed_experts uint8 or
                                   int16 [M, layers, K], for the first tokens of each sample
+    <folder>/images.safetensors   if samples have images: the pixels of each, `<digest>/<input of the model>`
 
 The record of a run has such a folder per step, with `index.json` (`StepIndex`) and a manifest of digests. Reading
 executes nothing.
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.types import ImageSpan, Pixels, RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils import files
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sync_directory
 
@@ -30,6 +31,7 @@ GROUPS = "groups.jsonl"
 TOKENS = "tokens.safetensors"
 INDEX = "index.json"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
+IMAGES = "images.safetensors"  # only if samples have images
 EXPERTS = "routed_experts"
 COLUMNS = {"token_ids": np.int64, "token_mask": np.bool_, "generation_logprobs": np.float32}
 
@@ -54,6 +56,19 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
     if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
         columns[EXPERTS] = np.concatenate(experts)
     save_file(columns, folder / TOKENS)
+    pixels = {digest: made for group in groups for digest, made in group.pixels.items()}
+    if pixels:
+        arrays = {f"{digest}/{name}": own for digest, made in pixels.items() for name, own in made.items()}
+        save_file(arrays, folder / IMAGES)
+
+
+def _read_pixels(folder: Path) -> dict[str, Pixels]:
+    """The pixels of the images of all groups, by digest; none if no group has images."""
+    pixels: dict[str, Pixels] = {}
+    for key, own in load_file(folder / IMAGES).items() if (folder / IMAGES).exists() else ():
+        digest, _, name = key.partition("/")
+        pixels.setdefault(digest, {})[name] = own
+    return pixels
 
 
 def _stored(sample: Sample) -> dict[str, Any]:
@@ -61,6 +76,8 @@ def _stored(sample: Sample) -> dict[str, Any]:
     stored: dict[str, Any] = {"meta": asdict(sample.meta), "messages": sample.messages}
     if sample.metrics:
         stored["metrics"] = sample.metrics
+    if sample.images:
+        stored["images"] = [asdict(span) for span in sample.images]
     if sample.branches:
         stored["branches"] = [{"messages": branch.messages} for branch in sample.branches]
     return stored
@@ -73,7 +90,7 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     """
     with (folder / GROUPS).open(encoding="ascii") as lines:
         records = [json.loads(line) for line in lines]
-    columns = load_file(folder / TOKENS)
+    columns, pixels = load_file(folder / TOKENS), _read_pixels(folder)
     experts = columns.get(EXPERTS, np.zeros((0, 1, 1), np.uint8))
     bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
     groups: list[RolloutGroup] = []
@@ -88,13 +105,17 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
         own = experts[experts_start : experts_start + count] if count else None
         experts_start += count
         told = {key: stored[key] for key in ("messages", "metrics") if key in stored}
-        sample = Sample(**told, **tokens, meta=meta, routed_experts=own)
+        images = [ImageSpan(**span) for span in stored.get("images", ())]
+        sample = Sample(**told, **tokens, meta=meta, routed_experts=own, images=images)
         sample.branches = [read(*pair) for pair in zip(stored.get("branches", []), meta.branches, strict=True)]
         return sample
 
     for record in records:
         samples = [read(stored, meta_from(stored["meta"])) for stored in record["samples"]]
-        groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
+        seen = {span.digest: pixels[span.digest] for sample in samples for row in sample.rows for span in row.images}
+        groups.append(
+            RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples, pixels=seen)
+        )
     for what, expected, found in (
         ("tokens", start, len(columns["token_ids"])),
         ("experts of tokens", experts_start, len(experts)),

@@ -28,7 +28,9 @@ from nemo_rl.types import (
     EnvironmentStep,
     GenerateFn,
     GroupHandle,
+    ImageSpan,
     Prompt,
+    PromptImage,
     RolloutGroup,
     Sample,
     SampleStatus,
@@ -139,10 +141,22 @@ class RolloutWorker:
         """Set the actor handles of the engine replicas, after a replica was restarted."""
         self.engines.replace(workers)
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Complete one prompt. Raises RequestFailed if a living engine does not answer."""
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[ImageSpan] = (),
+        *,
+        pixels: Mapping[str, ray.ObjectRef] | None = None,
+    ) -> Completion:
+        """Complete one prompt. Raises RequestFailed if a living engine does not answer.
+
+        `pixels`: of each image, by digest.
+        """
+        shown = tuple(PromptImage(span=span, ref=(pixels or {})[span.digest]) for span in images)
         with self.busy.request():
-            completion = await self.engines.generate(prompt_token_ids, sampling, seed)
+            completion = await self.engines.generate(prompt_token_ids, sampling, seed, shown)
         self.busy.num_tokens += len(completion.token_ids)
         return completion
 
@@ -224,8 +238,14 @@ class RolloutWorker:
 
     async def _play(self, request: GroupRequest) -> GroupHandle:
         datum = self.settings.process(request.prompt)
-        samples = await asyncio.gather(*(self._sample(request, datum, i) for i in range(request.num_generations)))
-        group = RolloutGroup(group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples)
+        pixels = datum.pop("pixels", {})
+        # The engines fetch each image of the group once, whatever the number of samples and turns.
+        refs = {digest: ray.put(made) for digest, made in pixels.items()}
+        play = (self._sample(request, datum, i, refs) for i in range(request.num_generations))
+        samples = await asyncio.gather(*play)
+        group = RolloutGroup(
+            group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples, pixels=pixels
+        )
         return await self._keep(group, request.prompt.task_name)
 
     async def _keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
@@ -245,7 +265,9 @@ class RolloutWorker:
             samples=[sample.meta for sample in group.samples],
         )
 
-    async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int) -> Sample:
+    async def _sample(
+        self, request: GroupRequest, datum: DatumSpec, index: int, pixels: Mapping[str, ray.ObjectRef]
+    ) -> Sample:
         sample_id, prompt, limits = f"{request.group_id}/{index}", request.prompt, self.settings.limits
         if datum["loss_multiplier"] == 0.0 or datum["length"] >= limits.max_total_tokens:
             failure = f"prompt {prompt.prompt_id} has {datum['length']} tokens and leaves no room for an answer"
@@ -266,7 +288,7 @@ class RolloutWorker:
                 return await run_episode(
                     datum,
                     sample_id=sample_id,
-                    generate=self.generate,
+                    generate=partial(self.generate, pixels=pixels) if pixels else self.generate,
                     env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
                     decode=self.settings.decode,
                     render=self.settings.render,

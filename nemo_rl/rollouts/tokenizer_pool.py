@@ -46,12 +46,14 @@ class TokenizerWorker:
 
     def make_group(self, prompts: Sequence[Prompt]) -> ExampleHandle:
         """Tokenise rows and put them into the object store as one group."""
-        samples: list[Example] = []
+        group = ExampleGroup(samples=[])
         rows: list[ExampleMeta] = []
         for examples, meta in self.make_rows(prompts):
-            rows.append(replace(meta, index=len(samples)))
-            samples += examples
-        return ExampleHandle(ref=ray.put(ExampleGroup(samples=samples)), rows=rows)
+            rows.append(replace(meta, index=len(group.samples)))
+            for example in examples:
+                group.pixels |= example.pixels
+                group.samples.append(replace(example, pixels={}))
+        return ExampleHandle(ref=ray.put(group), rows=rows)
 
     def make_rows(self, prompts: Sequence[Prompt]) -> list[MadeRow]:
         """Tokenise rows that are not in the cache."""
@@ -61,6 +63,7 @@ class TokenizerWorker:
         made = [row if row is not None else self.make(prompt) for row, prompt in zip(found, prompts, strict=True)]
         new = [i for i, row in enumerate(found) if row is None]
         if new:
+            new = [i for i in new if not any(example.images for example in made[i][0])]  # the cache holds tokens alone
             self.cache.store([prompts[i] for i in new], [made[i] for i in new])
         return made
 

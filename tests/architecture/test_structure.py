@@ -9,15 +9,15 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 53_400,
-    "files of nemo_rl": 256,
+    "lines of nemo_rl": 54_700,
+    "files of nemo_rl": 264,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 26_500,
+    "lines that run_grpo_math.py reaches": 27_150,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_990,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 2_030,
+    "lines of check functions": 2_060,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
 }

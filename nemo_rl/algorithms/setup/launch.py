@@ -221,8 +221,10 @@ def start_policy(
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
             pad_token_id=cast(int | None, model.tokenizer.pad_token_id),
+            blank_image=model.blank_image,
         ),
         timeout_s=machines.worker_timeout_s,
+        processor_path=model.processor_path,
     )
     stack.callback(policy.shutdown)
     if config.megatron_cfg.enabled and not machines.use_gpus:

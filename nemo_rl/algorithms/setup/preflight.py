@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.data.chat.images import ImageReader, blank_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
@@ -36,6 +37,8 @@ from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, SecondModelCo
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
+from nemo_rl.models.policy.vision.families import sees_images
+from nemo_rl.types import Pixels
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError
 from nemo_rl.utils.config import CheckpointingConfig
@@ -83,6 +86,8 @@ class ModelInputs:
     config: PretrainedConfig
     identity: dict[str, Any]  # a run that continues a checkpoint must have the same
     flops: ModelFlops
+    processor_path: str | None = None  # of a vision-language model: where its image processor is
+    blank_image: Pixels | None = None  # and a small image as it makes it
 
 
 def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> ModelInputs:
@@ -104,6 +109,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
             "set it to val:accuracy, train:reward or null"
         )
     adapters = "peft" if policy.megatron_cfg.enabled else "lora_cfg"
+    processor_path = tokenizer_path if sees_images(model) else None
     return ModelInputs(
         model_path=model_path,
         tokenizer_path=tokenizer_path,
@@ -115,7 +121,20 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
             policy.key("tokenizer"): tokenizer_identity(tokenizer),
         },
         flops=ModelFlops.of(model),
+        processor_path=processor_path,
+        blank_image=blank_image(processor_path) if processor_path is not None else None,
     )
+
+
+class ImageSettings(Protocol):
+    """A section `data`."""
+
+    max_images: int
+
+
+def image_reader(processor_path: str | None, data: ImageSettings) -> ImageReader | None:
+    """What reads the images of rows; None for a model of text."""
+    return ImageReader(processor_path, data.max_images) if processor_path is not None else None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -21,6 +21,7 @@ from nemo_rl.algorithms.setup.preflight import (
     check_turns,
     check_writable,
     http_server_token,
+    image_reader,
     prepare_model,
 )
 from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
@@ -86,7 +87,8 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         seed=rollout.seed,
         size_key=f"{section}.num_prompts_per_step",
     )
-    process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
+    images = image_reader(model.processor_path, config.data)
+    process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_turns(config, model.tokenizer)
     check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))
     check_conversations(config, data, process)
@@ -226,7 +228,12 @@ def _worker_settings(
     config: RolloutMasterConfig, inputs: RolloutInputs, environments: Mapping[str, Sequence[Any]]
 ) -> RolloutWorkerSettings:
     return worker_settings(
-        PromptProcessor(inputs.data.tasks, inputs.model.tokenizer, config.data.max_input_seq_length),
+        PromptProcessor(
+            inputs.data.tasks,
+            inputs.model.tokenizer,
+            config.data.max_input_seq_length,
+            image_reader(inputs.model.processor_path, config.data),
+        ),
         environments,
         limits=EpisodeLimits(
             max_turns=config.rollout.max_rollout_turns,
@@ -283,6 +290,7 @@ def start_vllm_generation(
             accelerator=devices.accelerator,
             timeout_s=config.cluster.worker_timeout_s,
             return_routed_experts=config.policy.router_replay.enabled,
+            max_images=config.data.max_images if model.processor_path is not None else None,
         )
         stack.callback(generation.shutdown)
         return generation

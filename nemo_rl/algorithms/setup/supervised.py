@@ -22,9 +22,10 @@ from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
-from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, prepare_model
+from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, image_reader, prepare_model
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.data.chat.images import ImageReader
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource, prompt_loader
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
 from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
@@ -79,7 +80,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     seed_everything(loop.seed)
     model = prepare_model(config.policy, config.checkpointing)
     setup = setup_examples(data)
-    make = example_maker(config, setup, model.tokenizer)
+    make = example_maker(config, setup, model.tokenizer, image_reader(model.processor_path, data))
     check_examples(make, setup.train, "data.train")
     for name, dataset in setup.validation.items() if loop.validates else ():
         check_examples(make, dataset, f"validation set {name!r}")
@@ -102,7 +103,10 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
 
 
 def example_maker(
-    config: SupervisedMasterConfig, setup: ExampleSetup, tokenizer: PreTrainedTokenizerFast
+    config: SupervisedMasterConfig,
+    setup: ExampleSetup,
+    tokenizer: PreTrainedTokenizerFast,
+    images: ImageReader | None = None,
 ) -> ExampleMaker:
     """What tokenises the rows of the run, with the masks of its algorithm."""
     data, masks = config.examples, {}
@@ -115,6 +119,7 @@ def example_maker(
         add_bos=data.add_bos,
         add_eos=data.add_eos,
         add_generation_prompt=data.add_generation_prompt,
+        images=images,
         **masks,
     )
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.chat.images import expand, image_parts, spans_of_images, text_of
 from nemo_rl.data.chat.template import ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
@@ -38,6 +39,7 @@ def get_formatted_message_log(
 
     With `add_generation_prompt` the header of an assistant's turn belongs to the message before it, and a log that does
     not end with the assistant ends with such a header. Without it, the header is part of the assistant's message.
+    `images` are the spans of images that `ImageReader.read` has read, counted from the message's first token.
     `loss_spans`, [begin, end) of the message's tokens, are what its author wrote: without the header, and without white
     space after the end-of-turn token. If the template has `{% generation %}` blocks, and with `add_generation_prompt`,
     the spans of the assistant are the contents of the blocks.
@@ -50,7 +52,7 @@ def get_formatted_message_log(
     messages = [dict(message) for message in message_log]
     user = next((message for message in messages if message["role"] == "user"), None)
     if user is not None and task_data_spec.prompt is not None:
-        user["content"] = task_data_spec.fill(user["content"])
+        user["content"] = _filled(task_data_spec, user["content"])
     if task_data_spec.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
     chat = format_chat(
@@ -60,24 +62,37 @@ def get_formatted_message_log(
         add_eos=add_eos_token,
         add_generation_prompt=add_generation_prompt,
     )
+    images = [part for message in messages for part in image_parts(message.get("content"))]
+    shown, characters = chat, []
+    if images:
+        chat, characters = expand(chat, images)
     encoded = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
     all_ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    placed = spans_of_images(images, characters, starts)
     formatted: LLMMessageLogType = []
     first = 0
-    for message, answers, begin, end in zip(
-        messages, chat.answers, chat.begins, [*chat.begins[1:], len(chat.text)], strict=True
+    for number, (message, answers, end) in enumerate(
+        zip(messages, chat.answers, [*chat.begins[1:], len(chat.text)], strict=True)
     ):
         last = len(starts) if end == len(chat.text) else bisect_left(starts, end, lo=first)
         spans = [
             (bisect_left(starts, a, first, last) - first, bisect_left(starts, b, first, last) - first)
             for a, b in answers
         ]
-        formatted.append(
-            {**message, "content": chat.text[begin:end], "token_ids": all_ids[first:last], "loss_spans": spans}
-        )
+        text = shown.text[shown.begins[number] : [*shown.begins, None][number + 1]]
+        formatted.append({**message, "content": text, "token_ids": all_ids[first:last], "loss_spans": spans})
+        if own := [replace(span, start=span.start - first) for span in placed if first <= span.start < last]:
+            formatted[-1]["images"] = own
         first = last
     return formatted
+
+
+def _filled(spec: TaskDataSpec, content: Any) -> Any:
+    """The content of the user's message in the prompt template; images stay before the text."""
+    if images := image_parts(content):
+        return [*images, {"type": "text", "text": spec.fill(text_of(content))}]
+    return spec.fill(content)
 
 
 def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> list[int]:

@@ -26,12 +26,17 @@ GENERATED = {
     "arithmetic_preference": f"{_PACKAGE}.arithmetic:load_arithmetic_preference",
     "lookup": f"{_PACKAGE}.lookup:load_lookup",
     "code_arithmetic": f"{_PACKAGE}.arithmetic:load_code_arithmetic",
+    "shapes": f"{_PACKAGE}.shapes:load_shapes",
     "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
     "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",
 }
 DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
     "ResponseDataset": _LOAD_FILE,
+    **{
+        name: f"{_PACKAGE}.pictures:load_{name.replace('-', '_')}"
+        for name in ("clevr-cogent", "geometry3k", "refcoco", "okvqa", "image_folder")
+    },
     "openai_format": f"{_PACKAGE}.examples:load_conversations",
     "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
     "PreferenceDataset": _LOAD_PREFERENCES,

@@ -23,11 +23,12 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl.data.chat.images import ImageReader, images_of_log
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
 from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
 from nemo_rl.data.rows.example_processors import Problem
-from nemo_rl.data.rows.setup import StreamedRows, Task
+from nemo_rl.data.rows.setup import StreamedRows, Task, read_images
 from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
 from nemo_rl.utils.tokenizer import TEMPLATE_TIME
 
@@ -38,6 +39,7 @@ NUM_TRIED_ROWS = 32
 # The source files that determine tokens, besides the module of the processor.
 CODE_OF_TOKENS = (
     "interfaces.py",
+    "chat/images.py",
     "chat/template.py",
     "chat/messages.py",
     "rows/example_processors.py",
@@ -62,6 +64,7 @@ class ExampleMaker:
     add_bos: bool = True
     add_eos: bool = True
     add_generation_prompt: bool = True
+    images: ImageReader | None = None  # None: the model sees no images
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """The sequence of a row, or chosen and rejected, with the metadata for the controller; see `MakeExample`.
@@ -90,9 +93,10 @@ class ExampleMaker:
         task = self.tasks[prompt.task_name]
         if BAD_ROW in prompt.row:
             raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
+        row, pixels = read_images(self.images, prompt)
         try:
             datum: Any = task.processor(
-                prompt.row,
+                row,
                 task.spec,
                 self.tokenizer,
                 self.max_length,
@@ -112,7 +116,7 @@ class ExampleMaker:
         names = ("chosen", "rejected") if "message_log_chosen" in datum else ("",)
         logs = [datum[f"message_log_{name}" if name else "message_log"] for name in names]
         examples = [self._example(_sample_id(prompt, name), log) for name, log in zip(names, logs, strict=True)]
-        examples[0].margin = float(datum.get("margin", 0.0))
+        examples[0].margin, examples[0].pixels = float(datum.get("margin", 0.0)), pixels
         lengths = {name or "messages": int(datum[f"length_{name}" if name else "length"]) for name in names}
         problem = datum.get("problem") or self._problem(logs, examples, lengths)
         if problem is None:
@@ -121,6 +125,7 @@ class ExampleMaker:
             kept = example.token_ids[:NUM_STUB_TOKENS]
             example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
             example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
+            example.images, example.pixels = [], {}
         text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
         return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
@@ -136,7 +141,12 @@ class ExampleMaker:
         token_ids = torch.cat([torch.as_tensor(message["token_ids"]) for message in log])
         token_mask = torch.cat([torch.as_tensor(mask) for mask in masks]).bool()
         token_mask[:1] = False
-        return Example(sample_id=sample_id, token_ids=token_ids.numpy().astype(np.int32), token_mask=token_mask.numpy())
+        return Example(
+            sample_id=sample_id,
+            token_ids=token_ids.numpy().astype(np.int32),
+            token_mask=token_mask.numpy(),
+            images=images_of_log(log),
+        )
 
     def _problem(
         self, logs: list[LLMMessageLogType], examples: list[Example], lengths: Mapping[str, int]

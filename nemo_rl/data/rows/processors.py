@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.chat.images import image_parts, text_of
 from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, ProcessorFn
@@ -77,7 +78,9 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
             datum["stop_strings"] = parts.stop_strings
         if max_seq_length is not None and datum["length"] > max_seq_length:
             kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(log)))
-            datum["message_log"] = [{**message, "token_ids": message["token_ids"][:kept]} for message in log]
+            datum["message_log"] = [
+                {**message, "token_ids": message["token_ids"][:kept], "images": []} for message in log
+            ]
             datum["loss_multiplier"] = 0.0
         return datum
 
@@ -132,8 +135,11 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
         ValueError: if there is no user message.
     """
     given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
-    messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
-    metadata: dict[str, Any] = {"messages": messages}
+    messages: list[dict[str, Any]] = [
+        {"role": str(m["role"]), "content": m["content"] if image_parts(m["content"]) else str(m["content"])}
+        for m in given
+    ]
+    metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
     if "expected_answer" in row:
         metadata["ground_truth"] = str(row["expected_answer"])
     while messages and messages[-1]["role"] == "assistant":
@@ -189,7 +195,8 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
 
 def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
     stops = None if stop_strings is None else list(stop_strings)
-    return PromptParts([{"role": "user", "content": str(problem)}], metadata, stops)
+    content = problem if isinstance(problem, list) else str(problem)
+    return PromptParts([{"role": "user", "content": content}], metadata, stops)
 
 
 def both_forms(row: Row) -> dict[str, Any]:
@@ -200,8 +207,9 @@ def both_forms(row: Row) -> dict[str, Any]:
     if "messages" in row:
         first = {message["role"]: message for message in reversed(row["messages"])}
         last = {message["role"]: message for message in row["messages"]}
-        problem = {"problem": str(first["user"]["content"])} if "user" in first else {}
-        answer = {"expected_answer": str(last["assistant"]["content"])} if "assistant" in last else {}
+        asked = first["user"]["content"] if "user" in first else None
+        problem = {} if asked is None else {"problem": asked if image_parts(asked) else str(asked)}
+        answer = {"expected_answer": text_of(last["assistant"]["content"])} if "assistant" in last else {}
         return {**problem, **answer, **row}
     if "problem" in row and "expected_answer" in row:
         messages = [
@@ -225,6 +233,7 @@ PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
     "math_data_processor": math_data_processor,
     "math_gdpo_data_processor": math_gdpo_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
+    "vlm_hf_data_processor": math_hf_data_processor,
     "retrieval_data_processor": retrieval_data_processor,
     **{name: f"{_EXAMPLE_PROCESSORS}:{name}" for name in ("sft_processor", "pretokenized", "preference_processor")},
     "helpsteer3_data_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
@@ -244,8 +253,8 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
     Raises:
         ValueError: if there is none, or one of examples does not take the flags.
     """
-    if name in ("vlm_hf_data_processor", "nemo_gym_data_processor"):
-        raise ValueError(f"processor {name!r} is not supported yet: rows have no images and no agents")
+    if name == "nemo_gym_data_processor":
+        raise ValueError(f"processor {name!r} is not supported yet: rows have no agents")
     processor = find(PROCESSOR_REGISTRY, name, "processor")
     if not of_examples:
         if isinstance(processor, str):

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.chat.images import ImageReader, image_parts, images_of_log, row_contents
 from nemo_rl.data.config import (
     DEFAULT_VALIDATION_SET,
     AnyExampleDataConfig,
@@ -21,10 +22,10 @@ from nemo_rl.data.config import (
     first_free,
 )
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import Rows, StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import both_forms, find_processor
-from nemo_rl.types import DatumSpec, Prompt
+from nemo_rl.types import DatumSpec, Pixels, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,7 @@ class PromptProcessor:
     tasks: Mapping[str, Task]
     tokenizer: PreTrainedTokenizerBase
     max_input_seq_length: int
+    images: ImageReader | None = None  # None: the model sees no images
 
     def __call__(self, prompt: Prompt) -> DatumSpec:
         """Tokenise. A prompt longer than `max_input_seq_length` tokens becomes a stub with `loss_multiplier` 0.
@@ -170,13 +172,30 @@ class PromptProcessor:
             ValueError: if the row lacks what the processor needs.
         """
         task = self.tasks[prompt.task_name]
+        row, pixels = read_images(self.images, prompt)
         try:
-            datum = task.processor(
-                both_forms(prompt.row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx
-            )
+            datum = task.processor(both_forms(row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx)
         except KeyError as error:
             raise ValueError(
                 f"row {prompt.prompt_id} has no {error.args[0]!r}, which the processor of task {prompt.task_name!r} "
                 f"needs; it has: {', '.join(prompt.row)}"
             ) from error
-        return DatumSpec(**{**datum, "task_name": prompt.task_name})
+        made = DatumSpec(**{**datum, "task_name": prompt.task_name})
+        if pixels:
+            made["images"], made["pixels"] = images_of_log(made["message_log"]), pixels
+        return made
+
+
+def read_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Row, dict[str, Pixels]]:
+    """`ImageReader.read`, with the id of the row in errors. ValueError also for images that the model cannot see."""
+    try:
+        if reader is not None:
+            return reader.read(prompt.row)
+        if any(image_parts(content) for content in row_contents(prompt.row)):
+            raise ValueError(
+                "it has images, and the model reads text alone: set policy.model_name to a vision-language model, such "
+                "as Qwen/Qwen2.5-VL-3B-Instruct"
+            )
+    except ValueError as error:
+        raise ValueError(f"row {prompt.prompt_id}: {error}") from error
+    return prompt.row, {}

@@ -209,3 +209,4 @@ class EngineSettings:
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json, as in training
     replica: int = 0  # number of this replica, for messages
     return_routed_experts: bool = False  # return the experts of every token with completions
+    max_images: int | None = None  # of a prompt, for a model that sees images

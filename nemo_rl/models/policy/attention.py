@@ -18,7 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from nemo_rl.models.policy.vision.families import sees_images
 
 ATTENTION = "nemo_rl"
 """Name of the function in transformers."""
@@ -30,7 +38,8 @@ PACKABLE_ARCHITECTURES = frozenset({
     "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+    "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "seed_oss", "smollm3",
+    "solar_open", "starcoder2",
 })
 # fmt: on
 """`model_type` of the architectures of transformers in which attention alone mixes tokens."""
@@ -64,16 +73,20 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
     return None
 
 
-def attention_implementation(config: PretrainedConfig) -> str:
-    """The `attn_implementation` to build the model with: ours, or the fastest exact one of transformers."""
+def attention_implementation(config: PretrainedConfig) -> str | dict[str, str]:
+    """The `attn_implementation` to build the model with: ours, or the fastest exact one of transformers.
+
+    In a vision tower every patch sees all others of its image or window, which is none of ours.
+    """
     if unpackable_reason(config) is None:
-        return ATTENTION
+        return {"text_config": ATTENTION, "vision_config": "sdpa"} if sees_images(config) else ATTENTION
     is_soft_capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None  # ignored by "sdpa"
     return "sdpa" if _model_class(config)._supports_sdpa and not is_soft_capped else "eager"
 
 
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return cast(type[PreTrainedModel], mapping[type(config)])
 
 
 # -- which query sees which key

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.models.policy.vision.families import FAMILIES, LANGUAGE_MODEL, part_of, sees_images
 
 BACKWARD_FACTOR = 2
 
@@ -82,12 +83,15 @@ class ModelFlops:
     def of(cls, config: PretrainedConfig) -> ModelFlops:
         """Count the layers of the model that `config` describes. Allocates nothing."""
         text = config.get_text_config()
-        model = build_on_meta(text, torch.float32)
+        model: nn.Module = build_on_meta(config if sees_images(config) else text, torch.float32)
         settings = text.to_dict()
         names = {text.attribute_map.get(name, name) for name in EXPERTS_PER_TOKEN} & settings.keys()
         num_routed = max((settings[name] or 0 for name in names), default=0)
         weights = 0.0
-        for module in model.modules():
+        family = FAMILIES[config.model_type] if sees_images(config) else None
+        for name, module in model.named_modules():
+            if family is not None and part_of(f"{name}.", family) != LANGUAGE_MODEL:
+                continue
             for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
                 if parameter.ndim == 2 or isinstance(module, nn.Conv1d):
                     weights += parameter.numel()

@@ -9,7 +9,16 @@ from typing import Any, Protocol
 
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, LossFunction, RowErrors, RowKey, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.types import (
+    BatchPlan,
+    LossFunction,
+    Pixels,
+    RowErrors,
+    RowKey,
+    SamplingParams,
+    TokenAdvantages,
+    TrainResult,
+)
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
@@ -156,6 +165,7 @@ class PolicyWorkerSettings:
     seed: int
     folder: str = "policy"  # of a checkpoint that this model is in, and its name in errors: `value` for a critic
     pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+    blank_image: Pixels | None = None  # of a vision-language model: a small image as its processor makes it
 
 
 @dataclass(frozen=True, kw_only=True)

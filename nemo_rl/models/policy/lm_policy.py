@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -44,6 +44,7 @@ class WorkersWrite:
 class Policy(PolicyInterface):
     """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
 
+    `processor_path`: where the image processor is that checkpoints of a vision-language model hold.
     Training, scoring and checkpointing acquire `accelerator` as `name_prefix`, which is `settings.folder`.
     """
 
@@ -61,7 +62,9 @@ class Policy(PolicyInterface):
         settings: PolicyWorkerSettings,
         *,
         timeout_s: float,
+        processor_path: str | None = None,
     ) -> None:
+        self.processor_path = processor_path
         self.config, self.tokenizer, self.accelerator, self.name_prefix = (
             config,
             tokenizer,
@@ -204,10 +207,15 @@ class Policy(PolicyInterface):
                 f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
-        self.tokenizer.save_pretrained(directory / self.name_prefix / "tokenizer")
+        self._save_tokenizer(directory / self.name_prefix / "tokenizer")
         if request.save_consolidated:
-            self.tokenizer.save_pretrained(directory / self.name_prefix / "weights" / "consolidated")
+            self._save_tokenizer(directory / self.name_prefix / "weights" / "consolidated")
         return WorkersWrite(self.group) if request.in_background else AllWritten()
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        if self.processor_path is not None:
+            AutoProcessor.from_pretrained(self.processor_path).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)  # with the chat template of the run
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         with self.accelerator.hold(self.name_prefix):

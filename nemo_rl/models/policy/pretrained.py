@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from nemo_rl.models.policy.head.scalar import (
     is_scalar,
     scalar_config,
 )
+from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,7 +81,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     if is_scalar(config):
         check_scalar_head(model)
     model.tie_weights()  # transformers skips it if weights are not initialised
-    model.config.use_cache = False
+    model.config.get_text_config().use_cache = False
     return model
 
 
@@ -146,7 +148,11 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "change nothing in training; rope_theta and its like stand in "
             "rope_parameters: {rope_type: default, rope_theta: ...}"
         )
-    if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if sees_images(model):
+        check_vision_model(config, model)
+    elif config.freeze:
+        raise ValueError(f"{config.key('freeze')}={config.freeze}: {name!r} sees no images and has no such parts")
+    elif type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{key}: {name!r} is a {model.model_type!r} model, not a causal language model")
     has_score = is_scalar(model)
     if config.reward_model_cfg.enabled:
@@ -163,6 +169,26 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         _check_files(f"{key}: {name!r}", directory)
         _check_tensors(config, model_path, model, has_score=has_score)
     return model
+
+
+def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
+    """ValueError unless models of this architecture can be trained with images, with these settings."""
+    key, name, kind = config.key("model_name"), config.model_name, model.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{key}: {name!r} is a vision-language model of type {kind!r}, which is not supported; these are: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    sizes = config.dtensor_cfg
+    refused = {
+        config.megatron_cfg.key("enabled"): config.megatron_cfg.enabled,
+        config.reward_model_cfg.key("enabled"): config.reward_model_cfg.enabled,
+        sizes.key("pipeline_parallel_size"): sizes.pipeline_parallel_size > 1,
+        sizes.key("tensor_parallel_size"): sizes.tensor_parallel_size > 1,
+        sizes.key("expert_parallel_size"): sizes.expert_parallel_size > 1,
+    }
+    if asked := [name for name, is_on in refused.items() if is_on]:
+        raise ValueError(f"{asked[0]}: not with vision-language models, such as {config.model_name!r}; switch it off")
 
 
 def _check_files(model: str, directory: Path) -> None:
@@ -203,7 +229,7 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
         ) from error
     names = ExpertNames(config.get_text_config().model_type)
     missing, differing, num_found = [], [], 0
-    with StoredModel(model_path) as stored:
+    with StoredModel(model_path, partial(name_in_model, config=config)) as stored:
         if stored.names is None:
             return
         _check_head(f"{key}: {name!r}", stored, wants_score=is_scalar(config), has_score=has_score)
@@ -263,7 +289,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     Raises:
         ValueError: naming the key to change and what would work.
     """
-    sizes = model.to_dict()
+    sizes = model.get_text_config().to_dict()
     engine = config.generation.vllm_cfg if isinstance(config, RolloutPolicyConfig) else None
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
     longest = config.key("max_total_sequence_length")

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -44,12 +44,16 @@ class StoredTensor(Protocol):
 class StoredModel:
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
-    `names` is None if the model is not stored as safetensors.
+    `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, rename: Callable[[str], str] | None = None) -> None:
         self.model_path = model_path
         self.files = checkpoint_files(model_path)
+        self._on_disk: dict[str, str] = {}
+        if rename is not None and self.files is not None:
+            self._on_disk = {rename(name): name for name in self.files}
+            self.files = {rename(name): file for name, file in self.files.items()}
         self._opened: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -62,7 +66,7 @@ class StoredModel:
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._opened[file].get_slice(name)
+        return self._opened[file].get_slice(self._on_disk.get(name, name))
 
     def __enter__(self) -> StoredModel:
         return self
@@ -171,6 +175,7 @@ def load_weights(
     *,
     auto_class: Any = AutoModelForCausalLM,
     fresh: Mapping[str, Callable[[torch.Tensor], None]] | None = None,
+    rename: Callable[[str], str] | None = None,
 ) -> list[str]:
     """Fill `tensors` (Hugging Face name -> parameter, DTensor or buffer of this rank) from `model_path`. Collective.
 
@@ -178,6 +183,7 @@ def load_weights(
         special: fills a tensor whose name or shape on disk differs (fused experts); returns False for other tensors.
         auto_class: the class of transformers that loads a checkpoint that cannot be read here.
         fresh: tensors that the checkpoint may lack, with a function that then fills them.
+        rename: see `StoredModel`.
 
     Returns:
         Names of the tensors that the checkpoint lacks.
@@ -186,7 +192,7 @@ def load_weights(
         ValueError: a shape on disk is not that of config.json.
     """
     fresh = fresh or {}
-    with StoredModel(model_path) as stored:
+    with StoredModel(model_path, rename) as stored:
         names = stored.names
         absent = [] if names is None else [name for name in tensors if name not in names]
         drawn = [name for name in absent if name in fresh]
@@ -217,7 +223,7 @@ def _broadcast_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: s
     """Returns the names of this rank's tensors that the checkpoint lacks."""
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
-        labels = {} if auto_class is AutoModelForCausalLM else {"num_labels": 1}
+        labels = {"num_labels": 1} if auto_class is AutoModelForSequenceClassification else {}
         loaded: Any = auto_class.from_pretrained(model_path, dtype="auto", output_loading_info=True, **labels)
         model, loading = loaded
         drawn = loading["missing_keys"]  # transformers drew them at random

@@ -33,7 +33,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     scored_sequences,
     select,
 )
-from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
 from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleSettings, SampleWriter
 from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
@@ -147,6 +147,10 @@ class PolicyWorker(ABC):
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read what the saved `_state` of any layout holds."""
 
+    def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
+        """The images of a micro-batch; None for a model of text."""
+        return None
+
     # -- residency
 
     def offload(self, *, with_weights: bool = True) -> None:
@@ -197,6 +201,7 @@ class PolicyWorker(ABC):
                 scored_sequences(rows, last_token_only=self.layout.own_states, pad_token_id=self.settings.pad_token_id),
                 {name: [row.columns[name] for row in rows] for name in task.columns},
                 [row.routed_experts for row in rows] if replays_routing else None,
+                self.images_of(rows),
             )
             for rows in micro_batches
         ]

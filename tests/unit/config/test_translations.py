@@ -299,7 +299,10 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
             {"policy": {"quant_cfg": "a", "quant_batch_size": 1, "generation": {"quant_cfg": "a"}}},
             ["(quantisation-aware training)"],
         ),
-        ({"env": {"geometry3k": {"num_workers": 1}}}, ["(models of pictures, video and sound)"]),
+        (
+            {"env": {"geometry3k": {"num_workers": 1}}},
+            ["(environments of pictures, video and sound)"],
+        ),
         (
             {
                 "policy": {

@@ -48,9 +48,9 @@ def test_a_section_has_the_keys_of_mathematics(name: str) -> None:
 
 
 def test_what_needs_images_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="environment 'vlm' is not supported yet: rows have no images"):
+    with pytest.raises(ValueError, match="environment 'vlm' is not supported yet: use type: composite"):
         find_env_class("vlm")
-    with pytest.raises(ValueError, match="processor 'vlm_hf_data_processor' is not supported yet"):
-        find_processor("vlm_hf_data_processor")
+    with pytest.raises(ValueError, match="processor 'nemo_gym_data_processor' is not supported yet"):
+        find_processor("nemo_gym_data_processor")
     for name in ("sft_processor", "helpsteer3_data_processor"):
         assert find_processor(name, of_examples=True).__module__.endswith("example_processors")

@@ -134,7 +134,7 @@ def expand_batch_to_tokens(
 
 
 class RowInvariantLinear:
-    """`x @ weight.T + bias` for float32 `x` [T, K] and `weight` [N, K], in blocks of fixed numbers of rows.
+    """`x @ weight.T + bias` for float32 `x` [..., K] and `weight` [N, K], in blocks of fixed numbers of rows.
 
     Row i of the result has the same bits whatever T, i and the other rows are. The product reads `weight` itself and
     not a packed copy, because syncs write weights in place and a tied head follows its embedding.
@@ -147,6 +147,8 @@ class RowInvariantLinear:
         self.row_blocks = _invariant_row_blocks(weight_shape)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.ndim != 2:  # vision towers have a further dimension
+            return self(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
         num_rows, transposed = x.shape[0], weight.t()
         smallest = self.row_blocks[-1]
         out = x.new_empty(-(-num_rows // smallest) * smallest, weight.shape[0])

@@ -30,7 +30,7 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        cfg, model, tokenizer, load_format, return_routed_experts: see `EngineSettings`.
+        cfg, model, tokenizer, load_format, return_routed_experts, max_images: see `EngineSettings`.
         seed: seed of the run.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
@@ -50,6 +50,7 @@ class VllmGeneration(GenerationInterface):
         name_prefix: str = "generation",
         timeout_s: float | None = None,
         return_routed_experts: bool = False,
+        max_images: int | None = None,
     ) -> None:
         self.name_prefix = name_prefix
         self._cluster = cluster
@@ -70,6 +71,7 @@ class VllmGeneration(GenerationInterface):
             weight_transfer=self.transport,
             hf_overrides=hf_overrides or {},
             return_routed_experts=return_routed_experts,
+            max_images=max_images,
         )
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)

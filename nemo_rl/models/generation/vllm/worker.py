@@ -22,7 +22,7 @@ from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, PromptImage, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     import vllm
@@ -89,13 +89,24 @@ class VllmWorker:
         except RuntimeError as error:  # which only says that one of the engine's processes has failed
             logs = "".join(path.read_text(errors="replace")[size:] for path, size in before.items())
             raise RuntimeError(f"the engine of {self._name} did not start: {start_failure(logs) or error}") from error
+        self._images = None
+        if settings.max_images is not None:
+            from nemo_rl.models.generation.vllm.image_prompts import ImagePrompts
+
+            self._images = ImagePrompts(config.model_config)
         self._admitted = asyncio.Semaphore(_num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
 
     # -- requests
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[PromptImage] = (),
+    ) -> Completion:
         """Complete one prompt.
 
         The completion holds every sampled token, including the stop token or the tokens of the stop string. It is cut
@@ -121,6 +132,9 @@ class VllmWorker:
             # return to a checkpoint the same version comes again with other weights.
             salt = f"update {self._num_updates}"
             prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
+            if images:
+                assert self._images is not None, "the model sees no images"
+                prompt = await self._images.prompt(prompt, images, salt)
             request = self._engine.generate(prompt, params, request_id)
             try:
                 [output] = [output async for output in request]  # vLLM yields the final output only
@@ -141,7 +155,7 @@ class VllmWorker:
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
         for request in requests:
-            completion = self.generate(request.prompt_token_ids, request.sampling, request.seed)
+            completion = self.generate(request.prompt_token_ids, request.sampling, request.seed, request.images)
             task = self._serving[request.request_id] = asyncio.create_task(completion)
             task.add_done_callback(partial(self._on_served, request.request_id, client_id))
 
@@ -455,6 +469,12 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
         # A draft model has its own weights, while those of the target come from the policy.
         arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
+    if settings.max_images is not None:
+        # Images come processed, and their features are kept under names that every sync changes.
+        limits = {"image": settings.max_images, "video": 0}
+        arguments |= {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+        arguments["mm_device_do_normalize"] = False  # the processor has normalised them
+        arguments["skip_mm_profiling"] = settings.device == "cpu"  # on a GPU it finds the memory of the tower
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)

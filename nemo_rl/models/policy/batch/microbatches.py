@@ -22,9 +22,11 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import (
     Example,
     ExampleGroup,
+    ImageSpan,
     LossInputs,
     LossMetrics,
     MicroBatch,
+    Pixels,
     RankPlan,
     RolloutGroup,
     RowErrors,
@@ -52,6 +54,7 @@ class Row:
     mask: float  # 0.0: carries no gradient
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     routed_experts: torch.Tensor | None = None  # uint8 or int16 [at most T, layers, K]; see `Sample`
+    images: list[tuple[ImageSpan, Pixels]] = field(default_factory=list)
 
 
 def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
@@ -70,6 +73,7 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
                 token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
                 token_mask=torch.from_numpy(sample.token_mask.copy()),
                 mask=planned.mask,
+                images=[(span, groups[group].pixels[span.digest]) for span in sample.images],
             )
             if isinstance(sample, Example):
                 row.columns["margin"] = torch.tensor(sample.margin)

@@ -13,6 +13,20 @@ from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageBatch:
+    """The images of a micro-batch; see `VisionInputs`. F is the number of tokens of its distinct images."""
+
+    pixels: dict[str, torch.Tensor]  # inputs of the tower, of all distinct images
+    features: torch.Tensor  # int64 [R, W]; in 0 ... F - 1, -1 where a token stands for no image
+    positions: torch.Tensor  # int64 [3, R, W]; of time, height and width
+    num_distinct: int  # images; 0 if `pixels` are those of a blank one
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ImageBatch:
+        pixels = {name: move(value) for name, value in self.pixels.items()}
+        return replace(self, pixels=pixels, features=move(self.features), positions=move(self.positions))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelBatch:
     """Input of `LogprobModel`. R x W is the physical layout, B x S the losses' (right-padded, S the longest sequence).
 
@@ -32,6 +46,7 @@ class ModelBatch:
     shape: tuple[int, int]  # B, S
     columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [N, ...]; what a head needs of each scored token
     routed_experts: torch.Tensor | None = None  # int16 [R, W, layers, K]; experts to use, -1 where the router chooses
+    images: ImageBatch | None = None  # of a vision-language model
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory the call does not wait."""
@@ -45,7 +60,8 @@ class ModelBatch:
         moved = {name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         columns = {name: move(value) for name, value in self.columns.items()}
         cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.moved(move)
-        return replace(self, **moved, columns=columns, cu_seqlens=cu_seqlens)
+        images = None if self.images is None else self.images.moved(move)
+        return replace(self, **moved, columns=columns, cu_seqlens=cu_seqlens, images=images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +101,25 @@ class RowLayout:
             return _round_up(sum(local), self.divisible_by)
         return _round_up(max(local), math.lcm(self.divisible_by, min(2, self._chunks)))
 
+    def place(self, values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+        """Values of the tokens of each sequence, [T, ...], where `build` puts the tokens: [R, W, ...]; else `fill`."""
+        lengths = [len(own) for own in values]
+        width = self.width(lengths)
+        rows = 1 if self.padding_free else len(lengths)
+        number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        owner, slot = _Spans.of(self, lengths, width).locate(number, _ranges(torch.tensor(lengths)))
+        is_here = owner == self.context_rank
+        joined = torch.cat(list(values))
+        out = torch.full((rows * width, *joined.shape[1:]), fill, dtype=joined.dtype)
+        out[slot[is_here]] = joined[is_here]
+        return out.view(rows, width, *joined.shape[1:])
+
     def build(
         self,
         sequences: Sequence[tuple[torch.Tensor, torch.Tensor]],
         columns: Mapping[str, Sequence[torch.Tensor]] | None = None,
         routed_experts: Sequence[torch.Tensor | None] | None = None,
+        images: ImageBatch | None = None,
     ) -> ModelBatch:
         """Build the batch on the CPU. The cost is linear in the number of tokens.
 
@@ -100,6 +130,7 @@ class RowLayout:
             sequences: (ids int64 [T], mask bool [T]) each.
             columns: what the head needs of each token; by name, one tensor [T, ...] per sequence.
             routed_experts: per sequence the experts of its first tokens, integers [at most T, layers, K], or None.
+            images: of the sequences; see `VisionInputs`.
         """
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
@@ -138,6 +169,7 @@ class RowLayout:
             shape=(len(lengths), max(lengths)),
             columns={name: torch.cat(list(values))[scored] for name, values in (columns or {}).items()},
             routed_experts=experts,
+            images=images,
         )
 
 

@@ -31,6 +31,8 @@ from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
+from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images
+from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
 from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts
 from nemo_rl.types import SamplingParams
@@ -55,6 +57,9 @@ def build_stages(
     lora_cfg, host = config.dtensor_cfg.lora_cfg, torch.device("cpu")
     whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
+    if config.freeze:
+        for _, parameter in named_parts(whole, FAMILIES[hf_config.model_type], config.freeze):
+            parameter.requires_grad_(False)
     if lora_cfg.enabled:
         lora.apply_lora(whole, lora_cfg)
         # Frozen weights need no float32 master copy: nothing is ever added to them.
@@ -92,6 +97,8 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
             # Block by block: equal blocks share a graph, and a graph of the whole model would grow with its layers.
             layer.compile()
     kind = LogprobModel if mesh.pipeline is None else pipeline.PipelineStageModel
+    if sees_images(hf.config):
+        kind = VisionLogprobModel
     stage = kind(
         hf,
         chunk_tokens=config.logprob_chunk_size,
@@ -111,7 +118,10 @@ def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int)
     names = ExpertNames(stage.hf.config.get_text_config().model_type)
     draw = functools.partial(draw_head, config=stage.hf.config, seed=seed)
     fresh = {HEAD_WEIGHT: draw} if is_scalar(stage.hf.config) else {}
-    drawn = load_weights(tensors, model_path, names.read, auto_class=auto_class(stage.hf.config), fresh=fresh)
+    rename = functools.partial(name_in_model, config=stage.hf.config) if sees_images(stage.hf.config) else None
+    drawn = load_weights(
+        tensors, model_path, names.read, auto_class=auto_class(stage.hf.config), fresh=fresh, rename=rename
+    )
     if config.dtensor_cfg.lora_cfg.enabled:
         lora.init_adapters(stage.hf, config.dtensor_cfg.lora_cfg, seed)
     return drawn

@@ -22,7 +22,8 @@ from transformers import DynamicCache
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
-from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, SequentialRunner, select
+from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, Row, SequentialRunner, select
+from nemo_rl.models.policy.batch.row_layout import ImageBatch
 from nemo_rl.models.policy.checkpoint import PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
@@ -40,6 +41,7 @@ from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.residency import Residency, SwappedReference
+from nemo_rl.models.policy.vision.model import VisionInputs
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.tensors import load_tensors
@@ -77,6 +79,9 @@ class DTensorPolicyWorker(PolicyWorker):
             for stage in self.stages:
                 stage.register_forward_pre_hook(self.router_load.leave_padding_out)
         self.layout = row_layout(config, hf_config, self.mesh)
+        self.vision = None
+        if settings.blank_image is not None:
+            self.vision = VisionInputs.of(hf_config, settings.blank_image)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
@@ -118,6 +123,11 @@ class DTensorPolicyWorker(PolicyWorker):
         else:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.settings.workers_per_node
         return whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory
+
+    def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
+        if self.vision is None:
+            return None
+        return self.vision.build(self.layout, [row.token_ids for row in rows], [row.images for row in rows])
 
     # -- optimizer steps
 

@@ -142,11 +142,14 @@ class LogprobModel(nn.Module):
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """The outputs of `task` for the scored tokens of `batch`; see `score`."""
+        return self.score(self.states(batch), batch, task)
+
+    def states(self, batch: ModelBatch) -> torch.Tensor:
+        """Last hidden states [R, W, H]."""
         # The base model alone: the head of `hf` would make logits for every position.
-        states = self.hf.base_model(
+        return self.hf.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
         ).last_hidden_state
-        return self.score(states, batch, task)
 
     def next_logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, temperature: float, **how: object

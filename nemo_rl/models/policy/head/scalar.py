@@ -19,12 +19,14 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.models.policy.weight_loading import copy_whole
 
 HEAD = "score"
@@ -43,7 +45,9 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that builds and loads the model of `config`."""
-    return AutoModelForSequenceClassification if is_scalar(config) else AutoModelForCausalLM
+    if is_scalar(config):
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: int | None = None) -> PretrainedConfig:

@@ -1,0 +1,34 @@
+"""Supervised fine-tuning of a vision-language model.
+
+uv run examples/run_vlm_sft.py                                               # Qwen2.5-VL-3B on one GPU
+uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/vlm_sft_cpu.yaml   # a CPU machine
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from nemo_rl.algorithms.config.supervised import SFTMasterConfig
+from nemo_rl.algorithms.setup.placement import check_hardware, describe_supervised
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        SFTMasterConfig,
+        description="Supervised fine-tuning on the assistant's messages in conversations with images.",
+        default_config=str(CONFIGS / "vlm_sft_3B.yaml"),
+        placement=describe_supervised,
+        check=partial(check_hardware, cpu_config="examples/configs/vlm_sft_cpu.yaml"),
+    )
+    from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
+
+    return run_sft(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Images in messages: parts of a content -> pixels, as the model's own processor makes them, and the tokens for them.
+
+A content is a text or a list of parts in OpenAI's form: `{"type": "text", "text": ...}`, `{"type": "image", "image":
+SOURCE}` or `{"type": "image_url", "image_url": {"url": ...}}`. A source is a path, a URL (http, https, file, data), the
+bytes of a file, a PIL image, a value of the `Image` feature of datasets, or an image drawn on this machine (`shapes:`).
+
+    row with sources -> `ImageReader.read` -> row with `{"type": "image", "digest", "placeholder", "expansion"}`, and
+    pixels by digest -> chat template -> `expand` -> tokens, with the span of each image
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import urllib.request
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from nemo_rl.data.chat.template import Chat
+from nemo_rl.data.interfaces import Row
+from nemo_rl.types import ImageSpan, Pixels
+from nemo_rl.utils.registry import import_object
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_TYPES = ("image", "image_url")
+CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")  # columns that may hold messages
+DRAWN = {"shapes": "nemo_rl.data.datasets.shapes:draw"}  # scheme of a source -> function from its text to a PIL image
+FETCH_TIMEOUT_S = 30.0
+MAX_FETCHED_BYTES = 64 << 20
+_NOT_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+
+
+def image_parts(content: Any) -> list[Mapping[str, Any]]:
+    """The parts of a content that are images, in order."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return []
+    return [part for part in content if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES]
+
+
+def text_of(content: Any) -> str:
+    """The text of a content, without its images."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "".join(str(part.get("text") or "") for part in content if part.get("type") not in IMAGE_TYPES)
+    return str(content)
+
+
+def row_contents(row: Row) -> Iterator[Any]:
+    """The contents of all messages of a row."""
+    yield row.get("problem")
+    for column in CONVERSATIONS:
+        messages = row.get(column)
+        if isinstance(messages, Sequence) and not isinstance(messages, str):
+            yield from (message.get("content") for message in messages if isinstance(message, Mapping))
+
+
+# -- reading
+
+
+def read_image(source: Any) -> Image:
+    """The image as RGB.
+
+    Raises:
+        ValueError: naming the source, if it cannot be read or decoded.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    scheme = source.partition(":")[0] if isinstance(source, str) else ""
+    if scheme in DRAWN:
+        return import_object(DRAWN[scheme], "image")(source.partition(":")[2])
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    try:
+        data = _bytes_of(source, scheme)
+        with Image.open(io.BytesIO(data)) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, binascii.Error, OSError, ValueError) as error:
+        reason = "it is no image that Pillow can decode" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"image {_name_of(source)} cannot be read: {reason}") from error
+
+
+def _bytes_of(source: Any, scheme: str) -> bytes:
+    if isinstance(source, Mapping):  # the Image feature of datasets, not decoded
+        if source.get("bytes") is not None:
+            return source["bytes"]
+        source = source.get("path")
+    if isinstance(source, bytes):
+        return source
+    if not isinstance(source, str | Path):
+        raise ValueError(
+            f"a source is a path, a URL, bytes, a PIL image or a value of datasets' Image feature, not a "
+            f"{type(source).__name__}"
+        )
+    if scheme == "data":
+        return base64.b64decode(str(source).partition(",")[2], validate=True)
+    if scheme in ("http", "https", "file"):
+        with urllib.request.urlopen(str(source), timeout=FETCH_TIMEOUT_S) as answer:
+            data = answer.read(MAX_FETCHED_BYTES + 1)
+        if len(data) > MAX_FETCHED_BYTES:
+            raise ValueError(f"it has more than {MAX_FETCHED_BYTES >> 20} MiB")
+        return data
+    return Path(source).read_bytes()
+
+
+def _name_of(source: Any) -> str:
+    if isinstance(source, Mapping):
+        source = source.get("path") or "in the row"
+    return repr(str(source)[:80]) if isinstance(source, str | Path) else f"of {type(source).__name__}"
+
+
+def image_digest(image: Image) -> str:
+    """32 hexadecimal digits that equal images share."""
+    return xxhash.xxh3_128_hexdigest(repr(image.size).encode() + image.tobytes())
+
+
+# -- processing
+
+
+@lru_cache(maxsize=4)
+def load_processor(path: str) -> Any:
+    """The processor of a model directory or hub model, once in each process."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(path)
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows with the processor of a model. Picklable: each process loads the processor once.
+
+    `max_images`: the most images of a row; None: any number.
+    """
+
+    processor_path: str
+    max_images: int | None = None
+
+    def read(self, row: Row) -> tuple[Row, dict[str, Pixels]]:
+        """The row with the tokens for each image in place of its source, and the pixels of each image by digest.
+
+        Raises:
+            ValueError: for an image that cannot be read, too many of them, or a text with the model's mark of an image.
+        """
+        pixels: dict[str, Pixels] = {}
+        count, changed = 0, dict(row)
+        if isinstance(row.get("problem"), list):
+            changed["problem"] = self.read_content(row["problem"], pixels)
+            count = len(image_parts(row["problem"]))
+        for column in CONVERSATIONS:
+            messages = row.get(column)
+            if not isinstance(messages, Sequence) or isinstance(messages, str):
+                continue
+            count = max(count, sum(len(image_parts(message.get("content"))) for message in messages))
+            changed[column] = [
+                {**message, "content": self.read_content(message.get("content"), pixels)} for message in messages
+            ]
+        if self.max_images is not None and count > self.max_images:
+            raise ValueError(f"{count} images, more than data.max_images={self.max_images}")
+        return changed, pixels
+
+    def read_content(self, content: Any, pixels: dict[str, Pixels]) -> Any:
+        """A content with tokens for its images; their pixels go into `pixels`. ValueError as `read`."""
+        placeholder = load_processor(self.processor_path).image_token
+        if placeholder in text_of(content):
+            raise ValueError(
+                f"a text contains {placeholder}, with which the model marks an image, and no image belongs to it: give "
+                'images as parts {"type": "image", "image": ...}'
+            )
+        if not image_parts(content):
+            return content
+        return [
+            self._read_part(part, pixels) if part.get("type") in IMAGE_TYPES else part
+            for part in content
+            if part.get("type") in IMAGE_TYPES or part.get("text") is not None
+        ]
+
+    def _read_part(self, part: Mapping[str, Any], pixels: dict[str, Pixels]) -> dict[str, Any]:
+        source = part.get("image") if part["type"] == "image" else part.get("image_url")
+        if part["type"] == "image_url" and isinstance(source, Mapping):
+            source = source.get("url")
+        if source is None:
+            raise ValueError("an image part without an image")
+        image = read_image(source)
+        digest, processor = image_digest(image), load_processor(self.processor_path)
+        made, expansion = process_image(processor, image)
+        pixels[digest] = made
+        return {"type": "image", "digest": digest, "placeholder": processor.image_token, "expansion": expansion}
+
+
+def blank_image(processor_path: str) -> Pixels:
+    """The pixels of a small image.
+
+    Raises:
+        ValueError: the model has no image processor.
+    """
+    from PIL import Image
+
+    try:
+        processor = load_processor(processor_path)
+        return process_image(processor, Image.new("RGB", (64, 64)))[0]
+    except (OSError, AttributeError) as error:
+        raise ValueError(
+            f"policy.tokenizer.name: {processor_path!r} has no image processor ({error}); name the vision-language "
+            "model itself, whose preprocessor_config.json or processor_config.json describes it"
+        ) from error
+
+
+def process_image(processor: Any, image: Image) -> tuple[Pixels, str]:
+    """The pixels of one image, and the text whose tokens stand for it.
+
+    Raises:
+        ValueError: the processor refuses the image, for example for its proportions.
+    """
+    try:
+        made = processor(
+            images=[image],
+            text=[processor.image_token],
+            return_tensors="pt",
+            return_text_replacement_offsets=True,
+            add_special_tokens=False,
+        )
+    except ValueError as error:
+        width, height = image.size
+        raise ValueError(f"an image of {width}x{height} pixels does not suit the model: {error}") from error
+    [[offset]] = made["text_replacement_offsets"]
+    return {name: value.numpy() for name, value in made.items() if name not in _NOT_PIXELS}, offset["replacement"]
+
+
+# -- tokens
+
+
+def expand(chat: Chat, images: Sequence[Mapping[str, Any]]) -> tuple[Chat, list[tuple[int, int]]]:
+    """The conversation with the tokens for each image, and the characters [begin, end) of each.
+
+    `images`: the read parts of all messages, in order.
+
+    Raises:
+        ValueError: the chat template does not show all images.
+    """
+    placeholder = images[0]["placeholder"]
+    places, at = [], chat.text.find(placeholder)
+    while at >= 0:
+        places.append(at)
+        at = chat.text.find(placeholder, at + len(placeholder))
+    if len(places) != len(images):
+        raise ValueError(
+            f"the chat template shows {len(places)} of {len(images)} images: take one that shows {placeholder} for "
+            "each, with policy.tokenizer.chat_template"
+        )
+    growth = [0]
+    for image in images:
+        growth.append(growth[-1] + len(image["expansion"]) - len(placeholder))
+
+    def moved(position: int) -> int:
+        return position + growth[bisect_left(places, position)]
+
+    pieces, last = [], 0
+    for place, image in zip(places, images, strict=True):
+        pieces += [chat.text[last:place], image["expansion"]]
+        last = place + len(placeholder)
+    expanded = replace(
+        chat,
+        text="".join([*pieces, chat.text[last:]]),
+        begins=[moved(begin) for begin in chat.begins],
+        answers=[[(moved(a), moved(b)) for a, b in spans] for spans in chat.answers],
+    )
+    starts = [moved(place) for place in places]
+    return expanded, [(a, a + len(image["expansion"])) for a, image in zip(starts, images, strict=True)]
+
+
+def spans_of_images(
+    images: Sequence[Mapping[str, Any]], characters: Sequence[tuple[int, int]], starts: Sequence[int]
+) -> list[ImageSpan]:
+    """The tokens of each image, from its characters and the first character of each token."""
+    spans = []
+    for image, (begin, end) in zip(images, characters, strict=True):
+        first = bisect_left(starts, begin)
+        spans.append(ImageSpan(digest=image["digest"], start=first, length=bisect_left(starts, end, lo=first) - first))
+    return spans
+
+
+def images_of_log(log: Sequence[Mapping[str, Any]]) -> list[ImageSpan]:
+    """The spans of all images of a message log, counted from its first token."""
+    spans, first = [], 0
+    for message in log:
+        spans += [replace(span, start=first + span.start) for span in message.get("images", ())]
+        first += len(message["token_ids"])
+    return spans

@@ -1,0 +1,71 @@
+"""Images of a prompt -> vLLM's form of inputs that are processed already.
+
+The pixels come from the process that made them, through Ray's object store, once for each image and engine. vLLM splits
+them by image and batches them as after its own processing, so it needs to know only which of them belong together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from vllm.config import ModelConfig
+from vllm.inputs.engine import mm_input
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+
+from nemo_rl.types import Pixels, PromptImage
+
+MODALITY = "image"
+MAX_KEPT = 256  # images whose pixels are kept for further requests; a group's requests come close together
+
+
+class ImagePrompts:
+    """Makes the prompts of one engine."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._processor: Any = None  # knows which inputs of the model belong to which image
+        self._kept: OrderedDict[str, asyncio.Future[MultiModalKwargsItem]] = OrderedDict()  # by digest
+
+    async def prompt(self, prompt: dict[str, Any], images: Sequence[PromptImage], salt: str) -> Any:
+        """The prompt with its images. `salt` names the weights: features of other weights are not used again."""
+        items = [await self._item(image) for image in images]
+        token_ids = np.asarray(prompt["prompt_token_ids"])
+        return mm_input(
+            prompt_token_ids=prompt["prompt_token_ids"],
+            mm_kwargs=MultiModalKwargsItems({MODALITY: items}),
+            mm_hashes={MODALITY: [f"{image.span.digest} {salt}" for image in images]},
+            mm_placeholders={MODALITY: [self._place(image, token_ids) for image in images]},
+            cache_salt=prompt["cache_salt"],
+        )
+
+    def _place(self, image: PromptImage, token_ids: np.ndarray) -> PlaceholderRange:
+        span = image.span
+        stands_for = token_ids[span.start : span.start + span.length] == self._config.hf_config.image_token_id
+        is_embed = None if stands_for.all() else torch.from_numpy(stands_for)
+        return PlaceholderRange(offset=span.start, length=span.length, is_embed=is_embed)
+
+    async def _item(self, image: PromptImage) -> MultiModalKwargsItem:
+        digest = image.span.digest
+        if digest not in self._kept:
+            self._kept[digest] = asyncio.ensure_future(self._fetch(image.ref))
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(digest)
+        return await asyncio.shield(self._kept[digest])
+
+    async def _fetch(self, ref: Any) -> MultiModalKwargsItem:
+        pixels: Pixels = await ref
+        if self._processor is None:
+            self._processor = MULTIMODAL_REGISTRY.create_processor(self._config)
+        # A copy: arrays of the object store are read-only and would be held there.
+        inputs = BatchFeature({name: torch.from_numpy(np.array(value)) for name, value in pixels.items()})
+        fields = self._processor._get_mm_fields_config(inputs, {})
+        [item] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[MODALITY]
+        return item

@@ -1,0 +1,74 @@
+"""Which vision-language models there are, how they take images, and the parts that they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
+
+VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = PARTS = ("vision_tower", "projector", "language_model")
+"""What `policy.freeze` names. The projector turns what the tower sees into states of the language model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionFamily:
+    """How models of one `model_type` take images."""
+
+    tower: tuple[str, ...]  # prefixes of parameters inside the base model; those of the projector come first
+    projector: tuple[str, ...]
+    has_grid_positions: bool = False  # rotary positions of an image count its rows and columns
+    pixels_dim: int = 0  # the dimension of the pixels along which images follow one another
+    older_prefixes: tuple[
+        tuple[str, str], ...
+    ] = ()  # of tensors in older checkpoints, and in the model; the first counts
+
+
+_QWEN = VisionFamily(
+    tower=("visual.",),
+    projector=("visual.merger.",),
+    has_grid_positions=True,
+    older_prefixes=(
+        ("model.language_model.", "model.language_model."),
+        ("model.visual.", "model.visual."),
+        ("model.", "model.language_model."),
+        ("visual.", "model.visual."),
+    ),
+)
+FAMILIES = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": VisionFamily(
+        tower=("visual.",), projector=("visual.merger.", "visual.deepstack_merger_list."), has_grid_positions=True
+    ),
+    "smolvlm": VisionFamily(tower=("vision_model.",), projector=("connector.",), pixels_dim=1),
+}
+"""By `model_type` of config.json."""
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether it is the configuration of a vision-language model, known here or not."""
+    return "vision_config" in config.sub_configs and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def name_in_model(name: str, config: PretrainedConfig) -> str:
+    """The name that a tensor of a checkpoint has in the model of `config`."""
+    family = FAMILIES.get(config.model_type)
+    for stored, known in family.older_prefixes if family is not None else ():
+        if name.startswith(stored):
+            return known + name.removeprefix(stored)
+    return name
+
+
+def part_of(name: str, family: VisionFamily) -> str:
+    """The part of `PARTS` that a parameter belongs to, given its name in the whole model."""
+    inner = name.removeprefix("model.")
+    if inner.startswith(family.projector):
+        return PROJECTOR
+    return VISION_TOWER if inner.startswith(family.tower) else LANGUAGE_MODEL
+
+
+def named_parts(model: nn.Module, family: VisionFamily, parts: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of some parts of a whole model."""
+    return ((name, value) for name, value in model.named_parameters() if part_of(name, family) in parts)

@@ -1,0 +1,234 @@
+"""Images of rows: from any source to pixels and spans of tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nemo_rl.data import tiny_vision
+from nemo_rl.data.chat.images import ImageReader, blank_image, image_digest, read_image, text_of
+from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig
+from nemo_rl.data.datasets import pictures, shapes
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.rows.example_processors import sft_processor
+from nemo_rl.data.rows.examples import ExampleMaker
+from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_processor
+from nemo_rl.data.rows.setup import PromptProcessor, Task
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer
+from nemo_rl.types import Prompt
+
+SCENE = "red circle 0,blue square 4"
+TOKENS = 9  # of a drawn image
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A directory with the tiny processor."""
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    directory = str(tmp_path_factory.mktemp("model"))
+    tiny_vision.build_processor(recipe, build_tiny_tokenizer(recipe)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tiny_tokenizer(RECIPES["shapes"])
+
+
+def png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format="PNG")
+    return out.getvalue()
+
+
+def test_one_image_from_every_source(tmp_path):
+    image = shapes.draw(SCENE)
+    file = tmp_path / "image.png"
+    file.write_bytes(png(image))
+    url = "data:image/png;base64," + base64.b64encode(png(image)).decode()
+    sources = [
+        f"shapes:{SCENE}", image, png(image), str(file), file, file.as_uri(), url,
+        {"bytes": png(image), "path": None}, {"bytes": None, "path": str(file)},
+    ]  # fmt: skip
+    assert {image_digest(read_image(source)) for source in sources} == {image_digest(image)}
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (b"no image", "image of bytes cannot be read: it is no image that Pillow can decode"),
+        ("missing.png", "image 'missing.png' cannot be read: .*No such file"),
+        ({"bytes": None, "path": None}, "a source is a path, a URL, bytes"),
+        (7, "not a int"),
+        ("shapes:red circle 99", "'red circle 99' is no shape"),
+        ("data:image/png;base64,???", "cannot be read"),
+    ],
+)
+def test_a_source_that_is_no_image(source, message):
+    with pytest.raises(ValueError, match=message):
+        read_image(source)
+
+
+def test_a_truncated_image_is_an_error(tmp_path):
+    data = png(shapes.draw(SCENE).resize((200, 200)))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_image(data[: len(data) // 2])
+
+
+def parts(*parts: object) -> list[dict]:
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part[0]}
+        for part in parts
+    ]
+
+
+def test_a_conversation_with_images_between_its_texts(model, tokenizer):
+    other = "green triangle 8"
+    row = {
+        "messages": [
+            {"role": "user", "content": parts((f"shapes:{SCENE}",), "Which?", (f"shapes:{other}",), "And?")},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": parts((f"shapes:{SCENE}",))},
+            {"role": "assistant", "content": "two"},
+        ]
+    }
+    task = Task(spec=TaskDataSpec("t"), processor=sft_processor)
+    make = ExampleMaker({"t": task}, tokenizer, 128, images=ImageReader(model))
+    [example], meta = pickle.loads(pickle.dumps(make)).make(Prompt(prompt_id="d:0", row=row, idx=0, task_name="t"))
+    assert meta.problem is None
+    ids, pad = example.token_ids, tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert [(ids[span.start : span.start + span.length] == pad).all() for span in example.images] == [True] * 3
+    assert (ids == pad).sum() == 3 * TOKENS
+    digests = [span.digest for span in example.images]
+    assert digests[0] == digests[2] != digests[1]
+    assert example.pixels.keys() == set(digests)  # the first image is processed once
+    assert tokenizer.decode(ids[example.token_mask]) == "one<eos>two<eos>"
+    marks = "<|vision_start|>" + TOKENS * "<|image_pad|>" + "<|vision_end|>"
+    assert tokenizer.decode(ids) == (
+        f"<|user|>{marks}Which?{marks}And?<eos><|assistant|>one<eos><|user|>{marks}<eos><|assistant|>two<eos>"
+    )
+
+
+@pytest.mark.parametrize("processor", [math_hf_data_processor, conversation_processor])
+def test_a_prompt_with_an_image(model, tokenizer, tmp_path, processor):
+    (tmp_path / "prompt.txt").write_text("Look: {}")
+    spec = TaskDataSpec("t", prompt_file=tmp_path / "prompt.txt")
+    process = PromptProcessor({"t": Task(spec=spec, processor=processor)}, tokenizer, 128, ImageReader(model))
+    row = {"problem": parts((f"shapes:{SCENE}",), "How many?"), "expected_answer": "2"}
+    if processor is conversation_processor:
+        row["messages"] = [{"role": "user", "content": row["problem"]}]
+    datum = process(Prompt(prompt_id="d:0", row=row, idx=0, task_name="t"))
+    [span] = datum["images"]
+    assert span.length == TOKENS
+    assert datum["pixels"].keys() == {span.digest}
+    assert datum["pixels"][span.digest]["image_grid_thw"].tolist() == [[1, 6, 6]]
+    text = "<|user|><|vision_start|><|image_pad|><|vision_end|>Look: How many?<eos><|assistant|>"
+    assert "".join(message["content"] for message in datum["message_log"]) == text
+    assert datum["extra_env_info"]["ground_truth"] == "2"
+
+
+def prompt_of(content) -> Prompt:
+    return Prompt(prompt_id="d:7", row={"problem": content, "expected_answer": ""}, idx=7, task_name="t")
+
+
+@pytest.mark.parametrize(
+    "reads, content, message",
+    [
+        (True, parts((b"no",), "?"), "row d:7: image of bytes cannot be read"),
+        (True, parts("<|image_pad|> ?"), "row d:7: a text contains <|image_pad|>"),
+        (True, parts(*[(f"shapes:{SCENE}",)] * 3), "row d:7: 3 images, more than data.max_images=2"),
+        (True, parts((Image.new("RGB", (4000, 4)),)), "row d:7: an image of 4000x4 pixels does not suit the model"),
+        (False, parts((f"shapes:{SCENE}",)), "row d:7: it has images, and the model reads text alone"),
+    ],
+)
+def test_bad_rows_are_named(model, tokenizer, reads, content, message):
+    task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor)
+    reader = ImageReader(model, max_images=2) if reads else None
+    with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
+        PromptProcessor({"t": task}, tokenizer, 128, reader)(prompt_of(content))
+
+
+def test_a_directory_without_a_processor(tmp_path):
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no image processor"):
+        blank_image(str(tmp_path))
+
+
+# -- datasets
+
+
+def prompts_config(**keys) -> DatasetConfig:
+    return DatasetConfig(dataset_name="shapes", processor="default", env_name="shapes", **keys)
+
+
+def test_answers_of_drawn_images_are_right():
+    for row in shapes.load_shapes(prompts_config(kwargs={"num_samples": 200})):
+        description = row["problem"][0]["image"].removeprefix("shapes:")
+        scene = [tuple(text.split()) for text in description.split(",")]
+        words = row["problem"][1]["text"].removesuffix("?").split()
+        if words[0] == "How":
+            expected = str(sum(words[2].removesuffix("s") in shape[:2] for shape in scene))
+        else:
+            [(colour, _, place)] = [shape for shape in scene if shape[1] == words[-1]]
+            expected = colour if words[0] == "What" else shapes.PLACES[int(place)]
+        assert row["expected_answer"] == expected
+    image = np.asarray(shapes.draw("red square 5"))
+    colour = (image == shapes.COLOURS["red"]).all(-1)
+    assert colour.sum() > 100
+    assert colour[16:32, 32:].sum() == colour.sum()
+
+
+def test_training_and_validation_share_no_image():
+    images = [
+        {row["problem"][0]["image"] for row in shapes.load_shapes(prompts_config(split=split))}
+        for split in ("train", "validation")
+    ]
+    assert all(images)
+    assert not images[0] & images[1]
+
+
+def test_a_folder_of_images(tmp_path):
+    shapes.draw(SCENE).save(tmp_path / "a.png")
+    lines = [
+        {"file_name": "a.png", "problem": "How many?", "answer": 2},
+        {"file_name": "a.png", "problem": "In <image>, how many?", "answer": 2},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    cfg = ExampleDatasetConfig(dataset_name="image_folder", data_path=str(tmp_path), processor="sft_processor")
+    rows = list(pictures.load_image_folder(cfg))
+    assert [text_of(row["problem"]) for row in rows] == ["How many?", "In , how many?"]
+    assert [part["type"] for part in rows[1]["problem"]] == ["text", "image", "text"]
+    assert rows[0]["messages"][1] == {"role": "assistant", "content": "2"}
+    assert read_image(rows[0]["problem"][0]["image"]).size == (48, 48)
+
+
+def test_hub_columns():
+    image = {"bytes": png(shapes.draw(SCENE)), "path": None}
+    clevr = pictures.clevr_row({"image": image, "problem": "How many?", "solution": "<answer> 2 </answer>"})
+    assert clevr["expected_answer"] == "2"
+    geometry = pictures.geometry_row({"images": [image], "problem": "<image>Find x.", "answer": "7"})
+    assert [part["type"] for part in geometry["problem"]] == ["image", "text"]
+    refcoco = pictures.refcoco_row({"image": image, "answer": ["the ball"], "bbox": [10, 20, 5, 6]})
+    assert json.loads(refcoco["expected_answer"]) == [10, 20, 15, 26]
+    okvqa = pictures.okvqa_row({"image": image, "question": "What?", "answers": ["race", "race", "racing"]})
+    assert json.loads(okvqa["expected_answer"]) == ["race", "race", "racing"]
+    with pytest.raises(ValueError, match="has 2 images and 1 times <image>"):
+        pictures.geometry_row({"images": [image, image], "problem": "<image>Find x.", "answer": "7"})
+
+
+def test_images_of_a_table_stay_encoded():
+    """No controller decodes them."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "images": datasets.List(datasets.Image())})
+    data = png(shapes.draw(SCENE))
+    table = datasets.Dataset.from_list([{"image": {"bytes": data}, "images": [{"bytes": data}]}], features=features)
+    assert pictures.undecoded(table, "image")[0]["image"]["bytes"] == data
+    assert pictures.undecoded(table, "images")[0]["images"][0]["bytes"] == data

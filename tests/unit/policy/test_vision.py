@@ -1,0 +1,150 @@
+"""A vision-language model on micro-batches: against transformers' own forward pass of each sequence alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nemo_rl.data import tiny_vision
+from nemo_rl.data.chat.images import image_digest, process_image
+from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.vision.families import FAMILIES, named_parts
+from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
+from nemo_rl.types import ImageSpan, Pixels
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """(untrained model with our attention, the same with transformers' own, processor)."""
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    tokenizer = build_tiny_tokenizer(recipe)
+    ours, theirs = (build_untrained_model(recipe, tokenizer).eval() for _ in range(2))
+    ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
+    return ours, theirs, tiny_vision.build_processor(recipe, tokenizer)
+
+
+Row = tuple[torch.Tensor, list[tuple[ImageSpan, Pixels]]]
+
+
+def make_row(processor, images, text: str, answer: str = "") -> Row:
+    """Tokens of images, one after the other, and a text; with the spans and pixels of the images."""
+    ids: list[int] = []
+    spans = []
+    for image in images:
+        pixels, expansion = process_image(processor, image)
+        own = processor.tokenizer(f"<|vision_start|>{expansion}<|vision_end|>", add_special_tokens=False)["input_ids"]
+        span = ImageSpan(digest=image_digest(image), start=len(ids) + 1, length=len(own) - 2)
+        spans.append((span, pixels))
+        ids += own
+    ids += processor.tokenizer(text + answer, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids), spans
+
+
+@pytest.fixture(scope="module")
+def rows(tiny) -> list[Row]:
+    """One image, none, two of other sizes, and the image of the first row with another text."""
+    processor, rng = tiny[2], random.Random(0)
+    first, second, wide = (draw(describe(draw_shapes(rng, 4))) for _ in range(3))
+    wide = wide.resize((80, 48))
+    return [
+        make_row(processor, [first], "How many?"),
+        make_row(processor, [], "No image at all."),
+        make_row(processor, [wide, second], "Where?"),
+        make_row(processor, [first], "What colour is the square?"),
+    ]
+
+
+def logprobs(tiny, rows: list[Row], *, padding_free: bool) -> list[torch.Tensor]:
+    """Of each token but the first of each row, as a policy computes them."""
+    model, processor = VisionLogprobModel(tiny[0]), tiny[2]
+    blank = process_image(processor, draw("red circle 0"))[0]
+    inputs = VisionInputs.of(tiny[0].config, blank)
+    layout = RowLayout(padding_free=padding_free)
+    images = inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows])
+    batch = layout.build([(ids, torch.ones(len(ids), dtype=torch.bool)) for ids, _ in rows], images=images)
+    scored = model(batch, Logprobs())
+    return [own[1 : len(ids)] for own, (ids, _) in zip(scored, rows, strict=True)]
+
+
+def expected_logprobs(tiny, row: Row) -> torch.Tensor:
+    model, (ids, images) = tiny[1], row
+    given = {}
+    if images:
+        given = {name: torch.cat([torch.from_numpy(pixels[name]) for _, pixels in images]) for name in images[0][1]}
+        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()[None]
+    model.model.rope_deltas = None
+    logits = model(input_ids=ids[None], **given).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_logprobs_are_those_of_each_sequence_alone(tiny, rows, padding_free):
+    with torch.no_grad():
+        found = logprobs(tiny, rows, padding_free=padding_free)
+        for own, row in zip(found, rows, strict=True):
+            torch.testing.assert_close(own, expected_logprobs(tiny, row), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_gradients_reach_every_part(tiny, rows, padding_free):
+    """Tower and projector too, with the gradients of the sequences alone."""
+    ours, theirs, _ = tiny
+    ours.zero_grad()
+    theirs.zero_grad()
+    sum(own.sum() for own in logprobs(tiny, rows, padding_free=padding_free)).backward()
+    for row in rows:
+        expected_logprobs(tiny, row).sum().backward()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None, name
+        assert (a.grad - b.grad).abs().max() <= 1e-5 * max(1.0, b.grad.abs().max().item()), name
+
+
+def test_an_image_of_several_rows_is_computed_once(tiny, rows):
+    inputs = VisionInputs.of(tiny[0].config, {})
+    batch = inputs.build(RowLayout(padding_free=True), [ids for ids, _ in rows], [own for _, own in rows])
+    assert batch.num_distinct == 3
+    num_patches = [int(pixels["image_grid_thw"].prod()) for row in rows[:3] for _, pixels in row[1]]
+    assert batch.pixels["pixel_values"].shape[0] == sum(num_patches)
+
+
+def test_rows_without_images_still_pass_the_tower(tiny, rows):
+    """All ranks pass the same sharded layers, and every weight gets a gradient, which is zero."""
+    tiny[0].zero_grad()
+    logprobs(tiny, rows[1:2], padding_free=True)[0].sum().backward()
+    tower = [p.grad for _, p in named_parts(tiny[0], FAMILIES["qwen2_5_vl"], ["vision_tower", "projector"])]
+    assert tower
+    assert all(grad is not None and not grad.any() for grad in tower)
+
+
+def test_a_sampled_image_token_is_text(tiny, rows):
+    """A model may sample the token that stands for images; it shifts no position and needs no pixels."""
+    processor = tiny[2]
+    ids, images = rows[0]
+    mark = tiny[0].config.image_token_id
+    longer = torch.cat([ids, torch.tensor([mark, 5])])
+    with torch.no_grad():
+        [found] = logprobs(tiny, [(longer, images)], padding_free=True)
+        [before] = logprobs(tiny, [(ids, images)], padding_free=True)
+    torch.testing.assert_close(found[: len(before)], before, atol=2e-6, rtol=0)
+    assert found.isfinite().all()
+    inputs = VisionInputs.of(tiny[0].config, {})
+    positions = inputs.positions(len(longer), images)
+    assert positions[-2:].tolist() == [[p] * 3 for p in (positions[-3, 0] + 1, positions[-3, 0] + 2)]
+    assert processor.image_token == "<|image_pad|>"
+
+
+def test_parts():
+    family = FAMILIES["qwen2_5_vl"]
+    config_parts = {"vision_tower": 0, "projector": 0, "language_model": 0}
+    recipe = RECIPES["shapes"]
+    model = build_untrained_model(recipe, build_tiny_tokenizer(recipe))
+    for part in config_parts:
+        config_parts[part] = sum(1 for _ in named_parts(model, family, [part]))
+    assert config_parts["projector"] == 5
+    assert sum(config_parts.values()) == sum(1 for _ in model.parameters())
