@@ -1,7 +1,7 @@
 """GRPO on questions about images, with a vision-language model.
 
 uv run examples/run_vlm_grpo.py                                              # Qwen2.5-VL-3B on one GPU
-uv run --extra cpu examples/run_vlm_grpo.py --config examples/configs/vlm_grpo_cpu.yaml   # a CPU machine
+uv run --extra cpu examples/run_vlm_grpo.py --config examples/configs/grpo_vlm_cpu.yaml   # a CPU machine
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> int:
     config = load_from_command_line(
         GRPOMasterConfig,
         description="GRPO on questions about images: sample answers, compare them, reinforce the right ones.",
-        default_config=str(CONFIGS / "vlm_grpo_3B.yaml"),
+        default_config=str(CONFIGS / "grpo_vlm_3B.yaml"),
         placement=describe_placement,
         check=check_rollout_hardware,
     )

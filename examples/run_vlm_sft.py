@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a vision-language model.
 
 uv run examples/run_vlm_sft.py                                               # Qwen2.5-VL-3B on one GPU
-uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/vlm_sft_cpu.yaml   # a CPU machine
+uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/sft_vlm_cpu.yaml   # a CPU machine
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def main() -> int:
     config = load_from_command_line(
         SFTMasterConfig,
         description="Supervised fine-tuning on the assistant's messages in conversations with images.",
-        default_config=str(CONFIGS / "vlm_sft_3B.yaml"),
+        default_config=str(CONFIGS / "sft_vlm_3B.yaml"),
         placement=describe_supervised,
-        check=partial(check_hardware, cpu_config="examples/configs/vlm_sft_cpu.yaml"),
+        check=partial(check_hardware, cpu_config="examples/configs/sft_vlm_cpu.yaml"),
     )
     from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
 
