@@ -10,11 +10,11 @@ from tools import structure
 
 LIMITS = {
     "lines of nemo_rl": 54_700,
-    "files of nemo_rl": 264,
+    "files of nemo_rl": 259,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 27_150,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_990,
+    "lines of the GRPO walk": 8_150,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_060,
