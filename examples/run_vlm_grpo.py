@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -21,8 +21,8 @@ def main() -> int:
         GRPOMasterConfig,
         description="GRPO on questions about images: sample answers, compare them, reinforce the right ones.",
         default_config=str(CONFIGS / "grpo_vlm_3B.yaml"),
-        placement=describe_placement,
-        check=check_rollout_hardware,
+        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good
 

@@ -7,11 +7,10 @@ uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/sft_vlm_cpu
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from nemo_rl.algorithms.config.supervised import SFTMasterConfig
-from nemo_rl.algorithms.setup.placement import check_hardware, describe_supervised
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -22,8 +21,8 @@ def main() -> int:
         SFTMasterConfig,
         description="Supervised fine-tuning on the assistant's messages in conversations with images.",
         default_config=str(CONFIGS / "sft_vlm_3B.yaml"),
-        placement=describe_supervised,
-        check=partial(check_hardware, cpu_config="examples/configs/sft_vlm_cpu.yaml"),
+        placement="nemo_rl.algorithms.setup.placement:describe_supervised",
+        check=check_hardware,
     )
     from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
 
