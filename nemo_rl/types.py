@@ -187,6 +187,7 @@ class TurnMeta:
     weight_version: int
     generation_s: float
     env_s: float
+    ends_in_loop: bool = False  # it repeats itself up to its end; see `ends_in_loop` in `rollouts/episode.py`
 
 
 @dataclass(kw_only=True)
@@ -221,6 +222,11 @@ class SampleMeta:
     @property
     def has_reward(self) -> bool:
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+    @property
+    def ends_in_loop(self) -> bool:
+        """Whether a turn repeats itself up to its end."""
+        return any(turn.ends_in_loop for turn in self.turns)
 
 
 @dataclass(kw_only=True)

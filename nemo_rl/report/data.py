@@ -74,6 +74,7 @@ def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]
         "length": [row.get("num_generated_tokens", row["length"]) for row in rows],
         "turns": [row.get("num_turns", 0) for row in rows],
         "error": [row.get("error") for row in rows],
+        "output": [row.get("output") for row in rows],
     }
     return {**columns, "names": list(names)}
 

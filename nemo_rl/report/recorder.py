@@ -20,10 +20,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import ray
 from ray.exceptions import RayError
@@ -56,6 +57,23 @@ _PACKAGES = (
 )
 
 
+Parameters = ParamSpec("Parameters")
+
+
+def timed(
+    method: Callable[Concatenate[RunRecorder, Parameters], None],
+) -> Callable[Concatenate[RunRecorder, Parameters], None]:
+    """Count the seconds of a method as cost of the report."""
+
+    @wraps(method)
+    def counted(self: RunRecorder, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        began = time.perf_counter()
+        method(self, *args, **kwargs)
+        self._seconds += time.perf_counter() - began
+
+    return counted
+
+
 class RunRecorder:
     """Writes the files above into `folder`. `close` makes the last page, after the run has said how it ended."""
 
@@ -67,6 +85,7 @@ class RunRecorder:
         self._phases: list[tuple[str, float, float]] = []
         self._asked: dict[str, ray.ObjectRef] = {}  # workers' names -> their times
         self._asked_at = 0.0
+        self._seconds = 0.0  # of the controller, since the last `take_seconds`
         self._page: subprocess.Popen[bytes] | None = None
         self._page_at = time.monotonic()
 
@@ -99,6 +118,7 @@ class RunRecorder:
         finally:
             self._phases.append((name, began, time.time()))
 
+    @timed
     def groups(
         self, step: int, generated: Sequence[GroupHandle], trained: Sequence[GroupHandle], plan: BatchPlan
     ) -> None:
@@ -122,6 +142,7 @@ class RunRecorder:
         ]
         self._write(GROUPS, json.dumps({"step": step, "groups": found}) + "\n")
 
+    @timed
     def choose_samples(self, plan: BatchPlan, rewards: Sequence[Sequence[float | None]] | None = None) -> None:
         """Choose the rows of `plan` that are reported: `cfg.samples_per_step`, from groups all over the plan.
 
@@ -132,12 +153,19 @@ class RunRecorder:
         for rank in plan.ranks:
             rank.reported = [key for batch in rank.logprobs for sample in batch for key in sample.keys if key in chosen]
 
+    @timed
     def write_samples(self, step: int, policy: PolicyInterface) -> None:
         """Make the workers write the chosen rows. Comes after the update and before the next plan."""
         if self.cfg.samples_per_step > 0 and SAMPLES not in self._given_up:
             for problem in policy.write_samples(step):
                 self._give_up(SAMPLES, problem)
 
+    def take_seconds(self) -> float:
+        """Seconds that the report cost the controller since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    @timed
     def finish_step(self, step: int) -> None:
         """Write the times, and begin a new page if it is time for one."""
         self._note_times(step, wait_s=0.0)

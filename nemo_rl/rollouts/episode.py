@@ -30,6 +30,8 @@ from nemo_rl.types import (
     TurnMeta,
 )
 
+MAX_PERIOD = 256  # tokens that a loop repeats
+
 EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[EnvironmentStep]]
 """One environment step: messages and metadata -> result."""
 
@@ -152,6 +154,7 @@ async def run_episode(
             weight_version=completion.weight_version,
             generation_s=generated - started,
             env_s=time.perf_counter() - generated,
+            ends_in_loop=ends_in_loop(completion.token_ids),
         )
         turns.append(turn)
         parts = [sum(pair) for pair in zip_longest(parts, step.reward_parts, fillvalue=0.0)]
@@ -191,6 +194,21 @@ async def run_episode(
         ),
         metrics,
     )
+
+
+def ends_in_loop(token_ids: Sequence[int]) -> bool:
+    """Whether a completion ends in the same 1 to `MAX_PERIOD` tokens again and again: four times, 32 tokens at least.
+
+    A last token that ends the completion may follow the loop.
+    """
+    for end in (len(token_ids), len(token_ids) - 1):
+        for period in range(1, min(MAX_PERIOD, end // 4) + 1):
+            start = end - max(32, 4 * period)
+            if start < 0 or token_ids[end - 1] != token_ids[end - 1 - period]:
+                continue
+            if list(token_ids[start + period : end]) == list(token_ids[start : end - period]):
+                return True
+    return False
 
 
 def _with_stop_strings(sampling: SamplingParams, stop_strings: Sequence[str] | None) -> SamplingParams:

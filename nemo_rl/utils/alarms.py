@@ -19,8 +19,9 @@ KL = "train/kl_penalty"
 GRAD_NORM = "train/grad_norm"
 CLIPPED = "train/clip_fraction"
 TRUNCATED = "train/truncation_rate"
+LOOPS = "train/repetition_loop_rate"
 VALIDATION = "validation/accuracy"
-_WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED)
+_WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED, LOOPS)
 _SPIKE_HISTORY = 20  # steps
 
 
@@ -113,6 +114,14 @@ class LearningAlarms:
                 "truncation",
                 f"{truncated:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
                 "and policy.max_total_sequence_length, or read samples for repetition",
+            )
+
+        loops = self._level(LOOPS)
+        if loops is not None and cfg.repetition_loops is not None and loops > cfg.repetition_loops:
+            yield (
+                "repetition_loops",
+                f"{loops:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
+                "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
             )
 
     def _of_spikes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -157,6 +157,9 @@ class AlarmsConfig(StrictModel):
     truncation: float | None = 0.5
     """Share of answers that end at the length limit."""
 
+    repetition_loops: float | None = 0.1
+    """Share of answers that repeat the same tokens up to their end."""
+
     disagreement: float | None = 1.05
     """`token_mult_prob_error` above which the run looks for the cause and names it."""
 

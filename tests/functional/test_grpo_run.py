@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from nemo_rl.report.run_files import read_index, read_run, status_of
 from tests.functional.cli import SMALL, run
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,6 +28,9 @@ def test_the_quick_start_learns_arithmetic(tmp_path):
     steps = [row for row in rows if row["step"] > 0]
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
     assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+    seen = read_run(tmp_path / "logs" / "exp_000")
+    assert status_of(seen).kind == "finished" and (seen.folder / "report.html").is_file()
+    assert len(read_index(seen.folder)) == 16 * len(steps)
     assert (tmp_path / "results" / "grpo_cpu" / f"step_{rows[-1]['step']}" / "policy" / "weights").is_dir()
 
 

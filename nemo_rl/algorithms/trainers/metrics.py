@@ -39,6 +39,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
         "max_turns_per_sample": _max(turns),
         "natural_termination_rate": _mean([sample.status is SampleStatus.COMPLETED for sample in scored]),
         "truncation_rate": _mean([sample.status is SampleStatus.TRUNCATED for sample in scored]),
+        "repetition_loop_rate": _mean([sample.ends_in_loop for sample in scored]),
         "mean_total_tokens_per_sample": _mean([sample.length for sample in scored]),
         "mean_gen_tokens_per_sample": _mean(generated),
         "max_gen_tokens_per_sample": _max(generated),

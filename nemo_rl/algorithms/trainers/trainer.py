@@ -166,8 +166,6 @@ class Trainer(ABC):
             self._end_with_the_data()
             return True
         self.state.total_steps += 1
-        if self.tools.recorder is not None:
-            self.tools.recorder.write_samples(self.state.total_steps, self.policies[0])
         self._advance_save(wait=False)
         period = self.loop.val_period
         is_periodic = period > 0 and self.state.total_steps % period == 0
@@ -241,6 +239,8 @@ class Trainer(ABC):
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
         self.record("timing/train", self.timer.get_timing_metrics("sum"))
         self.timer.reset()
+        if self.tools.recorder is not None:
+            self.record("performance", {"report_s": self.tools.recorder.take_seconds()})
         if self.tools.monitor is not None:
             self.record("system", self.tools.monitor.metrics())
         metrics, self.metrics = self.metrics, {}
@@ -282,6 +282,8 @@ class Trainer(ABC):
             if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
                 break
         result, is_first = merge_results(results), policy is self.policies[0]
+        if is_first and self.tools.recorder is not None:
+            self.tools.recorder.write_samples(self.state.total_steps + 1, policy)
         if result.nonfinite_samples:
             step = self.state.total_steps + 1
             records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]

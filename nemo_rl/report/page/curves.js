@@ -15,7 +15,7 @@ const MAIN = [
   ["Value model", "train/value/loss", "train/value/explained_variance"],
   ["Clipped tokens, share", "train/clip_fraction"],
   ["Truncated answers, share", "train/truncation_rate"],
-  ["Repetition, share of 4-grams", "train/repetition"],
+  ["Answers that end in a loop, share", "train/repetition_loop_rate"],
   ["Age of weights, updates", "train/weight_version_lag/mean", "train/weight_version_lag/max"],
   ["Seconds of a step", "timing/train/total_step_time"],
   ["Tokens per second", "performance/tokens_per_sec"],

@@ -7,7 +7,7 @@ TABS.push({
 
 const PAGE = 50;
 const browse = { run: Math.max(0, RUNS.findIndex((run) => run.samples)), sort: "step", up: false, page: 0, from: "", to: "", task: "", status: "", text: "", chosen: null, colour: "difference", order: [], index: null };
-const SORTS = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["turns", "turns"], ["error", "disagreement"]];
+const SORTS = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["turns", "turns"], ["error", "disagreement"], ["output", "mean logprob or score"]];
 const COLOURINGS = [["difference", "train − generation logprob"], ["advantage", "advantage"], ["probability", "probability when sampled"], ["mask", "loss mask"], ["none", "nothing"]];
 
 function renderSamples(main) {
@@ -71,6 +71,7 @@ function drawList(list, view, again) {
     { title: "tokens", n: true, of: (i) => index.length[i] },
     ...(index.turns.some((n) => n > 1) ? [{ title: "turns", n: true, of: (i) => index.turns[i] }] : []),
     ...(has("error") ? [{ title: "disagr.", n: true, of: (i) => index.error[i] }] : []),
+    ...(has("output") && !has("error") ? [{ title: "mean output", n: true, of: (i) => index.output[i] }] : []),
     ...(has("status") ? [{ title: "ended", of: (i) => index.names[index.status[i]] }] : []),
   ].map((column) => ({ ...column, n: column.n, key: undefined }));
   const shown = table(columns, rows, { onpick: (i) => { browse.chosen = i; drawList(list, view, again); }, kind: (i) => (i === browse.chosen ? "on" : "") });
@@ -114,8 +115,10 @@ function sampleView(sample, again) {
     ["disagreement", sample.error], ["largest of a token", sample.worst], ["tokens", sample.length], ["ended", sample.status], ["answer", sample.answer], ["failure", sample.failure],
     ["in the loss", sample.in_loss === 0 ? "no" : null], ["weights", sample.weight_version], ["margin", sample.margin || null], ...Object.entries(sample.metrics || {})].filter(([, value]) => value !== null && value !== undefined);
   const parts = [el("div", { class: "facts" }, facts.map(([name, value]) => el("span", {}, el("span", { class: "soft", text: `${name} ` }), el("b", { text: format(value, 6) }))))];
+  const choices = colourings(sample);
+  if (!choices.some(([key]) => key === browse.colour)) browse.colour = choices[0][0];
   parts.push(el("div", { class: "bar" }, el("label", {}, "colour tokens by", el("select", { id: "colouring", onchange: (event) => { browse.colour = event.target.value; again(); } },
-    COLOURINGS.map(([key, title]) => el("option", { value: key, text: title, selected: key === browse.colour })))), legend(sample)));
+    choices.map(([key, title]) => el("option", { value: key, text: title, selected: key === browse.colour })))), legend(sample)));
   parts.push(tokensView(sample));
   if (sample.turns && sample.turns.length) parts.push(el("h3", { text: "Turns" }), turnsTable(sample));
   if (sample.messages && sample.messages.length) parts.push(el("h3", { text: "Messages" }), ...sample.messages.map(messageView));
@@ -133,6 +136,13 @@ function scaleOf(sample) {
   if (browse.colour === "difference" && train && generation) train.forEach((value, i) => { if (sample.mask[i] === "1") most = Math.max(most, Math.abs(value - generation[i])); });
   if (browse.colour === "advantage") most = typeof sample.advantages === "number" ? Math.abs(sample.advantages) : Math.max(0, ...(sample.advantages || []).map(Math.abs));
   return browse.colour === "difference" ? Math.max(most, 0.02) : Math.max(most, 1e-6);
+}
+
+/** The colourings that a sample has numbers for; a row of a dataset was not generated. */
+function colourings(sample) {
+  const { train, generation } = numbersOf(sample);
+  const there = { difference: train && generation, advantage: sample.advantages !== undefined, probability: generation || sample.outputs, mask: true, none: true };
+  return COLOURINGS.filter(([key]) => there[key]);
 }
 
 function legend(sample) {

@@ -37,6 +37,7 @@ def test_rollout_metrics_by_hand():
         "max_turns_per_sample": 3.0,
         "natural_termination_rate": pytest.approx(2 / 3),
         "truncation_rate": pytest.approx(1 / 3),
+        "repetition_loop_rate": 0.0,
         "mean_total_tokens_per_sample": pytest.approx((12 + 14 + 10) / 3),
         "mean_gen_tokens_per_sample": 6.0,
         "max_gen_tokens_per_sample": 10.0,

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.models.policy.batch.samples import SampleSettings
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.dtensor.model import trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import DTYPES
+from nemo_rl.report.run_files import read_block
 from nemo_rl.types import (
     LossInputs,
     TrainResult,
@@ -25,6 +28,8 @@ from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import (
     LOSS,
+    NUM_GENERATIONS,
+    NUM_GROUPS,
     Step,
     load_step,
     make_groups,
@@ -242,3 +247,37 @@ def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_pa
         build_optimizer(policy_config(optimizer=sgd), parameters)
     with pytest.raises(ValueError, match=r"is not a torch\.optim\.optimizer\.Optimizer"):
         build_optimizer(policy_config(optimizer=OptimizerConfig(name="torch.nn.Linear", kwargs={})), parameters)
+
+
+@pytest.mark.parametrize("layout", ["data", "pipeline"])
+def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(model_path, tmp_path, layout):
+    """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
+    config = policy_config(train_global_batch_size=NUM_GROUPS * NUM_GENERATIONS, train_micro_batch_size=2)
+    if layout == "pipeline":
+        config = config.model_copy(update={"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)})
+
+    def rank_main(rank: int, world: int) -> tuple[int, list[str]]:
+        worker = make_worker(model_path, config)
+        worker.keep_samples(SampleSettings(folder=tmp_path / "samples", max_tokens=99, decode=str, anchor=0))
+        handles, groups = make_groups()
+        ones = [[1.0] * NUM_GENERATIONS] * NUM_GROUPS
+        ranks = worker.mesh.sizes.data_parallel
+        batching = Batching.of(config, quadratic_weight=0.001)
+        size = config.train_global_batch_size
+        plan = plan_batch(handles, ones, ones, num_ranks=ranks, global_batch_size=size, batching=batching)
+        for of_rank in plan.ranks:
+            own = {key for batch in of_rank.logprobs for planned in batch for key in planned.keys}
+            of_rank.reported = sorted(own & {(0, 0), (0, 3), (1, 0)})
+        worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
+        worker.train(ClippedPGLoss(LOSS), Logprobs())
+        kept = len(worker.outputs)
+        problem = worker.write_samples(1)
+        return kept, [problem] if problem else []
+
+    kept = run_world(rank_main, 2)
+    assert sum(number for number, _ in kept) == 3 and all(problems == [] for _, problems in kept)
+    samples = [sample for path in sorted((tmp_path / "samples").glob("*.js")) for sample in read_block(path)]
+    assert sorted(sample["id"] for sample in samples) == ["0/0", "0/3", "1/0"]
+    for sample in samples:
+        scored = [value for value, mask in zip(sample["outputs"], sample["mask"], strict=True) if mask == "1"]
+        assert scored and all(value < 0 for value in scored) and sample["error"] > 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
+from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
 from nemo_rl.types import Completion, DatumSpec, EnvironmentStep, Sample, SampleStatus, SamplingParams, StopReason
 
 
@@ -60,6 +60,7 @@ def play(
     *,
     max_turns: int = 5,
     max_total: int = 100,
+    max_new_tokens: int = 8,
     stop_strings: list[str] | None = None,
 ) -> Sample:
     datum: DatumSpec = {
@@ -81,7 +82,7 @@ def play(
             env_step=env,
             decode=lambda ids: " ".join(map(str, ids)),
             render=lambda observation, sampled: [90, 91],
-            sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
+            sampling=SamplingParams(max_new_tokens=max_new_tokens, stop_strings=("end",)),
             limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total),
             seed_of_turn=lambda turn: 1000 + turn,
         )
@@ -221,3 +222,21 @@ def test_tokens_in_are_tokens_out(turns, max_turns, max_total):
     meta = sample.meta
     assert meta.num_generated_tokens == sum(map(len, answered)) == sum(turn.num_generated_tokens for turn in meta.turns)
     assert meta.length == 3 + sum(turn.num_generated_tokens + turn.num_env_tokens for turn in meta.turns)
+
+
+def test_an_answer_that_repeats_itself_to_its_end_is_a_loop():
+    text = [*range(100)]
+    assert ends_in_loop([*text, *[7] * 32])
+    assert not ends_in_loop([*text, *[7] * 31])
+    assert ends_in_loop([*text, *[7, 8, 9] * 11])
+    assert ends_in_loop([*text, *[7, 8, 9] * 11, 2]), "the end-of-sequence token follows"
+    assert ends_in_loop([*text, *text, *text, *text])
+    assert not ends_in_loop([*text, *text, *text])
+    assert not ends_in_loop([*[7] * 40, *text])
+    assert not ends_in_loop([])
+
+
+def test_a_turn_knows_that_it_ended_in_a_loop():
+    engine = FakeEngine([([5] * 40, StopReason.STOP), ([6, 7], StopReason.STOP)])
+    sample = play(engine, FakeEnvironment([outcome(0.0, False), outcome(1.0, True)]), max_new_tokens=40)
+    assert [turn.ends_in_loop for turn in sample.meta.turns] == [True, False] and sample.meta.ends_in_loop

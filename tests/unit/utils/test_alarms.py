@@ -18,6 +18,7 @@ HEALTHY = {
     "train/grad_norm": lambda step: 1.0 + 0.3 * (step % 3),
     "train/clip_fraction": lambda step: 0.1,
     "train/truncation_rate": lambda step: 0.05,
+    "train/repetition_loop_rate": lambda step: 0.02,
 }
 
 
@@ -43,6 +44,7 @@ WRONG = {
     "gradient_spike": ("train/grad_norm", lambda step: 50.0 if step == 20 else 1.0, 20),
     "clip_fraction": ("train/clip_fraction", lambda step: 0.1 if step < 20 else 0.7, 22),
     "truncation": ("train/truncation_rate", lambda step: 0.1 if step < 20 else 0.9, 22),
+    "repetition_loops": ("train/repetition_loop_rate", lambda step: 0.02 if step < 20 else 0.3, 22),
     "reward_hacking": ("validation/accuracy", lambda step: 0.5 if step < 20 else 0.3, 20),
 }
 

@@ -163,8 +163,10 @@ def _summary(sample: Mapping[str, Any], block: str) -> dict[str, Any]:
     if isinstance(advantages, list):
         of_loss = [value for value, mask in zip(advantages, sample["mask"], strict=True) if mask == "1"]
         advantages = _rounded(sum(of_loss) / len(of_loss)) if of_loss else 0.0
+    of_loss = [value for value, mask in zip(sample.get(OUTPUTS, ()), sample["mask"], strict=False) if mask == "1"]
+    mean = {"output": _rounded(sum(of_loss) / len(of_loss))} if of_loss else {}
     keys = ("step", "id", "group", "prompt", "status", "reward", "length", "num_generated_tokens", "num_turns", "error")
-    return {"block": block, **{key: sample[key] for key in keys if key in sample}, "advantage": advantages}
+    return {"block": block, **{key: sample[key] for key in keys if key in sample}, "advantage": advantages, **mean}
 
 
 def _rounded(value: float) -> float:
