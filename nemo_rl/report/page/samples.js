@@ -141,7 +141,7 @@ function scaleOf(sample) {
 /** The colourings that a sample has numbers for; a row of a dataset was not generated. */
 function colourings(sample) {
   const { train, generation } = numbersOf(sample);
-  const there = { difference: train && generation, advantage: sample.advantages !== undefined, probability: generation || sample.outputs, mask: true, none: true };
+  const there = { difference: train && generation, advantage: sample.advantages !== undefined, probability: generation || (sample.outputs && RUNS[browse.run].algorithm !== "rm"), mask: true, none: true };
   return COLOURINGS.filter(([key]) => there[key]);
 }
 
