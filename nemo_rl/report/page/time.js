@@ -125,7 +125,7 @@ async function showTimeline(place, run, block) {
   draw();
 }
 
-const LANE = { height: 22, left: 150, top: 20 };
+const LANE = { height: 22, left: 185, top: 20 };
 
 function laneOrder(lanes) {
   const rank = (name) => (name === "controller" ? 0 : name.startsWith("policy") ? 1 : name.startsWith("environment") ? 4 : name.startsWith("rollout") ? 3 : 2);
@@ -144,7 +144,7 @@ function drawLanes(plot, lanes, origin) {
   }
   names.forEach((name, i) => {
     const y = LANE.top + i * LANE.height;
-    nodes.push(svg("text", { x: LANE.left - 8, y: y + 14, "text-anchor": "end", class: "lane", text: name.length > 22 ? `${name.slice(0, 21)}…` : name }));
+    nodes.push(svg("text", { x: LANE.left - 8, y: y + 14, "text-anchor": "end", class: "lane", text: name.length > 28 ? `${name.slice(0, 27)}…` : name }));
     let right = -1;
     for (const [what, start, end] of lanes.get(name).filter(([, s, e]) => e >= from && s <= to).sort((a, b) => a[1] - b[1] || b[2] - a[2])) {
       const a = Math.max(x(start), LANE.left), b = Math.min(x(end), width - 8);
