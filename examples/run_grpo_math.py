@@ -2,7 +2,8 @@
 
 uv run examples/run_grpo_math.py                                             # Qwen2.5-1.5B on one GPU
 uv run --extra cpu examples/run_grpo_math.py --config examples/configs/grpo_math_cpu.yaml   # a CPU machine
-uv run examples/run_grpo_math.py --dry-run grpo.num_prompts_per_step=64      # the placement only
+uv run examples/run_grpo_math.py --dry-run grpo.num_prompts_per_step=64      # the placement and its memory only
+uv run examples/run_grpo_math.py --plan 4x8xH100                             # a layout for 4 nodes of 8 GPUs
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main() -> int:
         description="GRPO on math problems: sample answers, verify them, reinforce the right ones.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        plan="nemo_rl.algorithms.setup.memory:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good

@@ -49,14 +49,15 @@ def load_from_command_line(
     default_config: str,
     argv: Sequence[str] | None = None,
     placement: str,
+    plan: str | None = None,
     check: Callable[[M], None] | None = None,
 ) -> M:
     """The configuration that the command line asks for.
 
     `placement` is the import path (`package.module:function`) of the function that describes what would run where; only
-    --dry-run loads it. `check` may raise ConfigError for what this machine
-    cannot do; --dry-run leaves it out. Exits with 0 after --help and --dry-run, with 2 and one message when the
-    user has to change something.
+    --dry-run loads it. `plan` is the import path of the function that proposes a layout for --plan. `check` may raise
+    ConfigError for what this machine cannot do; --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
+    and --plan, with 2 and one message when the user has to change something.
     """
     # Environments, datasets and processors given by import path are looked for where the command is given.
     sys.path.insert(0, str(Path.cwd()))
@@ -75,6 +76,10 @@ def load_from_command_line(
     parser.add_argument(
         "--dry-run", action="store_true", help="print the whole configuration and what would run where, then exit"
     )
+    if plan is not None:
+        parser.add_argument(
+            "--plan", metavar="NxMxGPU", help="propose a layout for N nodes of M GPUs, such as 4x8xH100, then exit"
+        )
     arguments, rest = parser.parse_known_args(argv)
     options = [text for text in rest if text.startswith("-")]
     if options:
@@ -87,6 +92,9 @@ def load_from_command_line(
         config = load_config(model, file, rest)
         if arguments.dry_run:
             sys.stdout.write(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n")
+            parser.exit(0)
+        if plan is not None and arguments.plan is not None:
+            sys.stdout.write(f"{pkgutil.resolve_name(plan)(config, arguments.plan)}\n")
             parser.exit(0)
         if check is not None:
             check(config)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
+from nemo_rl.algorithms.setup.memory import local_config, memory_lines
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.evals.config import EvalMasterConfig
@@ -41,7 +41,8 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
         whole_nodes = cfg.cluster.num_nodes > 1
         first = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
         apart = ["", *_rank_lines(cfg.generation_cluster, engines, **first)]
-    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *_rank_lines(training, columns), *apart])
+    ranks = [*_rank_lines(training, columns), *apart]
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks])
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:
@@ -240,41 +241,13 @@ def _megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]
 
 
 def _local_model(policy: PolicyConfig) -> PretrainedConfig | None:
-    """config.json with `policy.hf_config_overrides`, of a directory, a `tiny:` model, or a hub model in the cache.
-
-    None if it is not on this machine.
-
-    Raises:
-        ConfigError: if it cannot be read, or Megatron cannot divide its layers, heads or experts so.
-    """
-    # Heavy packages, which only `--dry-run` of a Megatron run needs.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError
-    from transformers import AutoConfig
-
-    from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
+    """`local_config`. ConfigError if Megatron cannot divide its layers, heads or experts so."""
     from nemo_rl.models.policy.megatron.checks import check_megatron_layout
 
-    name = policy.model_name
+    model = local_config(policy)
     try:
-        if name.startswith(TINY_MODEL_PREFIX):
-            tiny = tiny_model_config(name)
-            model = type(tiny).from_dict({**tiny.to_dict(), **policy.hf_config_overrides})
-        else:
-            path = Path(name) / "config.json"
-            if not path.is_file():
-                try:
-                    cached = try_to_load_from_cache(name, "config.json")
-                except HFValidationError:  # a path on another machine
-                    return None
-                if not isinstance(cached, str):
-                    return None
-                path = Path(cached)
-            model = AutoConfig.from_pretrained(path.parent, **policy.hf_config_overrides)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError([Problem(("policy", "model_name"), f"config.json cannot be read: {error}")]) from error
-    try:
-        check_megatron_layout(policy, model)
+        if model is not None:
+            check_megatron_layout(policy, model)
     except ValueError as error:
         raise ConfigError([Problem((), str(error))]) from error
     return model

@@ -11,7 +11,7 @@ training phase on the CPU against the prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -44,6 +44,12 @@ class ModelShape:
     key_values: int  # keys and values of a token in a layer
     queries: int
     vocab_size: int
+
+    @staticmethod
+    def is_known(config: PretrainedConfig) -> bool:
+        """Whether `config` describes layers of attention and MLP."""
+        text = config.get_text_config()
+        return text.attribute_map.get("num_attention_heads", "num_attention_heads") in text.to_dict()
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
@@ -78,17 +84,18 @@ class ModelShape:
         """Bytes that one layer keeps of one token for its backward pass.
 
         Each of two norms keeps its float32 input, the normalised and the scaled values; attention keeps queries, keys,
-        values and its output; a gated MLP keeps gate, its activation, the other half and their product.
+        values and its output, twice as its layout changes; a gated MLP keeps gate, its activation, the other half and
+        their product.
         """
         norms = 2 * self.hidden * (4 + 2 * compute_bytes)
-        attention = (2 * self.queries + self.key_values) * compute_bytes / tensor_parallel
+        attention = (3 * self.queries + self.key_values) * compute_bytes / tensor_parallel
         mlp = 4 * self.intermediate * compute_bytes / tensor_parallel
         return norms + attention + mlp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What takes memory, and the key that lowers it."""
+    """What takes memory; `key` says what lowers it."""
 
     name: str
     num_bytes: float
@@ -133,6 +140,7 @@ class TrainingShape:
     train_tokens: float  # of the longest micro-batch, on one rank
     logprob_tokens: float
     num_micro_batches: int  # at least, in an optimizer step of a rank
+    is_packed: bool
     is_frozen: bool
     adapter_share: float  # of the parameters, that is trained
 
@@ -155,6 +163,7 @@ class TrainingShape:
             train_tokens=train_tokens / context,
             logprob_tokens=logprob_tokens / context,
             num_micro_batches=max(1, per_rank // samples),
+            is_packed=policy.sequence_packing.enabled,
             is_frozen=policy.adapters.enabled,
             adapter_share=0.01 if policy.adapters.enabled else 1.0,
         )
@@ -168,7 +177,11 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
     whole = (layers * model.layer_parameters + model.root_parameters) / tp + layers * model.expert_parameters / ep
     shards = 1 if shape.is_megatron else sizes.dp_shard * sizes.context_parallel
     own = whole / shards
-    cut = f"{key}.tensor_parallel_size, or more ranks" if shape.is_megatron else "more training ranks (FSDP shards)"
+    cut = (
+        "lower it with more training ranks"
+        if not shape.is_megatron
+        else f"lower it with {key}.tensor_model_parallel_size"
+    )
     weights = [Part(name="parameters", num_bytes=own * shape.master_bytes, key=cut)]
     trained = own * shape.adapter_share
     if isinstance(sizes, MegatronSizes):
@@ -176,10 +189,18 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
         state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
     else:
         state = trained * shape.moments * shape.master_bytes
-    optimizer = [Part(name="optimizer state", num_bytes=state, key=f"{cut}; another optimizer")]
-    gathered = [Part(name="gathered weights", num_bytes=_gathered(model, shape), key=f"{key}.tensor_parallel_size")]
+    optimizer = [Part(name="optimizer state", num_bytes=state, key=cut)]
+    gathered = [
+        Part(
+            name="gathered weights",
+            num_bytes=_gathered(model, shape, whole, shards, machine),
+            key=f"{key}.tensor_parallel_size",
+        )
+    ]
     per_layer = model.saved_numbers(shape.compute_bytes, tp)
     head = model.hidden * shape.compute_bytes
+
+    budget = "policy.sequence_packing.train_mb_tokens" if shape.is_packed else "policy.train_micro_batch_size"
 
     def passes(tokens: float, *, grad: bool) -> list[Part]:
         """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
@@ -188,30 +209,28 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
             kept = model.hidden * shape.compute_bytes * layers + per_layer
         in_flight = pp if grad else 1
         work = _WORKING * max(model.intermediate / tp, model.hidden) * shape.compute_bytes  # of one layer's products
-        size = "policy.sequence_packing.train_mb_tokens, policy.train_micro_batch_size or activation_checkpointing"
+        size = f"lower {budget}, or set {key}.activation_checkpointing"
         if not grad:
-            size = "policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size"
+            size = (
+                "lower policy.sequence_packing.logprob_mb_tokens"
+                if shape.is_packed
+                else "lower policy.logprob_batch_size"
+            )
         tile = TILE_BYTES if not machine.is_gpu else GPU_TILE_BYTES[0]
         return [
             Part(name="activations", num_bytes=tokens * (kept * in_flight + work + head), key=size),
-            Part(name="logit tiles", num_bytes=2 * tile, key="policy.logprob_chunk_size"),
+            Part(name="logit tiles", num_bytes=2 * tile, key="lower policy.logprob_chunk_size"),
         ]
 
     reduced = trained * (MAIN_BYTES if shape.is_megatron or machine.is_gpu else shape.master_bytes)
     whole_gradient = trained * shards * MAIN_BYTES
-    deferred = not shape.is_megatron and (
-        machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
-    )
-    gradients = Part(name="gradients", num_bytes=whole_gradient if deferred else reduced, key=cut)
+    is_small = machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
+    deferred = is_small and shape.num_micro_batches > 1 and not shape.is_megatron
+    held = whole_gradient if deferred else reduced
+    if shards > 1 and not machine.is_gpu and not deferred:
+        held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
+    gradients = Part(name="gradients", num_bytes=held, key=cut)
     activations, tiles = passes(shape.train_tokens, grad=True)
-    if shape.num_micro_batches == 1 and not shape.is_megatron:
-        # Activations go as gradients come: the larger of the two decides, with the gradients of the root.
-        root = model.root_parameters / tp * shape.compute_bytes * shape.adapter_share
-        least = min(gradients.num_bytes, root)
-        if activations.num_bytes >= gradients.num_bytes - least:
-            gradients = replace(gradients, num_bytes=least)
-        else:
-            activations = replace(activations, num_bytes=0.0)
     scratch = 2 * model.largest_parameter / shards / tp * shape.master_bytes
     return {
         "logprobs": [*weights, *optimizer, *gathered, *passes(shape.logprob_tokens, grad=False)],
@@ -220,7 +239,7 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
             *weights,
             *optimizer,
             Part(name="gradients", num_bytes=reduced + (whole_gradient if deferred and shards > 1 else 0.0), key=cut),
-            Part(name="optimizer's temporaries", num_bytes=scratch, key="policy.optimizer.kwargs.fused=true"),
+            Part(name="optimizer's temporaries", num_bytes=scratch, key="set policy.optimizer.kwargs.fused"),
         ],
     }
 
@@ -228,10 +247,15 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
 _WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass
 
 
-def _gathered(model: ModelShape, shape: TrainingShape) -> float:
-    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one."""
+def _gathered(model: ModelShape, shape: TrainingShape, whole: float, shards: int, machine: Machine) -> float:
+    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; all that lie on one rank.
+
+    On a CPU, layers that FSDP frees stay in the heap of the process.
+    """
     if shape.is_megatron:
         return 0.0
+    if shards == 1 or not machine.is_gpu:
+        return whole * shape.compute_bytes
     sizes = shape.sizes
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
     return (model.root_parameters / sizes.tensor_parallel + 2 * layer) * shape.compute_bytes
@@ -262,9 +286,11 @@ def predict_memory(
     bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
     given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
     halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * shape.compute_bytes))
-    buffers = Part(name="transfer buffers", num_bytes=halves, key="policy.refit_buffer_size_gb")
+    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
     gathered = Part(
-        name="gathered tensor", num_bytes=model.largest_parameter * shape.compute_bytes, key="a smaller vocabulary"
+        name="gathered tensor",
+        num_bytes=model.largest_parameter * shape.compute_bytes,
+        key="a model with a smaller vocabulary",
     )
     phases = []
     apart = "training" if not colocated else ""
@@ -295,24 +321,33 @@ def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) ->
     cfg = policy.generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
-    weights = Part(name="engine's weights", num_bytes=held, key="policy.generation.vllm_cfg.tensor_parallel_size")
+    weights = Part(name="engine's weights", num_bytes=held, key="raise policy.generation.vllm_cfg.tensor_parallel_size")
     cache = cfg.cpu_kv_cache_space_gb * 2.0**30
-    key = "policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
+    key = "lower policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
     if machine.is_gpu:
         memory = machine.memory if machine.memory is not None else 80e9
-        cache, key = cfg.gpu_memory_utilization * memory - held, "policy.generation.vllm_cfg.gpu_memory_utilization"
+        cache, key = (
+            cfg.gpu_memory_utilization * memory - held,
+            "lower policy.generation.vllm_cfg.gpu_memory_utilization",
+        )
     return [weights, Part(name="KV cache", num_bytes=max(0.0, cache), key=key)], weights
 
 
 def _process(machine: Machine) -> list[Part]:
     used = CONTEXT_BYTES if machine.is_gpu else 0
-    return [Part(name="CUDA context", num_bytes=used, key="nothing")] if used else []
+    return [Part(name="CUDA context", num_bytes=used, key="nothing lowers it")] if used else []
 
 
 def _asleep(machine: Machine, number: int) -> list[Part]:
     if not machine.is_gpu or number == 0:
         return []
-    return [Part(name="asleep beside it", num_bytes=number * ASLEEP_BYTES, key="policy.generation.colocated.enabled")]
+    return [
+        Part(
+            name="asleep beside it",
+            num_bytes=number * ASLEEP_BYTES,
+            key="set policy.generation.colocated.enabled=false",
+        )
+    ]
 
 
 def cache_tokens(policy: RolloutPolicyConfig, model: ModelShape, phases: Sequence[Phase]) -> float | None:
@@ -342,8 +377,8 @@ def describe_memory(phases: Sequence[Phase], machine: Machine) -> list[str]:
             room = f" of {gigabytes(machine.memory)}" + (": IT DOES NOT FIT" if is_over else "")
         largest = peak.largest
         lines.append(
-            f"{'peak' + where:<23}{gigabytes(peak.num_bytes):>9}{room}, in {peak.name}; most of it is {largest.name}, "
-            f"which {largest.key} lowers"
+            f"{'peak' + where:<23}{gigabytes(peak.num_bytes):>9}{room}, in {peak.name}; most of it is {largest.name}: "
+            f"{largest.key}"
         )
     return lines
 

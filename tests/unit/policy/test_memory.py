@@ -1,0 +1,130 @@
+"""Memory predicted from shapes: what is counted, what is said, and against the memory of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup import memory as setup
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory
+
+CONFIGS = Path("examples/configs")
+SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True),
+        Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+    ],
+    ids=["dense", "experts"],
+)
+def test_every_parameter_is_counted_once(config):
+    model = AutoModelForCausalLM.from_config(config)
+    assert ModelShape.of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_a_layer_saves_is_what_autograd_keeps():
+    config = Qwen2Config(**SHAPE, intermediate_size=160, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").model
+    layer, tokens = model.layers[1], 256
+    states = torch.randn(1, tokens, 64, requires_grad=True)
+    positions = model.rotary_emb(states, torch.arange(tokens)[None])
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *positions)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_square = tensor.shape[-1] == tokens  # eager attention keeps its scores, and fused kernels do not
+        if storage.data_ptr() not in own and not is_square:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(states, position_embeddings=positions, attention_mask=None)
+    predicted = ModelShape.of(config).saved_numbers(4, 1) * tokens
+    assert predicted == pytest.approx(sum(kept.values()), rel=0.15)
+
+
+def config(*overrides: str, name: str = "grpo_math_1B.yaml") -> GRPOMasterConfig:
+    return load_config(GRPOMasterConfig, CONFIGS / name, list(overrides))
+
+
+@pytest.fixture
+def seven_billion(tmp_path: Path) -> Path:
+    Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_training_ranks_share_weights_and_the_peak_names_a_key(seven_billion):
+    model = ModelShape.of(setup.local_config(config(f"policy.model_name={seven_billion}").policy))
+    assert model.parameters == pytest.approx(7.62e9, rel=0.01)
+    machine = Machine(is_gpu=True, memory=80e9)
+    peaks = {}
+    for gpus in (1, 8):
+        phases = setup.phases_of(config(f"cluster.gpus_per_node={gpus}"), model, machine)
+        train = next(phase for phase in phases if phase.name == "train")
+        parts = {part.name: part.num_bytes for part in train.parts}
+        assert parts["parameters"] == 4 * model.parameters / gpus
+        assert parts["optimizer state"] == 8 * model.parameters / gpus
+        peaks[gpus] = describe_memory(phases, machine)[-1]
+    assert "IT DOES NOT FIT, in train; most of it is optimizer state: lower it with more training ranks" in peaks[1]
+    assert "IT DOES NOT FIT" not in peaks[8]
+
+
+def test_generation_on_devices_of_its_own_has_a_peak_of_its_own(seven_billion):
+    apart = config(
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=4",
+        "cluster.gpus_per_node=8",
+    )
+    model = ModelShape.of(setup.local_config(config(f"policy.model_name={seven_billion}").policy))
+    machine = Machine(is_gpu=True, memory=80e9)
+    lines = describe_memory(setup.phases_of(apart, model, machine), machine)
+    assert [line.split("  ")[0] for line in lines[-2:]] == ["peak of training", "peak of generation"]
+
+
+def test_a_plan_fits_or_says_what_is_missing(seven_billion):
+    cfg = config(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096")
+    plan = setup.propose_layout(cfg, "8xH100")
+    assert "policy.dtensor_cfg.tensor_parallel_size=1" in plan and "cluster.gpus_per_node=8" in plan
+    overrides = [line.strip() for line in plan.splitlines() if "=" in line and " " not in line.strip()]
+    assert config(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096", *overrides)
+    with pytest.raises(ConfigError, match=r"--plan 1xL4: it does not fit: the least needs \d+ GB of each GPU"):
+        setup.propose_layout(cfg, "1xL4")
+    with pytest.raises(ConfigError, match="memory of 'NVIDIA Z9' is not known; known are A100"):
+        setup.propose_layout(cfg, "8xZ9")
+    for text in ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100"):
+        with pytest.raises(ConfigError, match="write nodes x GPUs of each x kind"):
+            setup.propose_layout(cfg, text)
+
+
+def test_a_model_that_is_not_here_is_not_predicted():
+    assert setup.memory_lines(config("policy.model_name=nobody/has-this-model")) == [
+        "memory: not predicted: config.json of the model is not on this machine"
+    ]
+
+
+@pytest.mark.slow
+def test_a_process_takes_the_memory_that_was_predicted():
+    command = [sys.executable, "benchmarks/memory.py", "deep", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
+    assert 0.85 <= float(done.stdout.split()[-1]) <= 1.15, done.stdout
