@@ -21,13 +21,15 @@ from nemo_rl.types import LLMMessageLogType
 
 
 def combine(values: Mapping[str, float], parts: Sequence[RewardFunctionConfig], *, normalize_weights: bool) -> float:
-    """The reward: the sum of weight * value, of the gates alone if one of them is not above 0.
-
-    `normalize_weights` divides by the sum of all weights, gates and closed parts included.
-    """
-    is_open = all(values[part.name] > 0 for part in parts if part.gate)
-    total = sum(part.weight * values[part.name] for part in parts if part.gate or is_open)
+    """The reward: the sum of `contributions`; `normalize_weights` divides it by the sum of all weights."""
+    total = sum(contributions(values, parts))
     return total / sum(part.weight for part in parts) if normalize_weights else total
+
+
+def contributions(values: Mapping[str, float], parts: Sequence[RewardFunctionConfig]) -> list[float]:
+    """weight * value of each part; 0 for all but the gates if one of them is not above 0."""
+    is_open = all(values[part.name] > 0 for part in parts if part.gate)
+    return [part.weight * values[part.name] if part.gate or is_open else 0.0 for part in parts]
 
 
 class CompositeEnvironment(EnvironmentInterface[Any]):
@@ -87,14 +89,18 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
             own = {f"{name}/{key}": value for name, step in ended.items() for key, value in step.metrics.items()}
             texts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
             # The reward of a failed conversation is a placeholder.
-            rewards.append(
-                0.0 if problems else combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
-            )
+            rewards.append(self._rewards(values if not problems else dict.fromkeys(found, 0.0)))
             answers.append(next((step.answer for step in ended.values() if step.answer is not None), None))
             failures.append("; ".join(problems) or None)
             metrics.append(values | own)
         scores = torch.tensor(rewards, dtype=torch.float64)
         return one_turn(texts, metadata, scores, answers=answers, failures=failures, metrics=metrics)
+
+    def _rewards(self, values: Mapping[str, float]) -> float | list[float]:
+        if not self.cfg.several_rewards:
+            return combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
+        scale = sum(part.weight for part in self.parts) if self.cfg.normalize_weights else 1.0
+        return [reward / scale for reward in contributions(values, self.parts)]
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """`<part>/<metric>` of the environments among the parts, over a batch with the samples' `metrics` (list of B).

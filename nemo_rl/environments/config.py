@@ -499,6 +499,10 @@ class CompositeEnvironmentConfig(ActorsConfig):
     normalize_weights: bool = False
     """Divide the weighted sum by the sum of all weights: parts between 0 and 1 then give a reward between 0 and 1."""
 
+    several_rewards: bool = False
+    """Give weight times value of each part as a reward of its own, for `adv_estimator.name: gdpo`; the sum stays the
+    reward in metrics."""
+
     sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Sections of `env` that the parts name -> their keys. The run fills it in: leave it out in YAML."""
 
@@ -509,6 +513,8 @@ class CompositeEnvironmentConfig(ActorsConfig):
                 yield "reward_functions", f"{number} parts are named {name!r}; {remedy}"
         if self.normalize_weights and sum(part.weight for part in self.reward_functions) <= 0:
             yield "normalize_weights", "needs weights whose sum is above 0; set it to false, or raise a weight"
+        if self.several_rewards and len(self.reward_functions) < 2:
+            yield "several_rewards", "there is one part; add another to reward_functions, or set it to false"
         if all(part.weight == 0 for part in self.reward_functions):
             yield "reward_functions", "every weight is 0, and so every reward is 0; raise one"
 

@@ -12,7 +12,17 @@ from tests.unit.config.test_methods import CONFIGS, GRPO, twin
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
-METHODS = ("dapo", "prorlv2")  # the others differ in the loss alone, whose every form test_exactness.py has
+METHODS = (
+    "dapo",
+    "prorlv2",
+    "deepscaler-1.5b-8k",
+    "fp8",
+    "long-context",
+    "reward-model",
+    "gspo",
+    "dr-grpo",
+    "reinforce",
+)
 TWO_STEPS = (*SMALL, "grpo.max_num_steps=2", "grpo.num_prompts_per_step=8", "grpo.val_period=0")
 
 

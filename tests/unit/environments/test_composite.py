@@ -149,6 +149,23 @@ def test_a_combination_is_linear_whatever_the_order_and_closed_by_its_gates(rows
         assert combine(ones, parts, normalize_weights=True) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("normalize", "scale"), [(False, 1.0), (True, 2.0)])
+def test_weighted_parts_may_be_rewards_of_their_own(normalize, scale):
+    reward = f"{HERE}:number_in_answer"
+    parts = [{"name": "a", "reward": reward, "weight": 3.0}, {"name": "b", "reward": reward, "weight": -1.0}]
+    environment = CompositeEnvironment(
+        {"reward_functions": parts, "several_rewards": True, "normalize_weights": normalize}
+    )
+    returned = environment.step([log("3"), log("raise"), log("1")], [{}, {}, {}])
+    assert (scale * returned.rewards).tolist() == [[9.0, -3.0], [0.0, 0.0], [3.0, -1.0]]
+    assert [failure is None for failure in returned.failures or ()] == [True, False, True]
+
+
+def test_one_part_is_not_several_rewards():
+    with pytest.raises(ConfigError, match="there is one part"):
+        load("+env.both={type: composite, several_rewards: true, reward_functions: [{name: correct, env: math}]}")
+
+
 def test_a_gate_closes_the_others_and_may_weigh_nothing():
     environment = composite({**NUMBER, "gate": True, "weight": 0.0}, HALVES)
     assert environment.step([log("3"), log("0"), log("-1")], [{}] * 3).rewards.tolist() == [1.5, 0.0, 0.0]
