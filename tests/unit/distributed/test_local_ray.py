@@ -47,6 +47,12 @@ def test_an_ipv6_cluster_is_asked_at_its_address(monkeypatch: pytest.MonkeyPatch
         init_ray()
 
 
+def test_an_address_of_ray_client_is_refused_with_the_way_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ValueError, match=r"Ray Client.*RAY_ADDRESS=<head>:6379.*ray job submit"):
+        init_ray()
+
+
 def test_every_port_is_on_loopback_and_none_is_fixed():
     taken = []
     for port in FIXED_PORTS:
