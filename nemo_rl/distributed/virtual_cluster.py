@@ -56,8 +56,8 @@ def init_ray(log_dir: str | None = None) -> None:
         start_local_ray()
     elif address.startswith("ray://"):
         raise ValueError(
-            f"RAY_ADDRESS={address} is the address of Ray Client, through which no tensors can be shared: start the run "
-            "on a node of the cluster with RAY_ADDRESS=<head>:6379, or with `ray job submit`"
+            f"RAY_ADDRESS={address} is the address of Ray Client, through which no tensors can be shared: start the "
+            "run on a node of the cluster with RAY_ADDRESS=<head>:6379, or with `ray job submit`"
         )
     else:
         host, _, port = address.rpartition(":")
