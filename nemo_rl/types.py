@@ -209,6 +209,7 @@ class SampleMeta:
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
     routed_experts_bytes: int = 0  # of `Sample.routed_experts`; 0 without
     reward_parts: list[float] = field(default_factory=list)  # each of several rewards, over all turns
+    num_sampled_image_tokens: int = 0  # tokens that stand for images, which the model has sampled; they carry no loss
     # Of an agent's episode: its other token sequences. This one and they have each sampled token in one mask.
     branches: list[SampleMeta] = field(default_factory=list)
     credit: float = 1.0  # factor of the episode's advantage on this sequence

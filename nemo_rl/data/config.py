@@ -132,7 +132,7 @@ class DataSection(StrictModel):
     """Keys of every section `data`."""
 
     max_images: int = Field(default=8, ge=1)
-    """The most images of a row or, with observations that have images, of an episode; for vision-language models."""
+    """The most images of a row, for vision-language models."""
 
     max_input_seq_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest row; a longer one takes no part in the loss."""

@@ -51,6 +51,7 @@ class EpisodeLimits:
 
     max_turns: int
     max_total_tokens: int  # prompt, sampled tokens and observations
+    image_token_id: int | None = None  # stands for images; where the model samples it, it is text and carries no loss
     timeout_s: float | None = None  # wall-clock time; enforced by the caller of `run_episode`
 
 
@@ -75,6 +76,13 @@ class _Transcript:
         self.token_mask.extend([logprobs is not None] * len(token_ids))
         self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(token_ids))
         self.messages.append(message)
+
+    def mask_sampled(self, token_id: int, among: int) -> int:
+        """Take the loss from `token_id` where it is one of the last `among` tokens. Returns how often."""
+        places = [i for i in range(len(self.token_ids) - among, len(self.token_ids)) if self.token_ids[i] == token_id]
+        for place in places:
+            self.token_mask[place], self.logprobs[place] = False, 0.0
+        return len(places)
 
     def add_experts(self, experts: np.ndarray) -> None:
         """Add the experts of new tokens. The engine returns those of all tokens but the last."""
@@ -133,6 +141,7 @@ async def run_episode(
     metrics: Mapping[str, float] = {}
     parts: list[float] = []
     hit_total_token_limit = hit_turn_limit = False
+    num_image_tokens = 0
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
         room = limits.max_total_tokens - len(transcript.token_ids)
@@ -143,6 +152,8 @@ async def run_episode(
         generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
+        if limits.image_token_id is not None:
+            num_image_tokens += transcript.mask_sampled(limits.image_token_id, len(completion.token_ids))
         if completion.routed_experts is not None:
             transcript.add_experts(completion.routed_experts)
         step = await env_step(transcript.messages, metadata)
@@ -191,6 +202,7 @@ async def run_episode(
             hit_total_token_limit=hit_total_token_limit,
             routed_experts_bytes=sum(piece.nbytes for piece in transcript.routed_experts),
             reward_parts=parts,
+            num_sampled_image_tokens=num_image_tokens,
         ),
         metrics,
     )

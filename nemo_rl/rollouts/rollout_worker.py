@@ -190,7 +190,8 @@ class RolloutWorker:
         EngineDied if an engine dies meanwhile.
         """
         picked = [groups[number].samples[index] for number, index in request.picks]
-        playing = asyncio.gather(*(self._probe(request, sample, number) for number, sample in enumerate(picked)))
+        refs = {digest: ray.put(made) for group in groups for digest, made in group.pixels.items()}
+        playing = asyncio.gather(*(self._probe(request, sample, n, refs) for n, sample in enumerate(picked)))
         died = asyncio.create_task(self.engines.died())
         try:
             await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +201,9 @@ class RolloutWorker:
             died.cancel()
             playing.cancel()
         fresh = playing.result()
-        handle = await self._keep(RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh), "")
+        kept = RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh)
+        kept.pixels = {digest: made for group in groups for digest, made in group.pixels.items()}
+        handle = await self._keep(kept, "")
         recorded, drawn = (self._num_changed(samples[: request.num_whole]) for samples in (picked, fresh))
         return Probe(handle=handle, num_recorded_changed=recorded, num_fresh_changed=drawn)
 
@@ -208,7 +211,9 @@ class RolloutWorker:
         """Samples whose sampled tokens change when they are decoded and tokenised again."""
         return sum(not self.settings.survives_text(s.token_ids[s.token_mask].tolist()) for s in samples)
 
-    async def _probe(self, request: ProbeRequest, sample: Sample, number: int) -> Sample:
+    async def _probe(
+        self, request: ProbeRequest, sample: Sample, number: int, pixels: Mapping[str, ray.ObjectRef]
+    ) -> Sample:
         num_prompt_tokens = sample.meta.num_prompt_tokens if number < request.num_whole else 1
         prompt = sample.token_ids[:num_prompt_tokens].tolist()
         datum = DatumSpec(
@@ -217,11 +222,12 @@ class RolloutWorker:
             extra_env_info=None,
             loss_multiplier=1.0,
             idx=number,
+            images=[span for span in sample.images if span.start < num_prompt_tokens],
         )
         return await run_episode(
             datum,
             sample_id=f"{request.group_id}/{number}",
-            generate=self.generate,
+            generate=partial(self.generate, pixels=pixels) if pixels else self.generate,
             env_step=_end,
             decode=self.settings.decode,
             render=self.settings.render,

@@ -31,6 +31,7 @@ TRAINING = UPDATE | PACKING | MOE
 ROLLOUT = frozenset(
     {
         *("reward", "num_failed_samples", "failed_sample_rate", "num_prompts_too_long"),
+        "num_sampled_image_tokens",
         *("total_num_tokens", "mean_prompt_length", "mean_total_tokens_per_sample", "mean_env_tokens_per_sample"),
         *("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_gen_tokens_per_turn"),
         *("total_turns", "avg_turns_per_sample", "max_turns_per_sample", "max_turns_reached_rate"),

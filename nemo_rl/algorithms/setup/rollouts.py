@@ -39,6 +39,7 @@ from nemo_rl.models.generation.hf import HfGeneration
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
+from nemo_rl.models.policy.vision.families import image_token_id
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.collector import NoWeightSync, RecordedRollouts, RolloutCollector
@@ -239,6 +240,7 @@ def _worker_settings(
             max_turns=config.rollout.max_rollout_turns,
             max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
             timeout_s=config.rollout.episode_timeout_s,
+            image_token_id=image_token_id(inputs.model.config),
         ),
         env_step_timeout_s=config.rollout.env_step_timeout_s,
         worker_timeout_s=config.cluster.worker_timeout_s,

@@ -32,7 +32,9 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
     assert all(lag >= 0 for lag in lags), "a sample from weights newer than the current ones"
     env_tokens = [sample.length - sample.num_prompt_tokens - sample.num_generated_tokens for sample in scored]
     too_long = [any(s.status is SampleStatus.PROMPT_TOO_LONG for s in handle.samples) for handle in handles]
+    num_image_tokens = sum(sample.num_sampled_image_tokens for sample in samples)
     return {
+        **({"num_sampled_image_tokens": float(num_image_tokens)} if num_image_tokens else {}),
         "reward": _mean([sample.reward for sample in scored]),
         "total_turns": float(sum(turns)),
         "avg_turns_per_sample": _mean(turns),

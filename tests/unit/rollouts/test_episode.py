@@ -62,6 +62,7 @@ def play(
     max_total: int = 100,
     max_new_tokens: int = 8,
     stop_strings: list[str] | None = None,
+    image_token_id: int | None = None,
 ) -> Sample:
     datum: DatumSpec = {
         "message_log": [
@@ -83,7 +84,7 @@ def play(
             decode=lambda ids: " ".join(map(str, ids)),
             render=lambda observation, sampled: [90, 91],
             sampling=SamplingParams(max_new_tokens=max_new_tokens, stop_strings=("end",)),
-            limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total),
+            limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total, image_token_id=image_token_id),
             seed_of_turn=lambda turn: 1000 + turn,
         )
     )
@@ -240,3 +241,14 @@ def test_a_turn_knows_that_it_ended_in_a_loop():
     engine = FakeEngine([([5] * 40, StopReason.STOP), ([6, 7], StopReason.STOP)])
     sample = play(engine, FakeEnvironment([outcome(0.0, False), outcome(1.0, True)]), max_new_tokens=40)
     assert [turn.ends_in_loop for turn in sample.meta.turns] == [True, False] and sample.meta.ends_in_loop
+
+
+def test_a_sampled_image_token_is_counted_and_carries_no_loss():
+    """It is text where the model writes it: no image belongs to it."""
+    engine = FakeEngine([([7, 9, 7, 8], StopReason.STOP)])
+    sample = play(engine, FakeEnvironment([outcome(1.0, True)]), image_token_id=7)
+    assert sample.token_ids.tolist() == [1, 2, 3, 7, 9, 7, 8]
+    assert sample.token_mask.tolist() == [False] * 4 + [True, False, True]
+    assert sample.generation_logprobs[3] == sample.generation_logprobs[5] == 0
+    assert sample.meta.num_sampled_image_tokens == 2
+    assert sample.meta.num_generated_tokens == 4

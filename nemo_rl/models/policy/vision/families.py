@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
@@ -50,6 +51,11 @@ FAMILIES = {
 def sees_images(config: PretrainedConfig) -> bool:
     """Whether it is the configuration of a vision-language model, known here or not."""
     return "vision_config" in config.sub_configs and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def image_token_id(config: Any) -> int | None:
+    """The token that stands for images; None for a model of text."""
+    return config.image_token_id if sees_images(config) else None
 
 
 def name_in_model(name: str, config: PretrainedConfig) -> str:
