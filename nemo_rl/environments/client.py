@@ -263,9 +263,7 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
             raise StepRefused(f"environment {name!r}: an observation needs role and content, got {observation!r}")
         if isinstance(observation["content"], list | tuple):
-            raise StepRefused(
-                f"environment {name!r}: images in observations are not supported"
-            )
+            raise StepRefused(f"environment {name!r}: images in observations are not supported")
         metrics = {} if metrics is None else metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(value, Real) for value in metrics.values()):
             raise StepRefused(f"environment {name!r}: metrics of a conversation are numbers by name, got {metrics!r}")

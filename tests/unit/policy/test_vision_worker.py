@@ -1,0 +1,123 @@
+"""A training step of a vision-language model: the same on any number of ranks, packed or padded; frozen parts."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.data import tiny_vision
+from nemo_rl.data.chat.images import image_digest, process_image
+from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.vision.families import FAMILIES, part_of
+from nemo_rl.types import ImageSpan
+from tests.unit.policy.steps import LOSS, NUM_GENERATIONS, make_groups, policy_config, whole_weights, worker_settings
+from tests.worlds import run_world
+
+SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[Path, Any, int]:
+    """(directory of an untrained model, its processor, its token for images)."""
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    tokenizer = build_tiny_tokenizer(recipe)
+    path = tmp_path_factory.mktemp("model")
+    untrained = build_untrained_model(recipe, tokenizer)
+    untrained.save_pretrained(path)
+    return path, tiny_vision.build_processor(recipe, tokenizer), untrained.config.image_token_id
+
+
+def groups_with_images(processor: Any, token: int) -> Any:
+    """`make_groups`, in which groups 0 and 3 begin with an image; the others have none."""
+    handles, groups = make_groups()
+    rng = random.Random(0)
+    for number in (0, 3):
+        image = draw(describe(draw_shapes(rng, 3)))
+        pixels, _ = process_image(processor, image)
+        span = ImageSpan(digest=image_digest(image), start=1, length=9)
+        groups[number].pixels = {span.digest: pixels}
+        for sample in groups[number].samples:
+            sample.token_ids = np.concatenate([[7], np.full(9, token), [8], sample.token_ids])
+            sample.token_mask = np.concatenate([np.zeros(11, bool), sample.token_mask])
+            sample.generation_logprobs = np.concatenate([np.zeros(11, np.float32), sample.generation_logprobs])
+            sample.meta = replace(sample.meta, length=sample.meta.length + 11)
+            sample.images = [span]
+        handles[number] = replace(handles[number], samples=[sample.meta for sample in groups[number].samples])
+    return handles, groups
+
+
+def step(model: tuple[Path, Any, int], world: int, **changes: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """(loss, norm of the gradient, weights after the step)."""
+    path, processor, token = model
+    config = policy_config(**SAMPLED_BEFORE | changes)
+
+    def rank_main(rank: int, world: int) -> Any:
+        blank = process_image(processor, draw("red circle 0"))[0]
+        worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
+        handles, groups = groups_with_images(processor, token)
+        plan = plan_batch(
+            handles,
+            [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(len(groups))],
+            [[float(sample.has_reward) for sample in handle.samples] for handle in handles],
+            num_ranks=worker.mesh.sizes.data_parallel,
+            global_batch_size=config.train_global_batch_size,
+            batching=Batching.of(config, quadratic_weight=0.001),
+        )
+        worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
+        result = worker.train(ClippedPGLoss(replace_kl(LOSS)), Logprobs())
+        return result.losses[0], result.grad_norms[0], whole_weights(worker)
+
+    return run_world(rank_main, world)[0]
+
+
+def replace_kl(config: Any) -> Any:
+    """Without a reference policy."""
+    return config.model_copy(update={"reference_policy_kl_penalty": 0.0})
+
+
+@pytest.fixture(scope="module")
+def whole(model) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """The step on one rank, each micro-batch padded."""
+    return step(model, 1, padding_free=False)
+
+
+@pytest.mark.parametrize(
+    "world, changes",
+    [
+        (2, {"padding_free": False}),
+        (1, {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)}),
+        (2, {"train_micro_batch_size": 1}),  # most micro-batches have no image
+        (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
+        (1, {"padding_free": False, "dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=96)}),
+    ],
+)
+def test_the_split_does_not_matter(model, whole, world, changes):
+    loss, norm, weights = step(model, world, **changes)
+    assert loss == pytest.approx(whole[0], abs=1e-6)
+    assert norm == pytest.approx(whole[1], rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, whole[2][name], atol=2e-6, rtol=0, msg=name)
+
+
+def test_a_frozen_part_stays_as_it_is(model, whole):
+    untrained = step(model, 1, optimizer=policy_config().optimizer.model_copy(update={"kwargs": {"lr": 0.0}}))[2]
+    _, _, weights = step(model, 1, freeze=["vision_tower"])
+    tower = [name for name in weights if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]
+    assert tower
+    assert all(torch.equal(weights[name], untrained[name]) for name in tower)
+    assert not any(torch.equal(whole[2][name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
+    assert not torch.equal(weights["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
