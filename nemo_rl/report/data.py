@@ -30,17 +30,17 @@ def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
     task_of: dict[str, str] = {}
     summary = GroupSummary()
 
-    def groups() -> Iterable[dict[str, Any]]:
-        latest = {line["step"]: line for line, _ in read_lines(run / GROUPS)}  # a step may run twice
+    def groups() -> Iterable[tuple[dict[str, Any], int]]:
+        latest = {line["step"]: (line, size) for line, size in _sized(run / GROUPS)}  # a step may run twice
         for step in sorted(latest):
-            for group in latest[step]["groups"]:
+            for group in latest[step][0]["groups"]:
                 summary.add(step, group)
                 task_of[group["id"]] = group["task"]
             yield latest[step]
 
     found: dict[str, Any] = {
         "groups": _blocks(folder, f"{prefix}groups", groups()),
-        "timeline": _blocks(folder, f"{prefix}timeline", (line for line, _ in read_lines(run / TIMELINE))),
+        "timeline": _blocks(folder, f"{prefix}timeline", _sized(run / TIMELINE)),
         "tasks": summary.tasks(),
         "prompts": summary.prompts(),
     }
@@ -143,8 +143,16 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _blocks(folder: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Write lines with a `step`, in order, into files of about `BLOCK_BYTES`. Returns name and steps of each."""
+def _sized(path: Path) -> Iterable[tuple[dict[str, Any], int]]:
+    """The objects of a file of JSON lines, each with its bytes."""
+    before = 0
+    for line, position in read_lines(path):
+        yield line, position - before
+        before = position
+
+
+def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
+    """Write lines, each with its bytes, in order into files of about `BLOCK_BYTES`. Returns name and steps of each file."""
     found: list[dict[str, Any]] = []
     part: list[Mapping[str, Any]] = []
     size = 0
@@ -156,9 +164,9 @@ def _blocks(folder: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> list
             _write(folder, found[-1]["name"], part)
         part, size = [], 0
 
-    for line in lines:
+    for line, num_bytes in lines:
         part.append(line)
-        size += len(json.dumps(line))
+        size += num_bytes
         if size > BLOCK_BYTES:
             finish()
     finish()

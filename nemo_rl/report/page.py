@@ -110,3 +110,4 @@ def _source(name: str) -> str:
 if __name__ == "__main__":
     os.nice(10)  # the run comes first
     write_report([Path(folder) for folder in sys.argv[1:]])
+    sys.stdout.write(f"{time.process_time():.2f}\n")  # what it cost, for `RunRecorder`

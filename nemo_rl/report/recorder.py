@@ -41,6 +41,7 @@ from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import METRICS_NAME
 
 PAGE = "nemo_rl.report.page"
+MAX_PAGE_SHARE = 0.05  # of a processor, for the pages of a long run
 LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
 ASK_EVERY_S = 5.0  # workers for their times
 LAST_ANSWER_S = 2.0
@@ -169,7 +170,7 @@ class RunRecorder:
     def finish_step(self, step: int) -> None:
         """Write the times, and begin a new page if it is time for one."""
         self._note_times(step, wait_s=0.0)
-        if time.monotonic() - self._page_at > self.cfg.every_s:
+        if time.monotonic() - self._page_at > max(self.cfg.every_s, self._page_s() / MAX_PAGE_SHARE):
             self._make_page(wait=False)
 
     def finish(self, step: int) -> None:
@@ -221,6 +222,11 @@ class RunRecorder:
             return self._give_up("report.html", str(error))
         if wait:
             self._end_page()
+
+    def _page_s(self) -> float:
+        """What the last page cost, in seconds of a processor; 0.0 before there is one."""
+        lines = _lines(self.folder / "report.log")
+        return float(lines[-1]) if lines and lines[-1].replace(".", "").isdigit() else 0.0
 
     def _end_page(self) -> None:
         assert self._page is not None

@@ -97,6 +97,7 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     own, text = recorder(run)
     own.close()
     assert "report" in (run / "report.html").read_text() and text.getvalue() == ""
+    assert 0.0 < float((run / "report.log").read_text()) < 60.0, "the processor's seconds, which keep pages rare"
     (run / "config.yaml").write_text("a: [")  # cannot be read
     own.close()
     assert "the report goes without report.html" in text.getvalue()
