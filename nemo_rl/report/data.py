@@ -152,7 +152,7 @@ def _sized(path: Path) -> Iterable[tuple[dict[str, Any], int]]:
 
 
 def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
-    """Write lines, each with its bytes, in order into files of about `BLOCK_BYTES`. Returns name and steps of each file."""
+    """Write lines, each with its bytes, in order into files of `BLOCK_BYTES`. Returns name and steps of each file."""
     found: list[dict[str, Any]] = []
     part: list[Mapping[str, Any]] = []
     size = 0
