@@ -309,7 +309,8 @@ class Translator:
     def _holds(self, condition: str, section: KeyPath) -> bool:
         try:
             return holds(condition, self.tree.get(section))
-        except (KeyError, TypeError):  # a key of the condition is missing, or the section around it
+        # A key of the condition is missing, or the section around it, or something stands there that is no section.
+        except (KeyError, TypeError, AttributeError):
             return False
 
     def is_decided(self, problem: Problem) -> bool:
