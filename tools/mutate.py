@@ -5,10 +5,10 @@
     python tools/mutate.py --at nemo_rl/data/packing.py:57
 
 A change is an operator, a comparison, a constant, a condition or a statement. Messages, logs, assertions and
-annotations are left alone. The tests are collected once; each mutant is a fork in which the function has the code of
-the changed source, and nothing is written. It runs the tests that call the function in their own process, or all where
-none does. A mutant is killed when one fails, or takes longer than the limit. Processes that a test starts anew, without
-a fork, do not see the change: the share that is killed is a lower bound.
+annotations are left alone. The tests are collected once, in a copy of the tree; each mutant is a fork in which the
+function has the code of the changed source, which is also written into the copy for processes that a test starts. The
+tests that call the function in their own process come first. A mutant is killed when a test fails, or takes longer than
+the limit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -38,10 +41,11 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Group:
-    """Files, and the tests that are to notice a change in them."""
+    """Files, and the tests that are to notice a change in them; `needs_gpu`: what only tests on a GPU call."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    needs_gpu: tuple[str, ...] = ()
 
 
 LOSSES = ("tests/unit/algorithms/losses", "tests/unit/test_loss_invariance.py", "tests/parity/test_trl.py")
@@ -74,6 +78,7 @@ GROUPS = {
             "tests/unit/refit/test_shard_sender.py",
             "tests/unit/refit/test_collective_buffer.py",
         ),
+        needs_gpu=("CudaIpcBuffer", "device_key"),
     ),
     "seeds": Group(("nemo_rl/utils/seeds.py",), ("tests/unit/utils/test_seeds.py",)),
     "checkpoint": Group(
@@ -212,6 +217,8 @@ def mutants_of(group: str, file: Path) -> Iterator[Mutant]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     for function, definition in functions(ast.parse(source)):
+        if function.startswith(GROUPS[group].needs_gpu):
+            continue
         body = ast.Module(body=definition.body, type_ignores=[])
         negated = [(node.test, ast.UnaryOp(ast.Not(), node.test)) for node in places(body) if isinstance(node, ast.If)]
         replaced = [(node, new) for node in places(body) for new in changed(node)]
@@ -289,6 +296,20 @@ def changed_code(mutant: Mutant) -> CodeType:
     return code_of(module, mutant.function)
 
 
+@contextmanager
+def written(mutant: Mutant) -> Iterator[None]:
+    """The changed file stands in the copy of the tree, which is the working directory."""
+    path = Path(mutant.file)
+    source, times = path.read_bytes(), path.stat()
+    path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
+    os.utime(path, (times.st_atime, times.st_mtime + 10))  # bytecode of the file as it was is stale
+    try:
+        yield
+    finally:
+        path.write_bytes(source)
+        os.utime(path, (times.st_atime, times.st_mtime))
+
+
 def fork(work: Callable[[], bool], limit_s: float) -> bool:
     """What `work` says in a fork; False after the limit."""
     child = os.fork()
@@ -347,8 +368,7 @@ class Loop:
         limit_s = 20 + 3 * sum(self.seconds.values())
         for mutant in self.mutants:
             direct = set(callers.get(f"{mutant.file} {mutant.function}", ()))
-            items = [item for item in sound if item.nodeid in direct] or sound
-            items = sorted(items, key=lambda item: self.seconds[item.nodeid])
+            items = sorted(sound, key=lambda item: (item.nodeid not in direct, self.seconds[item.nodeid]))
 
             code = changed_code(mutant)
 
@@ -357,7 +377,8 @@ class Loop:
                 self._run(session, items)
                 return session.testsfailed == 0
 
-            survived = fork(survives, limit_s)
+            with written(mutant):
+                survived = fork(survives, limit_s)
             with self.report.open("a") as report:
                 report.write(json.dumps([asdict(mutant), survived]) + "\n")
         return True
@@ -407,7 +428,7 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.85, help="share that must be killed (exit status 1)")
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "mutants", help="folder of the reports")
     args = parser.parse_args()
-    os.chdir(ROOT)
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     mutants = [mutant for mutant in all_mutants() if not args.group or mutant.group in args.group]
     print(f"{len(mutants)} places, seed {args.seed}", flush=True)
@@ -415,10 +436,18 @@ def main() -> None:
         mutants = [mutant for mutant in mutants if f"{mutant.file}:{mutant.line}" in args.at]
     elif args.sample and args.sample < len(mutants):
         mutants = sorted(random.Random(args.seed).sample(mutants, args.sample), key=mutants.index)
-    killed = {
-        group: judged(group, [mutant for mutant in mutants if mutant.group == group], args.out)
-        for group in dict.fromkeys(mutant.group for mutant in mutants)
-    }
+    with tempfile.TemporaryDirectory(prefix="mutants_") as tree:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in map(Path, listed.splitlines()):
+            (Path(tree) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, Path(tree) / name)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = tree
+        sys.path[:] = [tree, *(entry for entry in sys.path if Path(entry).resolve() not in (ROOT, ROOT / "tools"))]
+        killed = {
+            group: judged(group, [mutant for mutant in mutants if mutant.group == group], args.out)
+            for group in dict.fromkeys(mutant.group for mutant in mutants)
+        }
     killed["all"] = [each for of_group in killed.values() for each in of_group]
     for group, which in killed.items():
         print(f"{sum(which):4d} of {len(which):4d} killed, {sum(which) / len(which):4.0%}  {group}")
