@@ -276,11 +276,11 @@ SEEN: set[str] = set()  # functions that were called, as "file name"
 
 def watch_calls(file: str) -> None:
     """From now on every function of a file enters itself in SEEN."""
-    tree = ast.parse((ROOT / file).read_bytes())
+    tree = ast.parse(Path(file).read_bytes())
     names = dict(functions(tree))
     for name, definition in names.items():
         definition.body.insert(0, ast.parse(f"__seen__({f'{file} {name}'!r})").body[0])
-    code = compile(ast.fix_missing_locations(tree), str(ROOT / file), "exec", dont_inherit=True)
+    code = compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     vars(module)["__seen__"] = SEEN.add
     for name in names:
@@ -290,9 +290,9 @@ def watch_calls(file: str) -> None:
 
 def changed_code(mutant: Mutant) -> CodeType:
     """Of the function of a mutant."""
-    source = (ROOT / mutant.file).read_bytes()
+    source = Path(mutant.file).read_bytes()
     source = source[: mutant.start] + mutant.after.encode() + source[mutant.stop :]
-    module = compile(source, str(ROOT / mutant.file), "exec", dont_inherit=True)
+    module = compile(source, mutant.file, "exec", dont_inherit=True)
     return code_of(module, mutant.function)
 
 
