@@ -124,6 +124,8 @@ def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
     whole = compute_advantages([parted([0.0, 1.0], [1.0, 0.0], [1.0, 1.0])], cfg("gdpo")).advantages[0]
     failed = parted([0.0, 1.0], [], [1.0, 0.0], [1.0, 1.0], valid=[True, False, True, True])
     assert compute_advantages([failed], cfg("gdpo")).advantages[0] == [whole[0], 0.0, *whole[1:]]
+    equal = [parted([1.0, 0.0], [0.0, 1.0]), parted([0.5, 0.5], [0.5, 0.5])]
+    assert compute_advantages(equal, cfg("gdpo")).advantages == [[0.0, 0.0]] * 2, "no variance"
     with pytest.raises(ValueError, match=r"found 1\); return rewards \[B, n\], as math_multi_reward does"):
         compute_advantages([parted([1.0], [0.0])], cfg("gdpo"))
     with pytest.raises(ValueError, match=r"found 2, 3\)"):

@@ -43,6 +43,25 @@ def test_stop_properly_penalty_replaces_the_overlong_one():
     assert shape_reward(2.0, sample(2.0), cfg) == 2.0
 
 
+def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
+    """Scaled, not shaped; those of a failed episode are out. Without, a branch has its share of the episode's."""
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 10.0}
+    cfg = grpo(reward_scaling=scaling)
+    branched, failed = sample(1.0, generated=10), sample(0.0, SampleStatus.FAILED)
+    branched.branches = [sample(generated=3), sample(generated=4)]
+    (shared,) = score_groups([handle(branched, failed)], cfg)
+    assert shared.for_estimator().rewards == [10.0, 0.0] and shared.for_estimator().num_loss_tokens == [17, 0]
+    branched.branches[1].credit = 0.5
+    assert shared.of_rows([2.0, 0.0]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
+    branched.branches[0].own_reward, failed.own_reward = 0.5, 0.7
+    (own,) = score_groups([handle(branched, failed)], cfg)
+    compared = own.for_estimator()
+    assert (compared.rewards, compared.valid) == ([0.0, 5.0, 0.0, 0.0], [True, True, True, False])
+    assert compared.num_loss_tokens == [10, 3, 4, 10]
+    assert own.of_rows([1.0, 2.0, 3.0, 4.0]) == [1.0, 4.0, 2.0, 3.0]
+    assert own.row_masks == [1.0, 0.0, 1.0, 1.0]
+
+
 def test_shaping_off():
     cfg = shaping(enabled=False, max_response_length=1, overlong_buffer_length=1)
     assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 2.0

@@ -1,3 +1,4 @@
+import os
 import random
 
 import numpy as np
@@ -10,10 +11,12 @@ from safetensors.torch import save_file
 
 from nemo_rl.utils.seeds import (
     load_rng_state,
+    make_deterministic,
     sample_seed,
     save_rng_state,
     seed_everything,
 )
+from tests.worlds import run_world
 
 
 def test_sample_seed_is_fixed_for_ever():
@@ -51,14 +54,28 @@ def draws() -> list[float]:
 
 
 def test_equal_seeds_give_equal_draws():
-    seed_everything(2**40 + 5)
+    large = 2**40 + 2**32 + 5  # more than numpy's legacy generator takes
+    seed_everything(large)
     first = draws()
-    seed_everything(2**40 + 5)
+    seed_everything(large)
     assert draws() == first
     seed_everything(6)
     assert draws() != first
+    seed_everything(0)
     with pytest.raises(ValueError, match="0 or more"):
         seed_everything(-1)
+
+
+def test_operators_without_a_fixed_order_are_refused():
+    def on_rank(rank: int, world: int) -> tuple[bool, bool, str]:
+        make_deterministic()
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+            os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        )
+
+    assert run_world(on_rank, 1) == [(True, False, ":4096:8")]
 
 
 def test_state_on_disk_continues_every_generator(tmp_path):
