@@ -435,7 +435,7 @@ def main() -> None:
     if args.at:
         mutants = [mutant for mutant in mutants if f"{mutant.file}:{mutant.line}" in args.at]
     elif args.sample and args.sample < len(mutants):
-        mutants = sorted(random.Random(args.seed).sample(mutants, args.sample), key=mutants.index)
+        mutants = random.Random(args.seed).sample(mutants, args.sample)
     with tempfile.TemporaryDirectory(prefix="mutants_") as tree:
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in map(Path, listed.splitlines()):

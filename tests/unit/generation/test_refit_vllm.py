@@ -207,7 +207,7 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
             generation.finish_weight_update(5)
 
 
-@pytest.mark.slow  # vLLM's CPU engine crashes now and then in bfloat16, after a sync or without
+@pytest.mark.slow  # a whole run in bfloat16 is among the default tests: tests/gpu/test_runs.py
 def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
     """bfloat16 on a CPU: linear layers keep a repacked copy only, the tied head a copy beside its weight."""
     with refit_into_engine(tmp_path, tied=True, dtype="bfloat16") as (policy, generation, refit):

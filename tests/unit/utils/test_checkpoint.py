@@ -83,6 +83,19 @@ def test_resume_paths_without_optimizer(tmp_path):
     assert CheckpointManager.get_resume_paths(tmp_path) == (tmp_path / "policy" / "weights", None)
 
 
+def test_the_latest_finished_one_has_sound_training_info_whatever_its_weights(tmp_path):
+    """What a start prints of a run to resume reads no weights."""
+    manager = manager_in(tmp_path)
+    assert manager.latest_finished() is None
+    for step in (1, 2, 3):
+        save(manager, step)
+    (tmp_path / "step_2" / "policy" / "weights" / "shard_0.bin").write_text("damaged")
+    (tmp_path / "step_3" / "training_info.json").write_text("{}")
+    assert manager.latest_finished() == tmp_path / "step_2"
+    (tmp_path / "step_2" / "manifest.json").unlink()
+    assert manager.latest_finished() == tmp_path / "step_1"
+
+
 def test_latest_is_by_number_not_by_name(tmp_path):
     manager = manager_in(tmp_path)
     for step in (2, 10, 9):

@@ -409,6 +409,7 @@ def prepare_environment(device: str, engine_size: int) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes in native code writes its Python stack
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
     if device == "cpu":
