@@ -148,8 +148,9 @@ def test_groups_with_fewer_than_two_rewards_are_zeros_and_counted():
 
 
 def test_a_step_without_any_reward_has_no_statistics():
-    result = compute_advantages([group([0.0, 0.0], [False, False])], cfg())
-    assert result.advantages == [[0.0, 0.0]] and "advantages/mean" not in result.metrics
+    for estimator in (cfg(), cfg("reinforce_plus_plus", minus_baseline=False)):
+        result = compute_advantages([group([0.0, 0.0], [False, False])], estimator)
+        assert result.advantages == [[0.0, 0.0]] and "advantages/mean" not in result.metrics
 
 
 def test_a_reward_that_is_not_a_number_is_refused():

@@ -79,6 +79,8 @@ def test_an_empty_directory_has_no_checkpoint(tmp_path):
 
 
 def test_resume_paths_without_optimizer(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no policy/weights"):
+        CheckpointManager.get_resume_paths(tmp_path)
     (tmp_path / "policy" / "weights").mkdir(parents=True)
     assert CheckpointManager.get_resume_paths(tmp_path) == (tmp_path / "policy" / "weights", None)
 
