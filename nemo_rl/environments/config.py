@@ -315,8 +315,34 @@ class AgentEnvironmentConfig(ActorsConfig):
     type: Literal["agent"] = "agent"
     """Registry name of the environment."""
 
-    run: str = Field(min_length=1)
+    run: str | None = None
     """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
+
+    command: list[str] | None = Field(default=None, min_length=1)
+    """In its place: a program and its arguments, started for each episode with the session in its environment."""
+
+    url: HttpAddress | None = None
+    """In its place: a service to which each episode's task is posted as JSON."""
+
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of `command`."""
+
+    memory_mib: int | None = Field(default=None, ge=64)
+    """Address space of each process of `command` in MiB; null: no limit."""
+
+    verifier: str | None = None
+    """Import path of a function of the task and of the conversations of the episode, one list of messages for each row,
+    that returns a reward; it is added to the agent's."""
+
+    environment: str | None = None
+    """Section of `env` that gives a reward to the last conversation of the episode; it is added to the agent's."""
+
+    credit: Literal["shared", "branch", "discounted"] = "shared"
+    """What the rows of an episode share: its advantage; nothing, each has the rewards of its own answers beside those
+    of the episode; or its advantage times `discount` for each later call of the model."""
+
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Factor of `credit: discounted`."""
 
     max_concurrent: int = Field(default=256, ge=1)
     """Agents of each actor that run at the same time."""
@@ -329,6 +355,14 @@ class AgentEnvironmentConfig(ActorsConfig):
 
     session: SessionConfig = SessionConfig()
     """Where its sessions listen."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        ways = {"run": self.run, "command": self.command, "url": self.url}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
+        if self.discount != 1 and self.credit != "discounted":
+            yield "discount", f"has no effect with credit={self.credit}; set credit=discounted"
 
 
 class RemoteEnvironmentConfig(ActorsConfig):
@@ -647,6 +681,13 @@ def named_sections(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]
     return list(dict.fromkeys([*names, *(part for name in names for part in _parts(env[name]))]))
 
 
+def judges_of(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> set[str]:
+    """These sections of `env`, and the sections that reward agents among them."""
+    names = set(names)
+    agents = [config for name in names if isinstance(config := env[name], AgentEnvironmentConfig)]
+    return names | {agent.environment for agent in agents if agent.environment is not None}
+
+
 def sections_of(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
     """These sections of `env` as they are started: a composite holds the sections that its parts name."""
     found = {name: env[name] for name in names}
@@ -668,6 +709,11 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
     for name, config in env.items():
         if isinstance(config, CompositeEnvironmentConfig):
             yield from _part_problems(name, config, env)
+        if isinstance(config, AgentEnvironmentConfig) and config.environment is not None:
+            judge = env.get(config.environment)
+            if judge is None or isinstance(judge, AgentEnvironmentConfig):
+                fix = f"name another section, one of: {', '.join(other for other in env if other != name)}"
+                yield f"env.{name}.environment", f"{config.environment!r} is no environment; {fix}"
         key, limit = "time_limit_s", 0.0
         runs_python = not isinstance(config, PythonToolsEnvironmentConfig) or "python" in config.tools
         if isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig):

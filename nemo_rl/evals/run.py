@@ -222,6 +222,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
             vocab_size=len(inputs.model.tokenizer),
             vllm=config.generation.vllm_cfg,
             max_calls=config.eval.max_rollout_turns,
+            env_step_timeout_s=config.eval.env_step_timeout_s,
         ),
     )
     collector = RolloutCollector(

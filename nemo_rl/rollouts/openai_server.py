@@ -196,6 +196,10 @@ def parse_request(kind: type[R], body: bytes) -> R:
 # -- answers
 
 
+OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
+"""(id of the answer, a completion in it, the conversation with the answer's message): called for each choice."""
+
+
 class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
@@ -212,12 +216,14 @@ class Answers:
         sampling: SamplingParams,
         ended: asyncio.Event,
         shows_tokens: bool,
+        on_answer: OnAnswer | None = None,
     ) -> None:
         self.settings = settings
         self.chat = chat
         self.generate = generate
         self.sampling = sampling
         self.shows_tokens = shows_tokens
+        self._on_answer = on_answer
         self._ended = ended
 
     async def models(self, request: web.Request) -> web.Response:
@@ -238,7 +244,9 @@ class Answers:
             }
             return {"text": text, "finish_reason": completion.stop_reason.value, "logprobs": logprobs}
 
-        return await self._respond(request, wanted, "text_completion", self._prompt(wanted.prompt), choice)
+        token_ids = self._prompt(wanted.prompt)
+        asked = {"role": "user", "content": self.settings.decode(token_ids)}
+        return await self._respond(request, wanted, "text_completion", token_ids, choice, [asked])
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and prompt:
@@ -274,7 +282,7 @@ class Answers:
             }
 
         more = {"retokenized_turns": prompt.retokenized}
-        return await self._respond(request, wanted, "chat.completion", prompt.token_ids, choice, more)
+        return await self._respond(request, wanted, "chat.completion", prompt.token_ids, choice, wanted.messages, more)
 
     async def _respond(
         self,
@@ -283,6 +291,7 @@ class Answers:
         kind: str,
         token_ids: list[int],
         choice: Callable[[Completion, str], dict[str, Any]],
+        messages: Sequence[dict[str, Any]],
         more: Mapping[str, Any] | None = None,
     ) -> web.StreamResponse:
         """Sample and answer. `choice` makes a choice from a completion and its text; `more` extends the answer."""
@@ -294,18 +303,21 @@ class Answers:
             )
         sampling = wanted.sampling(self.sampling, room)
         completions = await self._sample(token_ids, sampling, wanted.seed, wanted.n)
-        choices = []
+        choices, answer_id = [], f"{kind}-{secrets.token_hex(8)}"
         for index, completion in enumerate(completions):
             own = {"index": index, **choice(completion, self._text(completion, sampling))}
             if wanted.logprobs is False:
                 own["logprobs"] = None
+            if self._on_answer is not None:
+                said = own["message"] if "message" in own else {"role": "assistant", "content": own["text"]}
+                self._on_answer(answer_id, completion, [*messages, said])
             if self.shows_tokens:
                 own |= {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
             choices.append(own)
         num_sampled = sum(len(completion.token_ids) for completion in completions)
         usage = {"prompt_tokens": len(token_ids), "completion_tokens": num_sampled}
         answer = {
-            "id": f"{kind}-{secrets.token_hex(8)}",
+            "id": answer_id,
             "object": kind,
             "created": int(time.time()),
             "model": self.settings.model,

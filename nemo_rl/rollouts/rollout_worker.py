@@ -93,7 +93,7 @@ class Probe:
 
 
 class AgentEnvironment(Protocol):
-    """Agents that own their loop, as the rollout worker uses them. They have the metrics of an environment."""
+    """Agents that own their loop, as the rollout worker uses them."""
 
     async def play(
         self,
@@ -106,6 +106,13 @@ class AgentEnvironment(Protocol):
         seed_of_turn: Callable[[int], int],
     ) -> Sample:
         """Play one episode to its end."""
+        ...
+
+    @property
+    def name(self) -> str: ...  # section of `env`
+
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """As those of an `Environment`."""
         ...
 
 
@@ -327,7 +334,7 @@ class RolloutWorker:
 
     async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
-        by_name: dict[str, tuple[Environment, list[tuple[str, Sample]]]] = {}
+        by_name: dict[str, tuple[Environment | AgentEnvironment, list[tuple[str, Sample]]]] = {}
         for task_name, group in zip(task_names, groups, strict=True):
             environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))

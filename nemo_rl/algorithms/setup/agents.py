@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, decode
+from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, EpisodeEnvironment, decode
 from nemo_rl.data.chat.served import ServedChat
+from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.environments.config import AgentEnvironmentConfig
 from nemo_rl.models.generation.config import VllmConfig
@@ -48,6 +49,7 @@ def make_connect_agents(
     vocab_size: int,
     vllm: VllmConfig,
     max_calls: int,
+    env_step_timeout_s: float,
 ) -> ConnectAgents:
     """What connects the rollout worker with agents. `name`: of the model. `max_calls`: of the model, in an episode."""
     answers = answer_settings(name, tokenizer, vllm, vocab_size)
@@ -58,14 +60,28 @@ def make_connect_agents(
             limits=SessionLimits(max_calls=max_calls, max_generated_tokens=config.max_generated_tokens),
             host=config.session.host,
             port=config.session.port,
+            verifies=config.verifier is not None,
+            credit=config.credit,
+            discount=config.discount,
         )
         for section, config in sections.items()
     ]
-    return partial(_connect, settings)
+    judges = {section: config.environment for section, config in sections.items() if config.environment is not None}
+    return partial(_connect, settings, judges, env_step_timeout_s)
 
 
 def _connect(
-    settings: Sequence[AgentSettings], runners: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str]
+    settings: Sequence[AgentSettings],
+    judges: Mapping[str, str],
+    env_step_timeout_s: float,
+    actors: Mapping[str, Sequence[Any]],
+    task_to_env: Mapping[str, str],
 ) -> dict[str, Agents]:
-    agents = {own.name: Agents(own, runners[own.name]) for own in settings}
+    agents = {}
+    for own in settings:
+        judge = None
+        if own.name in judges:
+            name = judges[own.name]
+            judge = EpisodeEnvironment(EnvironmentPool(name, actors[name], env_step_timeout_s)).step
+        agents[own.name] = Agents(own, actors[own.name], judge)
     return {task: agents[name] for task, name in task_to_env.items() if name in agents}

@@ -28,6 +28,7 @@ from nemo_rl.environments.config import (
     BUILT_IN_TOOLS,
     AnyEnvironmentConfig,
     CompositeEnvironmentConfig,
+    judges_of,
     named_sections,
     own_python,
 )
@@ -65,6 +66,7 @@ ENVIRONMENT_INPUTS = {
     "retrieval": ("dataset_name", "nemo_rl.environments.retrieval:check_corpus"),
     "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
     "llm_judge": ("api_key_env", "nemo_rl.utils.registry:token_in"),
+    "agent": ("run", "nemo_rl.environments.agents.interfaces:import_agent"),
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
 LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
@@ -221,7 +223,7 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
     If the environments start (`starts`), also check what they need from outside: environment variables, local files
     and import paths. Servers and models are asked when they start.
     """
-    for name in named_sections(env, sorted(set(names))):
+    for name in named_sections(env, sorted(judges_of(env, names))):
         if own_python(env[name]) is not None:
             env_class_path(env[name].type)  # only its own Python imports it
             continue

@@ -33,7 +33,13 @@ from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.config import AnyEnvironmentConfig, LLMJudgeEnvironmentConfig, named_sections, sections_of
+from nemo_rl.environments.config import (
+    AnyEnvironmentConfig,
+    LLMJudgeEnvironmentConfig,
+    judges_of,
+    named_sections,
+    sections_of,
+)
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.hf import HfGeneration
 from nemo_rl.models.generation.interfaces import GENERATION
@@ -253,6 +259,7 @@ def _worker_settings(
             vocab_size=inputs.model.config.get_text_config().vocab_size,
             vllm=config.policy.generation.vllm_cfg,
             max_calls=config.rollout.max_rollout_turns,
+            env_step_timeout_s=config.rollout.env_step_timeout_s,
         ),
     )
 
@@ -378,7 +385,7 @@ def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[s
     Raises:
         ValueError: for an unknown `tiny:` model.
     """
-    names = sorted(set(names))
+    names = sorted(judges_of(env, names))
     sections = {name: env[name] for name in named_sections(env, names)}
     for name, section in sections.items():
         if isinstance(section, LLMJudgeEnvironmentConfig):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from nemo_rl.utils.registry import import_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +21,17 @@ class AgentTask:
     base_url: str
     api_key: str
     model: str
-    reward_url: str  # POST {"reward": 1.0} with the key; an agent may return its reward instead
+    reward_url: str  # POST {"reward": 1.0} with the key, for one answer also {"answer": its id}; or return the reward
     row: Mapping[str, Any]  # of the dataset
     messages: Sequence[Mapping[str, Any]]  # the prompt: role and content
     metadata: Any  # of the data processor, e.g. {"ground_truth": "4"}
     seed: int  # of this episode, for what the agent draws by itself
     episode: str  # the sample's id
+
+
+def import_agent(path: str) -> Callable[[AgentTask], Any]:
+    """The function that plays episodes. Raises ValueError if it cannot be imported."""
+    return import_object(path, "agent")
 
 
 class AgentEnd(StrEnum):

@@ -1,22 +1,41 @@
-"""Starts agents, one for each episode: a Python callable, in the process of this actor.
+"""Starts agents, one for each episode, beside each other: a Python callable, a command, or a service behind HTTP.
 
-Agents run beside each other. A callable that does not return is left alone when its time is over: its session is
-closed, and its next call of the model raises.
+A callable runs in the process of this actor. One that does not return is left alone when its time is over: its session
+is closed, and its next call of the model raises. A command is a process of its own, with a folder of its own; it is
+ended with all processes of its group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
+import os
+import resource
+import signal
+import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
+import aiohttp
+
+from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask, import_agent
 from nemo_rl.environments.config import AgentEnvironmentConfig
 from nemo_rl.utils.registry import import_object
+
+MAX_OUTPUT_BYTES = 65536  # of a command: what is kept of the end
+MAX_QUOTED = 2000  # characters
+INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""What commands get of this process's environment, beside `env_vars` of their section."""
+
+
+class AgentFailed(RuntimeError):
+    """A command or a service ended with an error."""
 
 
 class AgentRunner:
@@ -24,14 +43,19 @@ class AgentRunner:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.config = AgentEnvironmentConfig(**options)
-        self.agent = import_object(self.config.run, "agent")
         self._slots = asyncio.Semaphore(self.config.max_concurrent)
         self._threads = ThreadPoolExecutor(self.config.max_concurrent, thread_name_prefix="agent")
+        self.agent: Callable[[AgentTask], Any] | None = None
+        self.verifier: Callable[..., Any] | None = None
+        if self.config.run is not None:
+            self.agent = import_agent(self.config.run)
+        if self.config.verifier is not None:
+            self.verifier = import_object(self.config.verifier, "verifier")
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """Run one episode to its end. The time limit begins when the agent does."""
         async with self._slots:
-            playing = asyncio.create_task(self._call(task))
+            playing = asyncio.create_task(self._play(task))
             try:
                 await asyncio.wait([playing], timeout=self.config.time_limit_s)
                 if not playing.done():
@@ -43,17 +67,117 @@ class AgentRunner:
                 return playing.result()
             finally:
                 playing.cancel()
+                await asyncio.wait([playing], timeout=1.0)  # so that a command is gone
 
-    async def _call(self, task: AgentTask) -> AgentOutcome:
-        if inspect.iscoroutinefunction(self.agent):
-            return outcome(await self.agent(task))
-        return outcome(await asyncio.get_running_loop().run_in_executor(self._threads, self._in_thread, task))
+    async def verify(self, task: AgentTask, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> AgentOutcome:
+        """The reward that the verifier gives an episode. `conversations`: the messages of each of its rows."""
+        assert self.verifier is not None
+        verifying = asyncio.ensure_future(self._call(self.verifier, task, conversations))
+        await asyncio.wait([verifying])
+        error = verifying.exception()
+        if error is not None:
+            return AgentOutcome(end=AgentEnd.CRASHED, failure=f"the verifier raised {_text(error)}")
+        return verifying.result()
 
-    def _in_thread(self, task: AgentTask) -> Any:
+    async def _play(self, task: AgentTask) -> AgentOutcome:
+        if self.agent is not None:
+            return await self._call(self.agent, task)
+        if self.config.command is not None:
+            return await run_command(self.config, task)
+        assert self.config.url is not None
+        return await post_task(self.config.url, task)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
+        if inspect.iscoroutinefunction(function):
+            return outcome(await function(*args))
+        return outcome(await asyncio.get_running_loop().run_in_executor(self._threads, _without_exit, function, *args))
+
+
+def _without_exit(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except SystemExit as error:  # would end this actor with all its agents
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+
+
+async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentOutcome:
+    """Run the command of one episode, in a new folder that is removed. Its output is its own affair.
+
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, which clients read by themselves,
+    AGENT_REWARD_URL, and AGENT_TASK: the path of a JSON file with the whole `AgentTask`.
+
+    Raises:
+        AgentFailed: with the end of its output, if its exit status is not 0.
+    """
+    assert config.command is not None
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_agent_") as folder:
+        path = os.path.join(folder, "task.json")
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(asdict(task), file, default=str)
+        environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | {
+            "HOME": folder,
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "OPENAI_MODEL": task.model,
+            "AGENT_REWARD_URL": task.reward_url,
+            "AGENT_TASK": path,
+            **config.env_vars,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *config.command,
+            cwd=folder,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            return self.agent(task)
-        except SystemExit as error:  # would end this actor with all its agents
-            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+            if config.memory_mib is not None:
+                with suppress(ProcessLookupError):  # it has ended already
+                    limit = config.memory_mib << 20
+                    resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+            output = await _tail(process)
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if status != 0:
+        said = output.decode(errors="replace").strip()[-MAX_QUOTED:]
+        raise AgentFailed(f"{config.command[0]} ended with status {status}: {said}")
+    return AgentOutcome(end=AgentEnd.DONE)
+
+
+async def _tail(process: asyncio.subprocess.Process) -> bytes:
+    """The end of what a process writes until it closes its output."""
+    assert process.stdout is not None
+    kept = b""
+    while chunk := await process.stdout.read(MAX_OUTPUT_BYTES):
+        kept = (kept + chunk)[-MAX_OUTPUT_BYTES:]
+    return kept
+
+
+async def post_task(url: str, task: AgentTask) -> AgentOutcome:
+    """POST an `AgentTask` as JSON to a service, which answers when the episode has ended, as a callable returns.
+
+    The connection is closed when the time of the episode is over. An episode that is played again, as after the death
+    of a process, is posted again with the same `episode` and `seed`.
+
+    Raises:
+        AgentFailed: for another status than 200, or an answer that is no JSON.
+    """
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+        session.post(url, json=asdict(task), allow_redirects=False) as answer,
+    ):
+        said = await answer.text()
+        if answer.status != 200:
+            raise AgentFailed(f"POST {url}: status {answer.status}: {said[:MAX_QUOTED]}")
+        try:
+            return outcome(json.loads(said))
+        except json.JSONDecodeError as error:
+            raise AgentFailed(f"POST {url}: the answer is no JSON: {said[:MAX_QUOTED]}") from error
 
 
 def outcome(returned: Any) -> AgentOutcome:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 from ray.exceptions import RayError
 
@@ -15,7 +15,16 @@ from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServe
 from nemo_rl.rollouts.agents.tree import Branch
 from nemo_rl.rollouts.episode import without_reward
 from nemo_rl.rollouts.openai_server import AnswerSettings
-from nemo_rl.types import DatumSpec, GenerateFn, Prompt, Sample, SampleMeta, SampleStatus, SamplingParams
+from nemo_rl.types import (
+    DatumSpec,
+    EnvironmentStep,
+    GenerateFn,
+    Prompt,
+    Sample,
+    SampleMeta,
+    SampleStatus,
+    SamplingParams,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +36,25 @@ class AgentSettings:
     limits: SessionLimits
     host: str
     port: int
+    verifies: bool = False  # the runners have a verifier
+    credit: Literal["shared", "branch", "discounted"] = "shared"  # see `AgentEnvironmentConfig.credit`
+    discount: float = 1.0
+
+
+class JudgeFn(Protocol):
+    """The step of an environment that rewards a conversation."""
+
+    async def __call__(
+        self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str
+    ) -> EnvironmentStep: ...
 
 
 class Agents:
     """The agents of one environment. `runners` are handles of `AgentRunner` actors, which take episodes in turn."""
 
-    def __init__(self, settings: AgentSettings, runners: Sequence[Any]) -> None:
+    def __init__(self, settings: AgentSettings, runners: Sequence[Any], judge: JudgeFn | None = None) -> None:
         self.settings = settings
+        self._judge = judge
         self.name = settings.name
         self.server = SessionServer(settings.host, settings.port)
         self._next_runner = itertools.cycle(runners)
@@ -68,76 +89,97 @@ class Agents:
             seed=seed_of_turn(0),
             episode=sample_id,
         )
+        runner = next(self._next_runner)
         try:
-            outcome = await self._run(task)
+            outcome = await _call(runner.run.remote(task))
         finally:
             self.server.close(session)
-        return finished(session, outcome, datum, sample_id=sample_id, decode=self.settings.answers.decode)
+        branches = session.tree.branches()
+        if outcome.end is AgentEnd.DONE and branches:
+            outcome = await self._judged(runner, task, outcome, branches)
+        return finished(session, outcome, datum, self.settings, sample_id=sample_id, branches=branches)
+
+    async def _judged(
+        self, runner: Any, task: AgentTask, outcome: AgentOutcome, branches: Sequence[Branch]
+    ) -> AgentOutcome:
+        """The outcome with the rewards of verifier and environment added. Raises what the environment's step does."""
+        rewards, metrics = [outcome.reward], dict(outcome.metrics)
+        if self.settings.verifies:
+            verdict = await _call(runner.verify.remote(task, [branch.messages for branch in branches]))
+            if verdict.end is not AgentEnd.DONE:
+                return verdict
+            rewards.append(verdict.reward)
+            metrics |= verdict.metrics
+        if self._judge is not None:
+            # The last call that the agent made ends the conversation that it settled on.
+            last = max(branches, key=lambda branch: branch.path[-1].number)
+            step = await self._judge(as_text(last.messages), task.metadata, sample_id=task.episode)
+            rewards.append(step.reward)
+            metrics |= step.metrics
+        given = [reward for reward in rewards if reward is not None]
+        return replace(outcome, reward=sum(given) if given else None, metrics=metrics)
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """The means of the metrics that agents returned, over finished (group id, sample) pairs."""
+        """The means of the metrics that agents returned, over finished (group id, sample) pairs.
+
+        `num_late_calls`: calls of the model, since the last call of this method, by agents whose episode had ended.
+        """
         found: dict[str, list[float]] = {}
         for _, sample in samples:
             for name, value in sample.metrics.items():
                 found.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        late, self.server.num_late_calls = self.server.num_late_calls, 0
+        return {name: sum(values) / len(values) for name, values in found.items()} | {"num_late_calls": float(late)}
 
-    async def _run(self, task: AgentTask) -> AgentOutcome:
-        try:
-            return await next(self._next_runner).run.remote(task)
-        except RayError as error:
-            return AgentOutcome(end=AgentEnd.CRASHED, failure=f"its process died: {error}")
+
+async def _call(ref: Any) -> AgentOutcome:
+    try:
+        return await ref
+    except RayError as error:
+        return AgentOutcome(end=AgentEnd.CRASHED, failure=f"its process died: {error}")
 
 
 def finished(
     session: Session,
     outcome: AgentOutcome,
     datum: DatumSpec,
+    settings: AgentSettings,
     *,
     sample_id: str,
-    decode: Callable[[Sequence[int]], str],
+    branches: Sequence[Branch],
 ) -> Sample:
     """The sample of an episode that has ended: a row for each branch of its session."""
     status, failure = SampleStatus.COMPLETED, ""
-    rewards = [*session.rewards, *([outcome.reward] if outcome.reward is not None else [])]
     if outcome.end is AgentEnd.CRASHED:
         status, failure = SampleStatus.AGENT_CRASHED, outcome.failure
     elif outcome.end is AgentEnd.HUNG:
         status, failure = SampleStatus.AGENT_HUNG, outcome.failure
-    elif not session.tree.calls:
+    elif not branches:
         status, failure = SampleStatus.AGENT_SILENT, "it ended without a call of the model"
-    elif not rewards:
+    elif outcome.reward is None and not session.was_rewarded:
         status, failure = SampleStatus.FAILED, "it gave no reward: return a number, or POST it to reward_url"
     elif session.num_refused:
         status = SampleStatus.TRUNCATED
     if failure:
         return without_reward(datum, sample_id=sample_id, status=status, failure=f"agent of {sample_id}: {failure}")
-    of_branch = partial(
-        _row, sample_id=sample_id, status=status, reward=sum(rewards), decode=decode, hit_limit=session.num_refused > 0
-    )
-    rows = [of_branch(branch) for branch in session.tree.branches()]
-    sample, branches = rows[0], rows[1:]
-    sample.branches = branches
-    sample.meta.branches = [branch.meta for branch in branches]
+    of_episode = sum(session.rewards) + (outcome.reward or 0.0)
+    reward = of_episode + sum(call.reward for call in session.tree.calls)
+    rows = [_row(branch, settings, sample_id=sample_id, status=status, reward=reward) for branch in branches]
+    for row, branch in zip(rows, branches, strict=True):
+        row.meta.hit_turn_limit = session.num_refused > 0
+        if settings.credit == "branch":
+            row.meta.own_reward = of_episode + sum(call.reward for call in branch.path)
+        elif settings.credit == "discounted":
+            row.meta.credit = settings.discount ** (len(session.tree.calls) - 1 - branch.path[-1].number)
+    sample = rows[0]
+    sample.branches = rows[1:]
+    sample.meta.branches = [row.meta for row in sample.branches]
     sample.metrics = dict(outcome.metrics)
     return sample
 
 
-def _row(
-    branch: Branch,
-    *,
-    sample_id: str,
-    status: SampleStatus,
-    reward: float,
-    decode: Callable[[Sequence[int]], str],
-    hit_limit: bool,
-) -> Sample:
-    turns = branch.turns
-    messages = []
-    for call in branch.path:
-        messages.append({"role": "context", "content": decode(call.context.tolist())})
-        messages.append({"role": "assistant", "content": decode(call.completion.token_ids)})
-    experts = branch.routed_experts
+def _row(branch: Branch, settings: AgentSettings, *, sample_id: str, status: SampleStatus, reward: float) -> Sample:
+    turns, experts = branch.turns, branch.routed_experts
     return Sample(
         meta=SampleMeta(
             sample_id=sample_id,
@@ -149,12 +191,23 @@ def _row(
             reward=reward,
             weight_version=min(turn.weight_version for turn in turns),
             turns=turns,
-            hit_turn_limit=hit_limit,
             routed_experts_bytes=0 if experts is None else experts.nbytes,
         ),
         token_ids=branch.token_ids,
         token_mask=branch.token_mask,
         generation_logprobs=branch.logprobs,
-        messages=messages,
+        messages=as_text(branch.messages),
         routed_experts=experts,
     )
+
+
+def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Messages in OpenAI's format with a text as content, as environments and people read them; calls as JSON."""
+    texts = []
+    for message in messages:
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "") for part in content)
+        calls = "".join(json.dumps(call["function"]) for call in message.get("tool_calls") or ())
+        texts.append({"role": message["role"], "content": content + calls})
+    return texts

@@ -1,25 +1,27 @@
 """Sessions: the OpenAI-compatible endpoints of single episodes, which record every request as tokens.
 
-/s/<session>/v1/...          as `openai_server.py`; Authorization: Bearer <key of the session>
-POST /s/<session>/reward     {"reward": 1.0}
+    /s/<session>/v1/...          as `openai_server.py`; Authorization: Bearer <key of the session>
+    POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one
+
+A session ends with its agent. Later requests are answered with status 410.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nemo_rl.rollouts.agents.tree import CallTree
+from nemo_rl.rollouts.agents.tree import Call, CallTree
 from nemo_rl.rollouts.openai_server import (
     MAX_BODY_BYTES,
     Answers,
@@ -50,6 +52,7 @@ class RewardRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     reward: float
+    answer: str | None = None  # `id` of a completion; None: the reward is the episode's
 
 
 class Session:
@@ -72,7 +75,8 @@ class Session:
         self.session_id = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
         self.tree = CallTree()
-        self.rewards: list[float] = []
+        self.rewards: list[float] = []  # of the episode
+        self.was_rewarded = False
         self.num_refused = 0  # by a limit
         self.num_begun = 0
         self._generate = generate
@@ -89,7 +93,10 @@ class Session:
             sampling=sampling,
             ended=self.ended,
             shows_tokens=False,
+            on_answer=self._note,
         )
+        self._answered: dict[str, list[Call]] = {}  # by id of the answer
+        self._of_completion: dict[int, Call] = {}  # by id(completion), until it is answered
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         """Sample and record. RequestError at a limit. A request whose client has gone leaves no record."""
@@ -111,8 +118,26 @@ class Session:
             self._asked[prompt] -= 1  # the client will ask again
             raise
         self._num_generated += len(completion.token_ids)
-        self.tree.add(prompt_token_ids, completion, time.perf_counter() - started)
+        call = self.tree.add(prompt_token_ids, completion, time.perf_counter() - started)
+        self._of_completion[id(completion)] = call
         return completion
+
+    def _note(self, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
+        call = self._of_completion.pop(id(completion))
+        call.messages = messages
+        self._answered.setdefault(answer_id, []).append(call)
+
+    def reward(self, reward: float, answer_id: str | None) -> None:
+        """Add a reward of the episode, or of the calls of one answer. RequestError for an unknown answer."""
+        if answer_id is not None and answer_id not in self._answered:
+            raise RequestError(f"there is no answer {answer_id!r} in this episode", 404)
+        self.was_rewarded = True
+        if answer_id is None:
+            self.rewards.append(reward)
+            return
+        calls = self._answered[answer_id]
+        for call in calls:
+            call.reward += reward / len(calls)
 
     def _check_limits(self) -> None:
         limits = self._limits
@@ -191,7 +216,5 @@ class SessionServer:
             wanted = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:
             raise RequestError(f'write {{"reward": number}}: {error.errors()[0]["msg"]}') from error
-        if not math.isfinite(wanted.reward):
-            raise RequestError("the reward must be finite")
-        session.rewards.append(wanted.reward)
-        return web.json_response({"reward": sum(session.rewards)})
+        session.reward(wanted.reward, wanted.answer)
+        return web.json_response({"ok": True})

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from nemo_rl.types import Completion, StopReason, TurnMeta
+from nemo_rl.types import Completion, TurnMeta
 
 _ITEM_BYTES = np.dtype(np.int32).itemsize
 
@@ -34,7 +35,8 @@ class Call:
     completion: Completion
     generation_s: float
     length: int  # tokens of prompt and completion
-    reward: float | None = None  # that the agent gave for it
+    reward: float = 0.0  # that the agent gave for it
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation with the answer, as text
     children: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,11 @@ class Branch:
     routed_experts: np.ndarray | None  # as `Sample.routed_experts`
 
     @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation of the last call with its answer."""
+        return self.path[-1].messages
+
+    @property
     def turns(self) -> list[TurnMeta]:
         """The calls that this row trains."""
         following = [len(call.context) for call in self.trained[1:]]
@@ -70,7 +77,7 @@ class Branch:
             TurnMeta(
                 num_generated_tokens=len(call.completion.token_ids),
                 num_env_tokens=num_env_tokens,
-                reward=call.reward or 0.0,
+                reward=call.reward,
                 stop_reason=call.completion.stop_reason,
                 weight_version=call.completion.weight_version,
                 generation_s=call.generation_s,
@@ -164,8 +171,3 @@ class CallTree:
 def _ordered(calls: Sequence[Call]) -> list[Call]:
     """By tokens; the first of equal ones is the one that was continued."""
     return sorted(calls, key=lambda call: (call.segment, -len(call.children), call.number))
-
-
-def hit_token_limit(branch: Branch) -> bool:
-    """Whether the last completion was cut."""
-    return branch.path[-1].completion.stop_reason is StopReason.LENGTH

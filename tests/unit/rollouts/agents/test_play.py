@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import openai
 import pytest
+from aiohttp import web
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -19,7 +24,16 @@ from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
-from nemo_rl.types import Completion, DatumSpec, Prompt, Sample, SampleStatus, SamplingParams, StopReason
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    EnvironmentStep,
+    Prompt,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+    StopReason,
+)
 
 TOKENIZER = build_tiny_tokenizer()
 EOS: Any = TOKENIZER.eos_token_id
@@ -65,6 +79,7 @@ class Handle:
 
     def __init__(self, runner: AgentRunner) -> None:
         self.run = Remote(runner.run)
+        self.verify = Remote(runner.verify)
 
 
 def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **options: Any) -> list[Sample]:
@@ -87,13 +102,19 @@ def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **op
             limits=limits,
             host="127.0.0.1",
             port=0,
+            verifies="verifier" in options,
+            credit=options.pop("credit", "shared"),
+            discount=options.pop("discount", 1.0),
         )
+        judge = options.pop("judge", None)
+        way = {} if {"command", "url"} & options.keys() else {"run": f"{__name__}:asks_twice"}
         runners = []
         for agent in agents:
-            runner = AgentRunner({"run": f"{__name__}:asks_twice", **options})
-            runner.agent = agent
+            runner = AgentRunner({**way, **options})
+            if way:
+                runner.agent = agent
             runners.append(Handle(runner))
-        playing = Agents(settings, runners)
+        playing = Agents(settings, runners, judge)
         try:
             return await asyncio.gather(*(one(playing, next(numbers)) for _ in agents))
         finally:
@@ -188,14 +209,14 @@ async def gives_nonsense(task: AgentTask) -> float:
     ("agent", "status", "reason"),
     [
         (raises, SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"),
-        (hangs, SampleStatus.AGENT_HUNG, "time_limit_s=0.5"),
+        (hangs, SampleStatus.AGENT_HUNG, "time_limit_s=4"),
         (says_nothing, SampleStatus.AGENT_SILENT, "without a call"),
         (gives_no_reward, SampleStatus.FAILED, "gave no reward"),
         (gives_nonsense, SampleStatus.AGENT_CRASHED, "finite"),
     ],
 )
 def test_an_agent_without_an_outcome_has_no_reward(agent: Any, status: SampleStatus, reason: str):
-    failed, well = play(agent, asks_twice, time_limit_s=0.5 if agent is hangs else 30)
+    failed, well = play(agent, asks_twice, time_limit_s=4 if agent is hangs else 30)
     assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
     assert reason in str(failed.meta.failure) and "g/0" in str(failed.meta.failure)
     assert well.meta.reward == 0.5
@@ -233,6 +254,127 @@ def test_rewards_are_posted_and_added_up():
 
     [sample] = play(posts)
     assert sample.meta.reward == 1.25
+
+
+async def branches_with_rewards(task: AgentTask) -> float:
+    """Two calls of different prompts; the second is rewarded by itself."""
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+        first: Any = [{"role": "user", "content": "1+2"}]
+        await client.chat.completions.create(model="any", messages=first)
+        second = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "7"}])
+    async with aiohttp.ClientSession(headers=headers) as http:
+        async with http.post(task.reward_url, json={"reward": 2.0, "answer": second.id}) as answer:
+            assert answer.status == 200
+        async with http.post(task.reward_url, json={"reward": 2.0, "answer": "unknown"}) as answer:
+            assert answer.status == 404
+    return 0.5
+
+
+def test_credit_is_shared_or_of_each_branch_or_discounted():
+    def of(sample: Sample) -> dict[int, Any]:
+        """By length of the prompt: "7" is shorter than "1+2"."""
+        return {row.meta.num_prompt_tokens: (row.meta.own_reward, row.meta.credit) for row in sample.rows}
+
+    long, short = (len(tokens(f"<|user|>{text}<eos><|assistant|>")) for text in ("1+2", "7"))
+    [shared] = play(branches_with_rewards)
+    assert shared.meta.reward == 2.5 and of(shared) == {long: (None, 1.0), short: (None, 1.0)}
+    [own] = play(branches_with_rewards, credit="branch")
+    assert own.meta.reward == 2.5 and of(own) == {long: (0.5, 1.0), short: (2.5, 1.0)}
+    [discounted] = play(branches_with_rewards, credit="discounted", discount=0.5)
+    assert of(discounted) == {long: (None, 0.5), short: (None, 1.0)}
+    assert [turn.reward for row in own.rows for turn in row.meta.turns if turn.reward] == [2.0]
+
+
+def counts_messages(task: AgentTask, conversations: Any) -> dict[str, Any]:
+    return {"reward": float(len(conversations[0])), "metrics": {"rows": len(conversations)}}
+
+
+def test_a_verifier_and_an_environment_add_their_rewards():
+    seen: list[Any] = []
+
+    async def judge(message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
+        seen.append((message_log, sample_id))
+        return EnvironmentStep(
+            observation={}, reward=10.0, terminated=True, metadata=None, next_stop_strings=None, metrics={"judged": 1.0}
+        )
+
+    [sample] = play(asks_twice, verifier=f"{__name__}:counts_messages", judge=judge)
+    assert sample.meta.reward == 0.5 + 4 + 10 and sample.metrics == {"rows": 1.0, "judged": 1.0}
+    [(log, sample_id)] = seen
+    assert [message["role"] for message in log] == ["user", "assistant", "user", "assistant"] and sample_id == "g/0"
+    assert log == sample.messages
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(open(os.environ["AGENT_TASK"]))
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = post(url, {"model": os.environ["OPENAI_MODEL"], "messages": task["messages"]})
+assert answer["choices"][0]["message"]["content"] and task["row"]["expected_answer"] == "3"
+assert "SECRET_OF_THE_RUN" not in os.environ and os.getcwd() == os.environ["HOME"]
+post(os.environ["AGENT_REWARD_URL"], {"reward": 0.75})
+if os.environ.get("FAIL"):
+    sys.exit("no tool")
+"""
+GREEDY = "import time; time.sleep(0.3); bytearray(1 << 29)"
+
+
+def test_a_command_finds_its_session_in_its_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
+    command = [sys.executable, "-c", COMMAND]
+    [sample] = play(asks_twice, command=command)
+    assert sample.meta.failure is None and sample.meta.reward == 0.75 and sample.meta.num_turns == 1
+    [failed] = play(asks_twice, command=command, env_vars={"FAIL": "1"})
+    assert failed.meta.status is SampleStatus.AGENT_CRASHED and "status 1: no tool" in str(failed.meta.failure)
+    [greedy] = play(asks_twice, command=[sys.executable, "-c", GREEDY], memory_mib=128)
+    assert greedy.meta.status is SampleStatus.AGENT_CRASHED and "MemoryError" in str(greedy.meta.failure)
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path):
+    pid = tmp_path / "pid"
+    child = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); "
+    [hung] = play(asks_twice, command=[sys.executable, "-c", child + "time.sleep(60)"], time_limit_s=4)
+    assert hung.meta.status is SampleStatus.AGENT_HUNG
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_service_is_posted_its_task():
+    posted: list[Any] = []
+
+    async def service(request: web.Request) -> web.Response:
+        body = await request.json()
+        posted.append(body)
+        await ask(AgentTask(**body), body["messages"])
+        return web.json_response({"reward": 0.25} if len(posted) == 1 else {"points": 1})
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        app = web.Application()
+        app.router.add_post("/tasks", service)
+        runner = web.AppRunner(app)
+        loop.run_until_complete(runner.setup())
+        loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+        ports.put(runner.addresses[0][1])
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+
+    loop, ports = asyncio.new_event_loop(), queue.Queue[int]()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{ports.get(timeout=10)}/tasks"
+    try:
+        [sample] = play(asks_twice, url=url)
+        [odd] = play(asks_twice, url=url)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+    assert sample.meta.reward == 0.25 and posted[0]["row"] == {"expected_answer": "3"}
+    assert odd.meta.status is SampleStatus.AGENT_CRASHED and "not points" in str(odd.meta.failure)
 
 
 def test_a_session_is_closed_to_others_and_after_its_end():

@@ -91,7 +91,7 @@ def test_every_sampled_token_is_trained_once_with_its_logprob_and_version(seed, 
             own = next(r for r in requests if r.completion is call.completion)
             assert branch.token_ids[:end].tolist() == own.prompt + own.completion.token_ids
             assert branch.token_mask[begin:end].all()
-            assert np.array_equal(branch.logprobs[begin:end], np.float32(own.completion.logprobs))
+            assert np.array_equal(branch.logprobs[begin:end], np.asarray(own.completion.logprobs, np.float32))
         versions = [turn.weight_version for turn in branch.turns]
         assert versions == [call.completion.weight_version for call in branch.trained]
     sampled = [np.float32(x).item() for request in requests for x in request.completion.logprobs]
