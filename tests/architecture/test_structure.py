@@ -9,12 +9,12 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 54_700,
-    "files of nemo_rl": 259,
+    "lines of nemo_rl": 55_400,
+    "files of nemo_rl": 264,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 27_402,
+    "lines that run_grpo_math.py reaches": 27_900,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 8_312,
+    "lines of the GRPO walk": 8_400,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_060,
