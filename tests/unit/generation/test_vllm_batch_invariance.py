@@ -9,18 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation.vllm import engine_patches
-from nemo_rl.models.generation.vllm.engine_patches import ROW_BLOCKS, RowInvariantLinear
+from nemo_rl.models.generation.vllm.engine_patches import RowInvariantLinear, split_rows
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine_patches._invariant_row_blocks.cache_clear()
+    RowInvariantLinear._proven.clear()
     yield
     torch.set_num_threads(num_threads)
-    engine_patches._invariant_row_blocks.cache_clear()
+    RowInvariantLinear._proven.clear()
 
 
 SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64)]
@@ -35,7 +34,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     weight = torch.randn(shape, generator=generator)
     bias = torch.randn(shape[0], generator=generator) if with_bias else None
     x = torch.randn(num_rows, shape[1], generator=generator)
-    linear = RowInvariantLinear(shape)
+    linear = RowInvariantLinear(weight)
     together = linear(x, weight, bias)
     position = seed % num_rows
     assert torch.equal(linear(x[position : position + 1], weight, bias)[0], together[position])
@@ -46,16 +45,45 @@ def test_a_row_has_the_same_bits_in_every_batch(
 def test_it_is_the_product() -> None:
     weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(53, 64)
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(RowInvariantLinear((96, 64))(x, weight, bias).double(), expected, rtol=0, atol=1e-4)
-    empty = RowInvariantLinear((96, 64))(x[:0], weight, bias)
+    torch.testing.assert_close(RowInvariantLinear(weight)(x, weight, bias).double(), expected, rtol=0, atol=1e-4)
+    empty = RowInvariantLinear(weight)(x[:0], weight, bias)
     assert empty.shape == (0, 96)
 
 
-def test_weights_written_in_place_count() -> None:
+@pytest.mark.parametrize("shape", [(128, 256), (640, 512)])
+def test_every_number_of_rows_gives_the_same_bits(shape: tuple[int, int]) -> None:
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(1100, shape[1])
+    linear = RowInvariantLinear(weight)
+    together = linear(x, weight, bias)
+    for num_rows in (*range(1, 530), 777, 1024):
+        assert torch.equal(linear(x[:num_rows], weight, bias), together[:num_rows]), num_rows
+
+
+def test_sizes_that_disagree_are_split() -> None:
+    assert split_rows(40, lambda size: True) == [40]
+    assert split_rows(40, lambda size: size != 40) == [32, 8]
+    assert split_rows(48, lambda size: size in (8, 16)) == [16, 16, 16]
+    assert split_rows(1032, lambda size: True) == [512, 512, 8]
+    assert split_rows(0, lambda size: True) == []
+    with pytest.raises(RuntimeError, match="cannot be made reproducible"):
+        split_rows(24, lambda size: size == 16)
+
+
+def test_a_weight_of_zeros_proves_nothing() -> None:
+    RowInvariantLinear._proven.clear()
+    linear, x = RowInvariantLinear(torch.zeros(32, 16)), torch.ones(24, 16)
+    assert linear(x, torch.zeros(32, 16)).sum() == 0 and RowInvariantLinear._proven == {}
+    linear.pack(torch.ones(32, 16))
+    assert torch.equal(linear(x, torch.ones(32, 16)), torch.full((24, 32), 16.0))
+    assert RowInvariantLinear._proven == {(24, 32, 16): True}
+
+
+def test_a_written_weight_counts_once_it_is_packed() -> None:
     weight, x = torch.zeros(32, 16), torch.ones(3, 16)
-    linear = RowInvariantLinear((32, 16))
+    linear = RowInvariantLinear(weight)
     assert linear(x, weight).sum() == 0
     weight.fill_(1.0)
+    linear.pack(weight)
     assert torch.equal(linear(x, weight), torch.full((3, 32), 16.0))
 
 
@@ -65,8 +93,3 @@ def test_ordinary_products_depend_on_the_batch() -> None:
     weight, x = torch.randn(448, 1600), torch.randn(64, 1600)
     together = torch.nn.functional.linear(x, weight)
     assert any(not torch.equal(torch.nn.functional.linear(x[i : i + 1], weight)[0], together[i]) for i in range(64))
-
-
-def test_the_smallest_block_is_always_kept() -> None:
-    for shape in SHAPES:
-        assert RowInvariantLinear(shape).row_blocks[-1] == ROW_BLOCKS[-1]

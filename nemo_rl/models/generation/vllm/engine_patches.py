@@ -4,7 +4,7 @@
 computes:
 
 * Matrix products: BLAS and oneDNN choose kernels by the number of rows, that is by the number of scheduled tokens.
-  `RowInvariantLinear` computes linear layers in row blocks of a few fixed sizes instead.
+  `RowInvariantLinear` computes linear layers with weights packed for one kernel, and checks each number of rows.
 * Attention: in a small batch the keys of one sequence are split over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and with
   several threads the tile of queries depends on the work of the step. Both move the boundaries of the online softmax.
   `CPU_ENVIRONMENT` therefore asks for one thread and no split.
@@ -19,17 +19,21 @@ Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-ROW_BLOCKS = (512, 256, 128, 64, 32, 16)
-"""Rows of one product, largest first. The smallest is above the sizes for which BLAS has special kernels."""
+ROW_BLOCKS = (512, 256, 128, 64, 32, 16, 8)
+"""Rows of a product if their real number does not serve, largest first. All products have a multiple of the smallest,
+which is above the sizes for which BLAS has special kernels."""
 
 CPU_ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment variables with which an engine process on a CPU must start."""
+
+_NUM_DRAWN = 64  # random numbers that are drawn for a request at once
 
 _NUM_ENDED_KEPT = 1024  # records of ended requests that were not taken, because they were aborted
 
@@ -37,7 +41,7 @@ _NUM_ENDED_KEPT = 1024  # records of ended requests that were not taken, because
 def enable() -> None:
     """Install the patches in this process. Call it in vLLM's worker process before the model is loaded.
 
-    * On a CPU, float32 linear layers use `RowInvariantLinear`.
+    * On a CPU, float32 linear layers use `RowInvariantLinear`, and norms skip vLLM's choice of a kernel.
     * Draft models would get random weights: both model runners of vLLM load the model of `method: draft_model` with the
       target's loader, whose format is "dummy" here. They use `draft_load_config` instead.
     * On a CPU, vLLM judges drafts at a temperature, top-k and top-p from uninitialised memory: the kernel that repeats
@@ -46,7 +50,7 @@ def enable() -> None:
       for zero rows.
     """
     from vllm.config.utils import replace
-    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers import layernorm, utils
     from vllm.model_executor.model_loader.utils import get_draft_load_config
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -78,11 +82,12 @@ def enable() -> None:
         if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
             original(layer, remove_weight)
             return
-        layer.cpu_linear = RowInvariantLinear((weight.shape[0], weight.shape[1]))
+        layer.cpu_linear = RowInvariantLinear(weight)
 
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
     topk_topp_sampler.TopKTopPSampler.forward_cpu = cast(Any, sample_tokens)
+    layernorm.RMSNorm.forward_cpu = cast(Any, rms_norm)
 
 
 def sample_tokens(
@@ -94,16 +99,41 @@ def sample_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row of `logits` [B, V]: tokens [B], and logprobs [B, V] after the filters.
 
-    vLLM's own method gives the same numbers. It reads the seed of each row through a tensor of its own.
+    vLLM's own method gives the same numbers. It draws one number at a time, through a tensor of its own.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, top_k, top_p)
-    seeds = torch.zeros(len(logits), dtype=torch.int64)  # greedy requests have no generator
-    places = seeds.split(1)
+    seeds = [0] * len(logits)  # greedy requests have no generator
     for row, generator in generators.items():
-        places[row].random_(0, 2**31, generator=generator)
-    return torch.ops._C.fused_gumbel_argmax(logits, seeds), logits.log_softmax(dim=-1)
+        drawn = _drawn.get(generator)
+        if not drawn:
+            drawn = _drawn[generator] = (
+                torch.empty(_NUM_DRAWN, dtype=torch.int64).random_(0, 2**31, generator=generator).tolist()
+            )
+            drawn.reverse()
+        seeds[row] = drawn.pop()
+    return torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds)), logits.log_softmax(dim=-1)
+
+
+_drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+"""The next numbers of each request, the last one first."""
+
+
+def rms_norm(
+    self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`RMSNorm.forward` of float32 `x` or, with `residual`, of their sum, which is the second result.
+
+    The operators are those of vLLM's own method and of transformers, so that training computes the same bits. vLLM's
+    kernel for CPUs adds in another order.
+    """
+    if x.dtype != torch.float32 or not self.has_weight or self.variance_size_override is not None:
+        return self.forward_native(x, residual)
+    if residual is not None:
+        x = x + residual
+    normed = (x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.variance_epsilon)).mul_(self.weight.data)
+    return normed if residual is None else (normed, x)
 
 
 def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,61 +164,79 @@ def expand_batch_to_tokens(
 
 
 class RowInvariantLinear:
-    """`x @ weight.T + bias` for float32 `x` [..., K] and `weight` [N, K], in blocks of fixed numbers of rows.
+    """`x @ weight.T + bias` for float32 `x` [..., K] and `weight` [N, K], with a copy of the weight packed for MKL.
 
-    Row i of the result has the same bits whatever T, i and the other rows are. The product reads `weight` itself and
-    not a packed copy, because syncs write weights in place and a tied head follows its embedding.
+    Row i of the result has the same bits whatever T, i and the other rows are. After the weight was written, `pack` has
+    to be called.
 
     Raises:
         RuntimeError: this machine's matrix product cannot guarantee this for the shape.
     """
 
-    def __init__(self, weight_shape: tuple[int, int]) -> None:
-        self.row_blocks = _invariant_row_blocks(weight_shape)
+    _proven: ClassVar[dict[tuple[int, int, int], bool]] = {}  # (T, N, K) -> its bits are those of the smallest T
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.pack(weight)
+        split_rows(ROW_BLOCKS[-1], self._agrees)
+
+    def pack(self, weight: torch.Tensor) -> None:
+        """Use this weight from now on."""
+        self._weight = self._packed = weight.data
+        if torch.backends.mkl.is_available():  # not on ARM
+            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, ROW_BLOCKS[0])
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.ndim != 2:  # vision towers have a further dimension
-            return self(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
-        num_rows, transposed = x.shape[0], weight.t()
-        smallest = self.row_blocks[-1]
-        out = x.new_empty(-(-num_rows // smallest) * smallest, weight.shape[0])
-        start = 0
-        for size in self.row_blocks:
-            while num_rows - start >= size:
-                _product(x[start : start + size], transposed, bias, out[start : start + size])
-                start += size
-        if start < num_rows:
-            last = x.new_zeros(smallest, x.shape[1])
-            last[: num_rows - start] = x[start:]
-            _product(last, transposed, bias, out[start:])
-        return out[:num_rows]
+            return self(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], self.shape[0])
+        num_rows = x.shape[0]
+        padded = -(-num_rows // ROW_BLOCKS[-1]) * ROW_BLOCKS[-1]
+        if padded != num_rows:
+            whole = x.new_zeros(padded, x.shape[1])
+            whole[:num_rows] = x
+            x = whole
+        sizes = split_rows(padded, self._agrees)
+        parts = [self._product(part, bias) for part in x.split(sizes)] if len(sizes) > 1 else [self._product(x, bias)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._packed is self._weight or len(x) == 0:
+            return torch.nn.functional.linear(x, self._weight, bias)
+        return torch.ops.mkl._mkl_linear(x, self._packed, self._weight, bias, len(x))
+
+    def _agrees(self, num_rows: int) -> bool:
+        """Whether a product of `num_rows` rows has the bits of one of the smallest; found out in its first use."""
+        key = (num_rows, *self.shape)
+        if key in self._proven:
+            return self._proven[key]
+        generator = torch.Generator().manual_seed(0)
+        row, bias = (torch.randn(size, generator=generator) for size in self.shape[::-1])
+        # A kernel's order of operations does not depend on the numbers, so equal rows in must give equal rows out.
+        reference = self._product(row.repeat(ROW_BLOCKS[-1], 1), bias)[0]
+        agrees = bool((self._product(row.repeat(num_rows, 1), bias) == reference).all())
+        if 2 * (reference != bias).sum() > len(bias):  # weights that are zero prove nothing
+            self._proven[key] = agrees
+        return agrees
 
 
-@cache
-def _invariant_row_blocks(shape: tuple[int, int]) -> tuple[int, ...]:
-    """The sizes in ROW_BLOCKS whose products agree bit for bit, largest first."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=generator)
-    row = torch.randn(1, shape[1], generator=generator)
-    bias = torch.randn(shape[0], generator=generator)
-    # A kernel's order of operations does not depend on the numbers, so equal rows in must give equal rows out.
-    out = {size: _product(row.repeat(size, 1), weight.t(), bias, torch.empty(size, shape[0])) for size in ROW_BLOCKS}
-    reference = out[ROW_BLOCKS[-1]][0]
-    sizes = tuple(size for size in ROW_BLOCKS if bool((out[size] == reference).all()))
-    if ROW_BLOCKS[-1] not in sizes:
+def split_rows(num_rows: int, agrees: Callable[[int], bool]) -> list[int]:
+    """The numbers of rows of the products for `num_rows` rows, each of which `agrees`: one if possible.
+
+    Raises:
+        RuntimeError: not even products of the smallest size agree.
+    """
+    if 0 < num_rows <= ROW_BLOCKS[0] and agrees(num_rows):
+        return [num_rows]
+    sizes = []
+    for size in filter(agrees, ROW_BLOCKS):
+        sizes += [size] * (num_rows // size)
+        num_rows %= size
+    if num_rows > 0:
         raise RuntimeError(
-            f"float32 products of {ROW_BLOCKS[-1]} rows with a weight of shape {list(shape)} depend on the row's "
-            f"place on this machine ({torch.get_num_threads()} threads): generation cannot be made reproducible"
+            f"float32 products of {num_rows} rows depend on the row's place on this machine ({torch.get_num_threads()} "
+            "threads): generation cannot be made reproducible"
         )
     return sizes
-
-
-def _product(
-    x: torch.Tensor, transposed_weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    if bias is None:
-        return torch.mm(x, transposed_weight, out=out)
-    return torch.addmm(bias, x, transposed_weight, out=out)
 
 
 class ExpertRecorder:

@@ -16,17 +16,20 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,6 +75,11 @@ class WholeAnswerScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parts: dict[str, list[EngineCoreOutput]] = {}  # by request id, one per engine step
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        if all(type(spec) is FullAttentionSpec for spec in specs) and not self.cache_config.enable_prefix_caching:
+            self._block_sizes = [spec.block_size for spec in specs]
+            self._allocate = self.kv_cache_manager.allocate_slots
+            self.kv_cache_manager.allocate_slots = cast(Any, self._allocate_slots)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """vLLM's own method, without the outputs that are kept back."""
@@ -79,6 +87,15 @@ class WholeAnswerScheduler(Scheduler):
         for message in messages.values():
             message.outputs = [output for output in message.outputs if self._completes(output)]
         return messages
+
+    def _allocate_slots(
+        self, request: Request, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """vLLM's own method, without its work for a next token whose block the request has already."""
+        position = request.num_computed_tokens
+        if num_new_tokens == 1 and num_lookahead_tokens == 0 and all(position % size for size in self._block_sizes):
+            return self.kv_cache_manager.empty_kv_cache_blocks
+        return self._allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Any]:
         """vLLM's own method, for requests that are aborted: nobody waits for their tokens."""

@@ -153,7 +153,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding.
             packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
-            if packed and not isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
+            if packed and isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
+                module.cpu_linear.pack(module.weight)
+            elif packed:
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     # -- comparison, which changes no weight
