@@ -25,10 +25,10 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.refit.layout import WeightComparison
+from nemo_rl.rollouts.group_keeper import GroupKeeper
 from nemo_rl.rollouts.records import StepIndex, read_index, recorded_steps, step_folder
 from nemo_rl.rollouts.rollout_worker import (
     GenerationUse,
-    GroupKeeper,
     GroupRequest,
     KeeperLost,
     Probe,

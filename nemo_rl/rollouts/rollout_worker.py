@@ -138,6 +138,8 @@ class RolloutWorker:
         self.settings = settings
         self.keeper = keeper  # handle of a GroupKeeper
         self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
+        self._ended: list[RolloutGroup] = []  # not sent to the keeper yet
+        self._storing: asyncio.Task[dict[str, ray.ObjectRef]] | None = None
         self.environments = settings.connect_environments()
         self.agents = settings.connect_agents()
         self.engines = Engines(settings.engine_timeout_s)
@@ -262,19 +264,16 @@ class RolloutWorker:
         return await self._keep(group, request.prompt.task_name)
 
     async def _keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
-        limit_s = self.settings.engine_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                [ref] = await self.keeper.keep.remote(group)
-        except TimeoutError:
-            raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
-        except RayActorError as error:
-            raise KeeperLost(str(error)) from error
+        self._ended.append(group)
+        if len(self._ended) == 1:
+            self._storing = asyncio.create_task(self._store_ended())
+        assert self._storing is not None
+        refs = await asyncio.shield(self._storing)  # one group that is abandoned does not take the others with it
         return GroupHandle(
             group_id=group.group_id,
             prompt_id=group.prompt_id,
             task_name=task_name,
-            ref=ref,
+            ref=refs[group.group_id],
             samples=[sample.meta for sample in group.samples],
         )
 
@@ -317,6 +316,20 @@ class RolloutWorker:
             failure = f"episode {sample_id} was not over after {limits.timeout_s:g} s"
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.TIMED_OUT, failure=failure)
 
+    async def _store_ended(self) -> dict[str, ray.ObjectRef]:
+        """Send the groups that have ended to the keeper: their references by group id."""
+        await asyncio.sleep(0)  # groups that end at the same time travel together
+        groups, self._ended = self._ended, []
+        limit_s = self.settings.engine_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                refs = await self.keeper.keep.remote(groups)
+        except TimeoutError:
+            raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
+        except RayActorError as error:
+            raise KeeperLost(str(error)) from error
+        return {group.group_id: ref for group, ref in zip(groups, refs, strict=True)}
+
     async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
         """`records.write_groups`, in a thread."""
         await asyncio.to_thread(write_groups, folder, groups, task_names)
@@ -354,31 +367,6 @@ class RolloutWorker:
 async def _end(message_log: Sequence[Mapping[str, str]], metadata: Any) -> EnvironmentStep:
     """The answer of no environment: the episode is over."""
     return EnvironmentStep(observation={}, reward=0.0, terminated=True, metadata=None, next_stop_strings=None)
-
-
-class GroupKeeper:
-    """Owns finished groups in the object store, so that they outlive the rollout worker that played them.
-
-    It holds each group until the controller no longer needs it. Ray's own counting of references between processes is
-    not reliable here: it has lost count while processes ended or hung.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[str, ray.ObjectRef] = {}  # the latest, by group id
-
-    async def keep(self, group: RolloutGroup) -> list[ray.ObjectRef]:
-        """Store a group. Returns its reference in a list, because Ray would replace a bare reference by its value."""
-        self.groups[group.group_id] = ray.put(group)
-        return [self.groups[group.group_id]]
-
-    async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
-        """Release groups, given by group id and hexadecimal id of the reference."""
-        present = {(group_id, ref.hex()) for group_id, ref in self.groups.items()}
-        for group_id, _ in present.intersection(unused):
-            del self.groups[group_id]
-
-    async def ping(self) -> None:
-        """Return while this process lives."""
 
 
 @dataclass(frozen=True, kw_only=True)

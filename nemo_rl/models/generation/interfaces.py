@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -46,13 +47,17 @@ class AnswerQueue:
     def __init__(self) -> None:
         self._answers: defaultdict[str, list[GenerationAnswer]] = defaultdict(list)
         self._ready: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # of the latest `take`
+        self._due: dict[str, float] = {}  # when the answers leave at the latest, in time of the event loop
 
-    def put(self, answers: Iterable[GenerationAnswer], client_id: str = "") -> None:
+    def put(self, answers: Iterable[GenerationAnswer], client_id: str = "", *, patience_s: float = 0.0) -> None:
+        """Add answers, which may wait for further ones for `patience_s` seconds."""
         self._answers[client_id] += answers
+        due = asyncio.get_running_loop().time() + patience_s
+        self._due[client_id] = min(due, self._due.get(client_id, due))
         self._ready[client_id].set()
 
-    async def take(self, client_id: str = "", *, gather_s: float = 0.0) -> list[GenerationAnswer]:
-        """Wait for an answer to `client_id`, collect more for `gather_s` seconds, and return all of them.
+    async def take(self, client_id: str = "") -> list[GenerationAnswer]:
+        """Wait for an answer to `client_id`, and for more as long as all have patience. Returns all of them.
 
         A call that still waits when the client calls again returns an empty list: its caller may be dead.
         """
@@ -60,12 +65,20 @@ class AnswerQueue:
         ready = self._ready[client_id] = asyncio.Event()
         if not self._answers[client_id]:
             await ready.wait()
-        await asyncio.sleep(gather_s)
-        return self._answers.pop(client_id, []) if ready is self._ready[client_id] else []
+        loop = asyncio.get_running_loop()
+        while ready is self._ready[client_id] and (left_s := self._due.get(client_id, 0.0) - loop.time()) > 0.0:
+            ready.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ready.wait(), left_s)
+        if ready is not self._ready[client_id]:
+            return []
+        self._due.pop(client_id, None)
+        return self._answers.pop(client_id, [])
 
     def clear(self) -> None:
         """Drop all answers. A waiting `take` returns an empty list."""
         self._answers.clear()
+        self._due.clear()
         for ready in self._ready.values():
             ready.set()
 

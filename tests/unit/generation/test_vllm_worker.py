@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ class Worker(VllmWorker):
         self._request_ids = iter(range(100))
         self._admitted = asyncio.Semaphore(8)
         self._sampling_allowed = asyncio.Event()
-        self._serving, self._answers = {}, AnswerQueue()
+        self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
         self._sleep_mode, self._asleep, self._has_weights = True, set(), True
         self._records = self._returns_experts = False
 
@@ -152,3 +153,51 @@ def test_an_unexpected_failure_reaches_the_client():
 
     [answer] = asyncio.run(ask())
     assert (answer.request_id, answer.failure_type, answer.failure) == ("r", "KeyError", "KeyError('logprobs')")
+
+
+def answer(request_id: str) -> GenerationAnswer:
+    return GenerationAnswer(request_id=request_id, failure_type="ValueError", failure="no")
+
+
+def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
+    async def run() -> None:
+        queue, clock = AnswerQueue(), asyncio.get_running_loop().time
+        taking = asyncio.create_task(queue.take())
+        queue.put([answer("a")], patience_s=100.0)
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        queue.put([answer("b")])  # the last one
+        assert [found.request_id for found in await asyncio.wait_for(taking, 5)] == ["a", "b"]
+        began = clock()
+        queue.put([answer("c")], patience_s=0.05)
+        assert [found.request_id for found in await asyncio.wait_for(queue.take(), 5)] == ["c"]
+        assert clock() - began > 0.04
+        queue.put([answer("d")], patience_s=100.0)
+        waiting = asyncio.create_task(queue.take())
+        await asyncio.sleep(0)
+        again = asyncio.create_task(queue.take())  # whoever called before may be dead
+        assert await asyncio.wait_for(waiting, 5) == []
+        queue.put([answer("e")])
+        assert len(await asyncio.wait_for(again, 5)) == 2
+
+    asyncio.run(run())
+
+
+def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
+    class Slow(Worker):
+        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
+            await asyncio.sleep(0.01 * seed)
+            raise ValueError("no")
+
+    async def run() -> None:
+        worker = Slow(Engine())
+        ask = [
+            GenerationRequest(
+                request_id=f"{n}", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=40 + n % 2
+            )
+            for n in range(6)
+        ]
+        await worker.submit(ask)
+        assert len(await asyncio.wait_for(worker.drain(), 5)) == 6  # 10 ms apart, 400 ms after the start
+
+    asyncio.run(run())

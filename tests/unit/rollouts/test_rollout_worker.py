@@ -10,7 +10,8 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import GroupKeeper, GroupRequest, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.rollouts.group_keeper import GroupKeeper
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
@@ -46,14 +47,16 @@ class Keeper:
 
     def __init__(self) -> None:
         self.groups: list[RolloutGroup] = []
+        self.num_calls = 0
 
     @property
     def keep(self) -> Keeper:
         return self
 
-    async def remote(self, group: RolloutGroup) -> list[Any]:
-        self.groups.append(group)
-        return [None]
+    async def remote(self, groups: Sequence[RolloutGroup]) -> list[Any]:
+        self.num_calls += 1
+        self.groups += groups
+        return [None] * len(groups)
 
 
 def process(prompt: Prompt) -> DatumSpec:
@@ -102,6 +105,16 @@ async def undisturbed(numbers_of_groups: Sequence[int]) -> dict[str, list[int]]:
 def last_turn_of(num_generations: int) -> Any:
     """Answers all but the last turns, and those no more than that: 2 tokens of prompt, 3 more each turn."""
     return lambda request: None if len(request.prompt_token_ids) == 2 + 3 * (TURNS - 1) else numbers(request)
+
+
+def test_groups_that_end_together_are_stored_in_one_call():
+    async def test() -> None:
+        playing, keeper = worker(FakeReplica())
+        handles = await asyncio.gather(*(playing.collect(group(n)) for n in range(5)))
+        assert [handle.group_id for handle in handles] == [stored.group_id for stored in keeper.groups]
+        assert keeper.num_calls == 1
+
+    run(test())
 
 
 def test_an_engine_that_dies_is_told_of_and_costs_no_turn():

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,8 @@ WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension
 _GIB = 1024**3
 _MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
-_GATHER_S = 0.001
+_PATIENCE = 0.05  # an answer waits for others for at most this part of the time that it took
+_MAX_PATIENCE_S = 0.1
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SLEEP_TAGS = ("weights", "kv_cache")
 
@@ -63,6 +65,7 @@ class VllmWorker:
         self._request_ids = itertools.count()
         self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
         self._answers = AnswerQueue()
+        self._num_serving: Counter[str] = Counter()  # requests by client
         self._turns = asyncio.Condition()
         self._turn = 0  # of the bucket to read next
         self._num_syncs = 0  # started or aborted
@@ -154,15 +157,20 @@ class VllmWorker:
 
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
+        began = asyncio.get_running_loop().time()
         for request in requests:
             completion = self.generate(request.prompt_token_ids, request.sampling, request.seed, request.images)
             task = self._serving[request.request_id] = asyncio.create_task(completion)
-            task.add_done_callback(partial(self._on_served, request.request_id, client_id))
+            task.add_done_callback(partial(self._on_served, request.request_id, client_id, began))
+        self._num_serving[client_id] += len(requests)
 
     async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
-        """Wait for an answer to this client and return all that are ready; see `AnswerQueue.take`."""
-        # Requests that end in the same engine step leave together.
-        return await self._answers.take(client_id, gather_s=_GATHER_S)
+        """Wait for an answer to this client and return all that are ready; see `AnswerQueue.take`.
+
+        Every batch costs this process, the client and the environment about a millisecond, whatever its size. So an
+        answer waits a little for further ones, unless it is the last that the client waits for.
+        """
+        return await self._answers.take(client_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sampling for these requests and do not answer them. Unknown ids are ignored."""
@@ -176,9 +184,10 @@ class VllmWorker:
         await self.abort(list(self._serving))
         self._answers.clear()
 
-    def _on_served(self, request_id: str, client_id: str, task: asyncio.Task[Completion]) -> None:
+    def _on_served(self, request_id: str, client_id: str, began: float, task: asyncio.Task[Completion]) -> None:
         """Queue the answer for the client. An aborted request gets no answer."""
         del self._serving[request_id]
+        self._num_serving[client_id] -= 1
         if task.cancelled():
             return
         if (error := task.exception()) is None:
@@ -189,7 +198,9 @@ class VllmWorker:
                 logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
                 text = repr(error)
             answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=text)
-        self._answers.put([answer], client_id)
+        took_s = asyncio.get_running_loop().time() - began
+        is_last = self._num_serving[client_id] == 0
+        self._answers.put([answer], client_id, patience_s=0.0 if is_last else min(_PATIENCE * took_s, _MAX_PATIENCE_S))
 
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
         if not self._records:
