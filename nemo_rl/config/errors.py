@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -101,3 +101,9 @@ def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | N
     if nearest:
         hint = f"; the nearest valid key is {nearest}"
     return Problem(path, f"unknown key{hint}", location)
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` of `names`, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"

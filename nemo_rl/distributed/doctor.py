@@ -227,13 +227,8 @@ def check_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
         slowest = max(slowest, trip * 1000)
         if difference >= skew:
             skew, where = difference, worker.bundles[0].node_ip
-    yield judged(
-        slowest < MAX_ROUND_TRIP_MS,
-        "Ray",
-        f"{slowest:.1f} ms to the slowest worker and back",
-        "look at the load",
-        "remark",
-    )
+    text = f"{slowest:.1f} ms to the slowest worker and back"
+    yield judged(slowest < MAX_ROUND_TRIP_MS, "Ray", text, "look at the load", "remark")
     yield judged(skew < MAX_SKEW_S, "clocks", f"{skew:.3f} s apart at most ({where})", "start NTP on the nodes")
     if group.world_size == 1:
         return  # there is nobody to talk to

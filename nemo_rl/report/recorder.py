@@ -33,11 +33,11 @@ from nemo_rl.config.cli import SOURCES
 from nemo_rl.config.loader import parent_values
 from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.report.run_files import GROUPS, RUN, SAMPLES, TIMELINE, process_start
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
 from nemo_rl.utils import files
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.files import GROUPS, RUN, SAMPLES, TIMELINE, process_start
 from nemo_rl.utils.logger import METRICS_NAME
 
 PAGE = "nemo_rl.report.page"

@@ -26,10 +26,9 @@ from typing import Any
 import yaml
 
 from nemo_rl.utils.console import EVENTS_NAME
-from nemo_rl.utils.files import flatten_dict
+from nemo_rl.utils.files import RUN, SAMPLES, flatten_dict, process_start
 from nemo_rl.utils.logger import METRICS_NAME
 
-RUN, GROUPS, TIMELINE, SAMPLES = "run.json", "groups.jsonl", "timeline.jsonl", "samples"
 CONFIG = "config.yaml"
 INDEX_PATTERN = "index_*.jsonl"
 _EXPERIMENT = re.compile(r"exp_\d+")
@@ -180,15 +179,6 @@ def status_of(run: Run, now: float | None = None) -> Status:
 def _usual_step_s(run: Run) -> float:
     found = [row["timing/train/total_step_time"] for row in run.rows.values() if "timing/train/total_step_time" in row]
     return sorted(found)[len(found) // 2] if found else 600.0
-
-
-def process_start(pid: int) -> str | None:
-    """When a process of this machine started, in the kernel's ticks; None if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
 
 
 def is_alive(pid: Any, started: Any) -> bool:

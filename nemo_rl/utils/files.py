@@ -23,6 +23,9 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
+# What a run writes for its report, in its folder.
+RUN, GROUPS, TIMELINE, SAMPLES = "run.json", "groups.jsonl", "timeline.jsonl", "samples"
+
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BELOW_BYTES = 1 << 20  # torch.save reports a full disk as an error about a position in its file
@@ -133,3 +136,12 @@ def size_text(num_bytes: int) -> str:
 def digest(text: str) -> str:
     """16 hexadecimal digits that tell a text from others."""
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine started, in the kernel's ticks; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]

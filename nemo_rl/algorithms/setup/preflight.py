@@ -23,7 +23,6 @@ from nemo_rl.data.chat.images import ImageReader, blank_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
-from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.config import (
     BUILT_IN_TOOLS,
     AnyEnvironmentConfig,
@@ -90,6 +89,12 @@ class ModelInputs:
     flops: ModelFlops
     processor_path: str | None = None  # of a vision-language model: where its image processor is
     blank_image: Pixels | None = None  # and a small image as it makes it
+
+
+def resolve_model(name: str) -> str:
+    """The directory of a model `tiny:<recipe>`, which is made on first use; any other name or path unchanged."""
+    is_tiny = name.startswith("tiny:")
+    return import_object("nemo_rl.data.tiny_model:resolve_model", "tiny model")(name) if is_tiny else name
 
 
 def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> ModelInputs:

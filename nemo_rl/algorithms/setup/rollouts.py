@@ -23,6 +23,7 @@ from nemo_rl.algorithms.setup.preflight import (
     http_server_token,
     image_reader,
     prepare_model,
+    resolve_model,
 )
 from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
@@ -30,7 +31,6 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
-from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
@@ -41,7 +41,6 @@ from nemo_rl.environments.config import (
     sections_of,
 )
 from nemo_rl.environments.registry import create_envs, wait_for_envs
-from nemo_rl.models.generation.hf import HfGeneration
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
@@ -56,6 +55,7 @@ from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
 TrainerT = TypeVar("TrainerT", bound=RolloutTrainer)
+SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"  # imported in runs whose policy generates
 OPENAI_SERVER = "nemo_rl.algorithms.setup.serve:start_openai_server"  # imported in runs that have the server
 # Of the timeout of a worker: the rendezvous reports its missing member before the group counts as hanging.
 _RENDEZVOUS_SHARE = 0.9
@@ -360,11 +360,11 @@ def start_self_generation(
     start_own_policy: Callable[[], Policy],
     training: Devices,
     devices: Devices,
-) -> tuple[Policy, HfGeneration, HfGeneration]:
+) -> tuple[Policy, Any, Any]:
     """Start a policy that generates with its own workers. Its weights need no transfer: generation is its own sync."""
     policy = start_own_policy()
     assert isinstance(policy, SelfGeneratingPolicy) and devices is training
-    generation = HfGeneration(
+    generation = import_object(SELF_GENERATION, "generation")(
         training.cluster,
         policy,
         max_model_len=config.policy.generation.vllm_cfg.max_model_len,

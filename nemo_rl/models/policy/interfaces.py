@@ -169,6 +169,17 @@ class PolicyWorkerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Where samples go, and how their tokens become text. Can be pickled."""
+
+    folder: Path
+    max_tokens: int  # of a longer sample the beginning and the end are kept
+    decode: Callable[[list[int]], str]
+    anchor: int  # a token to decode others behind: some tokenizers drop the space before the first
+    block_bytes: int = 512 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
     """What completions end at, and how many are drawn at a time."""
 

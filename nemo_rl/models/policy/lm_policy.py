@@ -12,11 +12,10 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
+from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, RowErrors, RowKey, TokenAdvantages, TrainResult

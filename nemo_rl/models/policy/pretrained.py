@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.attention import attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
@@ -40,6 +41,7 @@ from nemo_rl.models.policy.head.scalar import (
 )
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
+from nemo_rl.utils.checkpoint.tensors import shape_differences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -108,7 +110,6 @@ def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConf
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = ("model.safetensors", INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
-MAX_LISTED = 4
 
 
 def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig:
@@ -209,7 +210,7 @@ def _check_files(model: str, directory: Path) -> None:
     if absent := sorted(file for file in files if not (directory / file).is_file()):
         raise ValueError(
             f"{model} is not whole: {INDEX_FILE} names {len(files)} files, of which "
-            f"{len(absent)} are missing: {_some(absent)}; copy them too"
+            f"{len(absent)} are missing: {some_of(absent, 4)}; copy them too"
         )
 
 
@@ -228,28 +229,22 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
             f"{type(error).__name__}: {error}"
         ) from error
     names = ExpertNames(config.get_text_config().model_type)
-    missing, differing, num_found = [], [], 0
+    wanted: dict[str, tuple[int, ...]] = {}
     with StoredModel(model_path, partial(name_in_model, config=config)) as stored:
         if stored.names is None:
             return
         _check_head(f"{key}: {name!r}", stored, wants_score=is_scalar(config), has_score=has_score)
-        for parameter_name, tensor in named_tensors(model):
-            if parameter_name == HEAD_WEIGHT and not has_score:
-                continue
-            whole = [(parameter_name, tuple(tensor.shape))]
-            for source, shape in whole if parameter_name in stored.names else names.split_meta(*whole[0]):
-                if source not in stored.names:
-                    missing.append(source)
-                    continue
-                num_found += 1
-                found = tuple(stored.tensor(source).get_shape())
-                if found != shape:
-                    differing.append(f"{source} {list(found)} instead of {list(shape)}")
-    if num_found and (missing or differing):
+        for parameter, tensor in named_tensors(model):
+            shape = tuple(tensor.shape)
+            if parameter != HEAD_WEIGHT or has_score:
+                wanted |= {parameter: shape} if parameter in stored.names else dict(names.split_meta(parameter, shape))
+        found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}
+    missing, differing = shape_differences(found, wanted)
+    if found and (missing or differing):
         lists = {"missing": missing, "of another shape": differing}
         raise ValueError(
             f"{key}: the weights of {name!r} are not those of its config.json (with {overrides}):\n"
-            + "\n".join(f"  {len(found)} tensors {what}: {_some(found)}" for what, found in lists.items() if found)
+            + "\n".join(f"  {len(of)} tensors {what}: {some_of(of, 4)}" for what, of in lists.items() if of)
         )
 
 
@@ -268,7 +263,7 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
     wrong = f"{model} is a reward checkpoint with the wrong head: "
     if others:
         raise ValueError(
-            f"{wrong}its weights hold {_some(others)}; a reward model has one linear layer of one output, "
+            f"{wrong}its weights hold {some_of(others, 4)}; a reward model has one linear layer of one output, "
             f"{HEAD_WEIGHT}, and says so in the config.json (architectures: [...ForSequenceClassification]). Convert "
             "it, or name the language model it was made from"
         )
@@ -277,10 +272,6 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
     shape = stored.tensor(HEAD_WEIGHT).get_shape() if has_head else [1]
     if shape[0] != 1:
         raise ValueError(f"{wrong}{HEAD_WEIGHT} is {shape}, which gives {shape[0]} numbers instead of one")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
 
 
 def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -34,12 +34,12 @@ from nemo_rl.models.policy.batch.microbatches import (
     select,
 )
 from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
-from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleSettings, SampleWriter
+from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleWriter
 from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
+from nemo_rl.models.policy.interfaces import PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.residency import Residency
 from nemo_rl.refit.layout import ExportedTensor

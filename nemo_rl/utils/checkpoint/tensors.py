@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 
 METADATA_NAME = ".metadata"
-_MAX_LISTED = 8
 
 # Everything torch writes into a .metadata file. A pickle could name any other function to call.
 _ALLOWED_GLOBALS = {
@@ -92,26 +92,28 @@ def check_checkpoint_fits(
         CheckpointError: the missing, unexpected and differently shaped tensors; or as `saved_tensors`.
     """
     shapes = {name: tuple(tensor.size) for name, tensor in saved_tensors(directory).items()}
-    lists = {
-        "missing there": [name for name in names_and_shapes if name not in shapes],
-        "unknown to the model": [name for name in shapes if name not in names_and_shapes] if is_all else [],
-        "of another shape": [
-            f"{name} {list(shapes[name])} instead of {list(shape)}"
-            for name, shape in names_and_shapes.items()
-            if name in shapes and shapes[name] != tuple(shape)
-        ],
-    }
-    lines = []
-    for what, names in lists.items():
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        lines += [f"  {len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"] if names else []
+    missing, differing = shape_differences(shapes, names_and_shapes)
+    unknown = [name for name in shapes if name not in names_and_shapes] if is_all else []
+    lists = {"missing there": missing, "unknown to the model": unknown, "of another shape": differing}
+    lines = "\n".join(f"  {len(names)} {what}: {some_of(names)}" for what, names in lists.items() if names)
     if lines:
         raise CheckpointError(
-            f"the tensors in {directory} belong to a model of another architecture:\n"
-            + "\n".join(lines)
-            + "\nUse the model they were saved from (model_name, hf_config_overrides, and "
-            "dtensor_cfg.lora_cfg or megatron_cfg.peft for adapters), or another checkpoint"
+            f"the tensors in {directory} belong to a model of another architecture:\n{lines}\n"
+            "Use the model they were saved from (model_name, hf_config_overrides, and dtensor_cfg.lora_cfg or "
+            "megatron_cfg.peft for adapters), or another checkpoint"
         )
+
+
+def shape_differences(
+    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+) -> tuple[list[str], list[str]]:
+    """Name -> shape of tensors: the names that are missing in `found`, and those of another shape, with both shapes."""
+    differing = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    return [name for name in wanted if name not in found], differing
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:

@@ -13,29 +13,19 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.interfaces import SampleSettings
 from nemo_rl.types import Example, ExampleGroup, RolloutGroup, RowKey
 
 SAMPLE_CALL = "nemo_rl_sample"
 OUTPUTS = "outputs"  # column of what the loss got: logprobs, or the scores of a reward model
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
 _DECIMALS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSettings:
-    """Where samples go, and how their tokens become text. Can be pickled."""
-
-    folder: Path
-    max_tokens: int  # of a longer sample the beginning and the end are kept
-    decode: Callable[[list[int]], str]
-    anchor: int  # a token to decode others behind: some tokenizers drop the space before the first
-    block_bytes: int = 512 * 1024
 
 
 class TokenTexts:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors, value_of, violations, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
@@ -30,7 +31,6 @@ from nemo_rl.models.policy.megatron.mapping import (
     is_latent,
     is_moe_layer,
     known_model_types,
-    some_of,
     weight_map,
 )
 from nemo_rl.models.policy.weight_loading import StoredModel

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
 
 Shape = tuple[int, ...]
@@ -418,12 +419,6 @@ def heads_of(hf_config: Any) -> tuple[int, int, int]:
 
 def _mapped(name: str, layout: Layout, *sources: tuple[Any, ...], **others: Any) -> MappedTensor:
     return MappedTensor(template=name, sources=tuple(HFTensor(*source) for source in sources), layout=layout, **others)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first eight of `names`, and how many more there are."""
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown or "none"
 
 
 # -- how ranks share a Megatron tensor
