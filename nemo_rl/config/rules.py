@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,11 +53,15 @@ class NamedByKey:
     field: str
 
 
-def accepted_by(function: Callable[[Any], Any]) -> AfterValidator:
-    """Accepts the values for which `function` does not raise a ValueError."""
+def accepted_by(function: Callable[[Any], Any] | str) -> AfterValidator:
+    """Accepts the values for which `function` does not raise a ValueError.
+
+    An import path, `package.module:function`, is imported when there is a value to check.
+    """
 
     def validate(value: Any) -> Any:
-        function(value)
+        check = pkgutil.resolve_name(function) if isinstance(function, str) else function
+        check(value)
         return value
 
     return AfterValidator(validate)

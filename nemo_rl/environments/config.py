@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
 from nemo_rl.models.policy.config import TokenizerConfig
-from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
 
 ENV_REGISTRY: dict[str, str] = {
     "agent": "nemo_rl.environments.agents.runner.AgentRunner",
@@ -449,10 +448,10 @@ class RetrievalEnvironmentConfig(ActorsConfig):
 class SlidingPuzzleGameConfig(StrictModel):
     """The boards. The dataset takes both values from here, by interpolation in its `kwargs`."""
 
-    size: Annotated[int | list[int], accepted_by(rows_and_columns)] = 5
+    size: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:rows_and_columns")] = 5
     """Rows and columns of a square board, or `[rows, columns]`; boards of another size are refused."""
 
-    shuffle_moves: Annotated[int | list[int], accepted_by(shuffle_range)] = 10
+    shuffle_moves: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:shuffle_range")] = 10
     """Random moves that lead from the solved board to the first board of a game, or `[fewest, most]`."""
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nemo_rl.report.run_files import GROUPS, SAMPLES, TIMELINE, read_index, read_lines
+from nemo_rl.report.run_files import read_index, read_lines
+from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE
 
 FOLDER = "report_data"
 BLOCK_BYTES = 400_000
