@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
+from nemo_rl.algorithms.setup.preflight import image_reader
 from nemo_rl.algorithms.setup.supervised import example_maker
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
@@ -23,6 +24,8 @@ from nemo_rl.data.rows.preview import PromptPreview
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.models.policy.pretrained import read_model_config
+from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.types import MakeExample, Prompt
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
@@ -72,15 +75,18 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
     The rows are spread over the dataset. Of a stream, they are the first ones.
 
     Raises:
-        ValueError, FileNotFoundError: for errors in data or tokenizer.
+        ValueError, FileNotFoundError: for errors in data, tokenizer or model.
     """
     assert isinstance(config, SupervisedMasterConfig | RolloutMasterConfig)
     settings, note = config.policy.tokenizer, ""
-    tokenizer = get_tokenizer(settings.model_copy(update={"name": resolve_model(settings.name)}))
+    tokenizer_path = resolve_model(settings.name)
+    tokenizer = get_tokenizer(settings.model_copy(update={"name": tokenizer_path}))
+    model = read_model_config(config.policy, resolve_model(config.policy.model_name))
+    processor_path = tokenizer_path if sees_images(model) else None
     dataset: PromptDataset | None
     if isinstance(config, SupervisedMasterConfig):
         setup = setup_examples(config.examples)
-        make: MakeExample = example_maker(config, setup, tokenizer)
+        make: MakeExample = example_maker(config, setup, tokenizer, image_reader(processor_path, config.examples))
         parts = [part for validation in setup.validation.values() for part in validation.parts]
         dataset = PromptDataset(parts) if parts else None
         if kind == "train" and not isinstance(setup.train, PromptDataset):
@@ -91,7 +97,8 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
             dataset = setup.train
     else:
         data = setup_data(config.data, config.env)
-        make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length))
+        images = image_reader(processor_path, config.data)
+        make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length, images))
         dataset = data.train if kind == "train" else data.validation
         note = "These are prompts: the answers that are sampled to them carry the loss."
     if dataset is None:

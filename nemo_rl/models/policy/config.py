@@ -346,7 +346,7 @@ class PolicyConfig(StrictModel):
     """Training with the experts that generation chose, of mixture-of-experts models with Megatron."""
 
     freeze: list[Literal["vision_tower", "projector", "language_model"]] = Field(default_factory=list)
-    """Parts of a vision-language model that training leaves as they are. A frozen part is sent to generation once."""
+    """Parts of a vision-language model that training leaves as they are."""
 
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """A head with one number per sequence or token in place of the language model's."""

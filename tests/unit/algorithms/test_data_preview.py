@@ -5,20 +5,24 @@ import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.data.tiny_vision import build_processor
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
 @pytest.fixture(scope="module")
-def tokenizer_override(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    build_tiny_tokenizer().save_pretrained(path)
-    return f"policy.tokenizer.name={path}"
+def model_override(tmp_path_factory):
+    """An untrained model."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.save_pretrained(path)
+    build_untrained_model(RECIPES["arithmetic"], tokenizer).save_pretrained(path)
+    return f"policy.model_name={path}"
 
 
-def test_prompts_of_a_run_that_samples(tokenizer_override):
-    config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [tokenizer_override])
+def test_prompts_of_a_run_that_samples(model_override):
+    config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [model_override])
     inputs = preview_inputs(config, "train", 5)
     assert inputs.total is not None
     assert [prompt.idx for prompt in inputs.prompts][:2] == [0, round((inputs.total - 1) / 4)]
@@ -30,8 +34,8 @@ def test_prompts_of_a_run_that_samples(tokenizer_override):
     assert preview_inputs(config, "validation", 5).prompts[0].prompt_id.startswith("arithmetic/validation:")
 
 
-def test_rows_of_a_run_that_learns_from_them(tokenizer_override, tmp_path):
-    config = load_run_config(CONFIGS / "sft_cpu.yaml", [tokenizer_override, "sft.roles_to_train_on=[user]"])
+def test_rows_of_a_run_that_learns_from_them(model_override, tmp_path):
+    config = load_run_config(CONFIGS / "sft_cpu.yaml", [model_override, "sft.roles_to_train_on=[user]"])
     inputs = preview_inputs(config, "train", 2)
     (example,), _ = inputs.make(inputs.prompts[0])
     learned = inputs.tokenizer.decode(example.token_ids[example.token_mask])
@@ -42,7 +46,7 @@ def test_rows_of_a_run_that_learns_from_them(tokenizer_override, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for streaming in (False, True):
         table = f"{{dataset_name: null, split: null, data_path: {tmp_path}/pairs.jsonl, streaming: {streaming}}}"
-        overrides = [tokenizer_override, f"data.train={table}"]
+        overrides = [model_override, f"data.train={table}"]
         inputs = preview_inputs(load_run_config(CONFIGS / "dpo_cpu.yaml", overrides), "train", 3)
         assert inputs.total == (None if streaming else 4)
         made = [inputs.make(prompt) for prompt in inputs.prompts]
@@ -50,6 +54,20 @@ def test_rows_of_a_run_that_learns_from_them(tokenizer_override, tmp_path):
         assert [example.sample_id for example in made[1][0]] == [
             f"{inputs.prompts[1].prompt_id}/{answer}" for answer in ("chosen", "rejected")
         ]
+
+
+@pytest.mark.parametrize("name", ["sft_vlm_cpu", "grpo_vlm_cpu"])
+def test_rows_with_images_of_a_model_that_sees_them(name, tmp_path):
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    tokenizer = build_tiny_tokenizer(recipe)
+    build_processor(recipe, tokenizer).save_pretrained(tmp_path)
+    build_untrained_model(recipe, tokenizer).save_pretrained(tmp_path)
+    inputs = preview_inputs(load_run_config(CONFIGS / f"{name}.yaml", [f"policy.model_name={tmp_path}"]), "train", 2)
+    for prompt in inputs.prompts:
+        (example,), meta = inputs.make(prompt)
+        assert meta.problem is None
+        assert "<|image_pad|>" in inputs.tokenizer.decode(example.token_ids)
 
 
 def test_a_file_of_no_algorithm_is_refused(tmp_path):
