@@ -139,13 +139,13 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
         {"role": str(m["role"]), "content": m["content"] if image_parts(m["content"]) else str(m["content"])}
         for m in given
     ]
-    metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
-    if "expected_answer" in row:
-        metadata["ground_truth"] = str(row["expected_answer"])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
+    metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
+    if "expected_answer" in row:
+        metadata["ground_truth"] = str(row["expected_answer"])
     return PromptParts(messages, metadata)
 
 

@@ -55,7 +55,8 @@ class ModelShape:
     def of(cls, config: PretrainedConfig) -> ModelShape:
         """Count the layers that `config` describes. Allocates nothing."""
         text = config.get_text_config()
-        model = build_on_meta(text, torch.float32)
+        with torch.device("meta"):  # the experts of a layer may be larger than this machine's memory
+            model = build_on_meta(text, torch.float32)
         settings, layers = text.to_dict(), decoder_layers(model)
         inside = [parameter for layer in layers for parameter in layer.parameters()]
         experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)

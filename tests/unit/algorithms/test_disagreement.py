@@ -393,7 +393,7 @@ def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
             chosen.clear()
             ids = torch.from_numpy(sample.token_ids)[None]
             model = pair.engine.worker.parts[0]
-            with pair.engine.worker.decoder.active():  # type: ignore[union-attr]
+            with pair.engine.worker.decoding():
                 model.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False)
             return torch.stack(chosen, dim=1).numpy().astype(np.uint8)[:-1]
 

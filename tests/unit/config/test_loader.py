@@ -165,11 +165,11 @@ def test_all_problems_are_in_one_message_with_their_lines(tmp_path: Path) -> Non
 def test_problems_of_items_and_environments_have_their_line(tmp_path: Path) -> None:
     text = (
         "policy: {model_name: m}\n"
-        "data:\n  train:\n    - dataset_name: a\n      split_validation_size: 2.0\n    - input_key: q\n"
+        "data:\n  train:\n    - dataset_name: a\n      split_validation_size: -2.0\n    - input_key: q\n"
         "env:\n  math:\n    num_worker: 3\n  maze: 5\n"
     )
     assert error_of(tmp_path, text).splitlines()[1:] == [
-        "  run.yaml:5: data.train.0.split_validation_size: must be less than 1 (got 2.0)",
+        "  run.yaml:5: data.train.0.split_validation_size: must be greater than or equal to 0 (got -2.0)",
         "  run.yaml:6: data.train.1.dataset_name: name a dataset, e.g. dataset_name: gsm8k, or a file: "
         "data_path: my_rows.jsonl",
         "  run.yaml:9: env.math.num_worker: unknown key; the nearest valid key is env.math.num_workers",
