@@ -741,6 +741,9 @@ def _part_problems(
             yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
         elif part.env is not None and isinstance(env[part.env], CompositeEnvironmentConfig):
             yield key, f"env.{part.env} is a composite itself; write its reward_functions here"
+        elif part.env is not None and isinstance(env[part.env], AgentEnvironmentConfig):
+            remedy = f"name this section in env.{part.env}.environment"
+            yield key, f"env.{part.env} are agents, which play episodes; {remedy}"
         elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
             remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
             yield key, f"env.{part.env}.py_executable is not that of the composite; {remedy}"

@@ -16,6 +16,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
     ActorsConfig,
+    AgentEnvironmentConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
     environment_gpus,
@@ -88,15 +89,12 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
     as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
     """
-    options = keys_of(env_config)
     py_executable = own_python(env_config)
+    env_class, arguments = class_and_arguments(env_name, env_config)
     if py_executable is None:
-        env_class, arguments = find_env_class(options.pop("type", env_name)), (options,)
         # The worker process imports the class by name, so it needs the import paths of this process.
         runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
-    else:  # this process may be unable to import the class
-        options["type"] = env_class_path(options["type"])
-        env_class, arguments = import_object(HOSTED, "class"), (env_name, options)
+    else:
         runtime_env = import_object(OWN_PYTHON, "function")(py_executable, f"env.{env_name}.py_executable")
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
@@ -106,6 +104,19 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
             num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
         )
     return actor_class.remote(*arguments)
+
+
+def class_and_arguments(
+    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """The class of a section's actors, and the arguments of its constructor."""
+    options = keys_of(env_config)
+    env_type = options.pop("type", env_name)
+    # An `AgentRunner` imports its agent by itself.
+    if own_python(env_config) is None or isinstance(env_config, AgentEnvironmentConfig):
+        return find_env_class(env_type), (options,)
+    # This process may be unable to import the class.
+    return import_object(HOSTED, "class"), (env_name, {**options, "type": env_class_path(env_type)})
 
 
 def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from nemo_rl.environments.config import (
     MathEnvironmentConfig,
     check_sections,
     environment_gpus,
+    judges_of,
     sections_of,
 )
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
@@ -278,8 +279,8 @@ class EvalMasterConfig(StrictModel):
     @property
     def gpus_beside_cluster(self) -> int:
         """GPUs of a node that environments need beside those of `cluster`."""
-        used = {self.environment_of(dataset) for dataset in self.data.chosen}
-        apart = environment_gpus(sections_of(self.env, [name for name in used if name is not None]))
+        used = [name for dataset in self.data.chosen if (name := self.environment_of(dataset)) is not None]
+        apart = environment_gpus(sections_of(self.env, judges_of(self.env, used)))
         return sum(apart.values())
 
     def environment_of(self, dataset: EvalDatasetConfig) -> str | None:

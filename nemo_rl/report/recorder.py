@@ -127,7 +127,9 @@ class RunRecorder:
         advantages = {group.group_id: [0.0] * len(group.samples) for group in trained}
         for rank in plan.ranks:
             for planned in (sample for batches in rank.train for batch in batches for sample in batch):
-                advantages[trained[planned.group].group_id][planned.index] = planned.advantage
+                of_group = advantages[trained[planned.group].group_id]
+                if 0 <= planned.index < len(of_group):  # no branch of a sample, and no copy that fills up a step
+                    of_group[planned.index] = planned.advantage
         found = [
             {
                 "id": group.group_id,
@@ -268,7 +270,8 @@ def chosen_rows(
         return [key for keys in _spread(samples, limit // size) for key in keys]
     by_group: dict[int, list[int]] = {}
     for sample in planned:
-        by_group.setdefault(sample.group, []).append(sample.index)
+        if 0 <= sample.index < len(rewards[sample.group]):  # no branch of a sample, and no copy that fills up a step
+            by_group.setdefault(sample.group, []).append(sample.index)
     chosen = []
     for group in _spread(sorted(by_group), max(1, limit // 2)):
         # Of equal rewards the first is the best and the last is the worst, so that they are two samples.

@@ -41,6 +41,7 @@ from nemo_rl.environments.config import (
     SlidingPuzzleEnvironmentConfig,
     check_sections,
     environment_gpus,
+    judges_of,
     named_sections,
     sections_of,
 )
@@ -410,7 +411,7 @@ class RolloutMasterConfig(RunConfig):
     @property
     def gpus_beside_cluster(self) -> int:
         used = {dataset.env_name for dataset in (*self.data.train, *(self.data.validation or []))}
-        return sum(environment_gpus(sections_of(self.env, used)).values())
+        return sum(environment_gpus(sections_of(self.env, judges_of(self.env, used))).values())
 
     @property
     def recomputes_kv_cache(self) -> bool:

@@ -28,11 +28,13 @@ class ScoredGroup:
         """The rewards that are compared with each other: of the samples, or of all their rows."""
         samples = self.handle.samples
         if self.own_rewards is not None:
-            rows = [(sample, row) for sample in samples for row in sample.rows]
+            rows = [
+                (sample, row, mask) for sample, mask in zip(samples, self.masks, strict=True) for row in sample.rows
+            ]
             return GroupRewards(
                 rewards=[reward for of_sample in self.own_rewards for reward in of_sample],
-                valid=[sample.has_reward for sample, _ in rows],
-                num_loss_tokens=[row.num_generated_tokens for _, row in rows],
+                valid=[sample.has_reward for sample, _, _ in rows],
+                num_loss_tokens=[row.num_generated_tokens if mask > 0 else 0 for _, row, mask in rows],
             )
         return GroupRewards(
             rewards=self.rewards,

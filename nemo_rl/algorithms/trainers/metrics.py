@@ -21,16 +21,19 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
     """Statistics of all samples of a step. `reward` is the environments' reward, before scaling and shaping.
 
     Means and rates are over the samples with a reward, NaN if there are none; `failed_sample_rate` is over all samples.
-    `weight_version_lag` is the number of weight updates since the weights of a sample.
+    `weight_version_lag` is the number of weight updates since the weights of a sample. All rows of
+    an agent's sample count, except for `mean_prompt_length`.
     """
     samples = [sample for handle in handles for sample in handle.samples]
     assert samples
     scored = [sample for sample in samples if sample.has_reward]
-    turns = [sample.num_turns for sample in scored]
-    generated = [sample.num_generated_tokens for sample in scored]
-    lags = [current_weight_version - sample.weight_version for sample in scored]
+    turns = [sum(row.num_turns for row in sample.rows) for sample in scored]
+    generated = [sum(row.num_generated_tokens for row in sample.rows) for sample in scored]
+    lags = [current_weight_version - min(row.weight_version for row in sample.rows) for sample in scored]
     assert all(lag >= 0 for lag in lags), "a sample from weights newer than the current ones"
-    env_tokens = [sample.length - sample.num_prompt_tokens - sample.num_generated_tokens for sample in scored]
+    env_tokens = [
+        sum(row.length - row.num_prompt_tokens - row.num_generated_tokens for row in sample.rows) for sample in scored
+    ]
     too_long = [any(s.status is SampleStatus.PROMPT_TOO_LONG for s in handle.samples) for handle in handles]
     num_image_tokens = sum(sample.num_sampled_image_tokens for sample in samples)
     return {
@@ -42,7 +45,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
         "natural_termination_rate": _mean([sample.status is SampleStatus.COMPLETED for sample in scored]),
         "truncation_rate": _mean([sample.status is SampleStatus.TRUNCATED for sample in scored]),
         "repetition_loop_rate": _mean([sample.ends_in_loop for sample in scored]),
-        "mean_total_tokens_per_sample": _mean([sample.length for sample in scored]),
+        "mean_total_tokens_per_sample": _mean([sum(row.length for row in sample.rows) for sample in scored]),
         "mean_gen_tokens_per_sample": _mean(generated),
         "max_gen_tokens_per_sample": _max(generated),
         "mean_env_tokens_per_sample": _mean(env_tokens),
@@ -156,7 +159,7 @@ def validation_metrics(
     metrics = {
         "accuracy": _mean([sample.reward >= success_reward for sample in scored]),
         "reward": _mean([sample.reward for sample in scored]),
-        "avg_length": _mean([sample.num_generated_tokens for sample in scored]),
+        "avg_length": _mean([sum(row.num_generated_tokens for row in sample.rows) for sample in scored]),
         "failed_sample_rate": _mean([sample.status.is_failure for sample in samples]),
         "timed_out_rate": _mean([sample.status.is_late for sample in samples]),
     }

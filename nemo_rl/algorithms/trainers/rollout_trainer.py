@@ -212,7 +212,7 @@ class RolloutTrainer(Trainer):
         self.record("train", turn_metrics(generated, max_turns=run.rollout.max_rollout_turns))
         if run.has_agents:
             self.record("train", agent_metrics(generated))
-        self.record("performance", turn_seconds(generated))
+        self.record("performance", turn_seconds([row for sample in generated for row in sample.rows]))
         if self.drafts is not None:
             self.record("train", self.drafts.metrics())
         num_failed = sum(sample.status.is_failure for sample in generated)
@@ -227,7 +227,7 @@ class RolloutTrainer(Trainer):
         use = self.rollouts.generation_use()
         throughput = performance_metrics(
             seconds,
-            num_samples=len(trained),
+            num_samples=sum(len(group.samples) for group in trained_groups),
             num_tokens=num_tokens,
             num_generated_tokens=use.num_tokens,
             generation_s=use.busy_s,
@@ -250,7 +250,9 @@ class RolloutTrainer(Trainer):
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
         if run.policy.router_replay.enabled:
-            throughput["routed_experts_bytes"] = sum(sample.routed_experts_bytes for sample in generated)
+            throughput["routed_experts_bytes"] = sum(
+                row.routed_experts_bytes for sample in generated for row in sample.rows
+            )
         lengths = (sample.length for sample in trained)
         if num_passes:
             train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
@@ -297,7 +299,11 @@ class RolloutTrainer(Trainer):
                 raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
             self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
         late = [sample for sample in samples if sample.status.is_late]
-        key = f"{self.run.section}.episode_timeout_s={self.run.rollout.episode_timeout_s}"
+        limits = {
+            SampleStatus.TIMED_OUT: f"{self.run.section}.episode_timeout_s={self.run.rollout.episode_timeout_s}",
+            SampleStatus.AGENT_HUNG: "env.<name>.time_limit_s of their agents",
+        }
+        key = " or ".join(limits[status] for status in limits if any(sample.status is status for sample in late))
         if late and len(late) == len(samples):
             raise TooManyFailures(
                 f"all {len(late)} episodes took longer than {key}: raise it, lower "

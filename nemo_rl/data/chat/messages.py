@@ -33,6 +33,8 @@ def get_formatted_message_log(
 ) -> LLMMessageLogType:
     """The messages, each with its rendered text as `content`, its `token_ids` int64 [n], and its `loss_spans`.
 
+    `unrendered` is the content before the chat template, in the prompt template of the task.
+
     The system prompt of the task goes first unless the log begins with one; the prompt template of the task is filled
     with the first user message. `add_bos_token` and `add_eos_token` add the token if the template does not. Some
     templates render an early message differently when others follow; the text in the whole conversation counts.
@@ -81,7 +83,8 @@ def get_formatted_message_log(
             for a, b in answers
         ]
         text = shown.text[shown.begins[number] : [*shown.begins, None][number + 1]]
-        formatted.append({**message, "content": text, "token_ids": all_ids[first:last], "loss_spans": spans})
+        texts = {"content": text, "unrendered": message.get("content")}
+        formatted.append({**message, **texts, "token_ids": all_ids[first:last], "loss_spans": spans})
         if own := [replace(span, start=span.start - first) for span in placed if first <= span.start < last]:
             formatted[-1]["images"] = own
         first = last

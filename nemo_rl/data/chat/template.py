@@ -29,7 +29,8 @@ from nemo_rl.utils.tokenizer import strftime_now
 Spans = list[tuple[int, int]]
 Messages = Sequence[Mapping[str, Any]]
 
-OWN_KEYS = ("token_ids", "token_loss_mask", "generation_logprobs", "loss_spans")  # keys of messages for this library
+OWN_KEYS = ("token_ids", "token_loss_mask", "generation_logprobs", "loss_spans", "unrendered")
+"""Keys of messages for this library."""
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_LAYOUTS = 512
 PLACEHOLDER = "MESSAGE0CONTENT"

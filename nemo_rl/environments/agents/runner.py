@@ -44,7 +44,7 @@ class AgentRunner:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.config = AgentEnvironmentConfig(**options)
         self._slots = asyncio.Semaphore(self.config.max_concurrent)
-        self._threads = ThreadPoolExecutor(self.config.max_concurrent, thread_name_prefix="agent")
+        self._running: dict[str, asyncio.Task[AgentOutcome]] = {}  # by URL of the session
         self.agent: Callable[[AgentTask], Any] | None = None
         self.verifier: Callable[..., Any] | None = None
         if self.config.run is not None:
@@ -54,6 +54,22 @@ class AgentRunner:
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """Run one episode to its end. The time limit begins when the agent does."""
+        running = self._running[task.base_url] = asyncio.create_task(self._run(task))
+        try:
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+            del self._running[task.base_url]
+        if running.cancelled():
+            return AgentOutcome(end=AgentEnd.HUNG, failure="it was stopped, because nobody waits for it")
+        return running.result()
+
+    async def stop(self, base_url: str) -> None:
+        """End an episode that nobody waits for, by the URL of its session."""
+        if base_url in self._running:
+            self._running[base_url].cancel()
+
+    async def _run(self, task: AgentTask) -> AgentOutcome:
         async with self._slots:
             playing = asyncio.create_task(self._play(task))
             try:
@@ -73,7 +89,11 @@ class AgentRunner:
         """The reward that the verifier gives an episode. `conversations`: the messages of each of its rows."""
         assert self.verifier is not None
         verifying = asyncio.ensure_future(self._call(self.verifier, task, conversations))
-        await asyncio.wait([verifying])
+        await asyncio.wait([verifying], timeout=self.config.time_limit_s)
+        if not verifying.done():
+            verifying.cancel()
+            limit = f"the verifier had not ended after time_limit_s={self.config.time_limit_s:g}"
+            return AgentOutcome(end=AgentEnd.HUNG, failure=limit)
         error = verifying.exception()
         if error is not None:
             return AgentOutcome(end=AgentEnd.CRASHED, failure=f"the verifier raised {_text(error)}")
@@ -90,7 +110,11 @@ class AgentRunner:
     async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
         if inspect.iscoroutinefunction(function):
             return outcome(await function(*args))
-        return outcome(await asyncio.get_running_loop().run_in_executor(self._threads, _without_exit, function, *args))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # one that hangs takes none from others
+        try:
+            return outcome(await asyncio.get_running_loop().run_in_executor(thread, _without_exit, function, *args))
+        finally:
+            thread.shutdown(wait=False)
 
 
 def _without_exit(function: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,13 @@ class Agents:
         sampling: SamplingParams,
         seed_of_turn: Callable[[int], int],
     ) -> Sample:
-        """Play one episode. Cancelling it closes the session."""
+        """Play one episode. Cancelling it closes the session and stops the agent.
+
+        Raises:
+            ValueError: the prompt has images, which agents do not get.
+        """
+        if datum.get("images"):
+            raise ValueError(f"prompt {prompt.prompt_id} has images, and agents get text alone; use an environment")
         session = Session(
             self.settings.answers,
             generate=generate,
@@ -84,7 +91,8 @@ class Agents:
             reward_url=f"{url}/reward",
             model=self.settings.answers.model,
             row=dict(prompt.row),
-            messages=[{"role": m["role"], "content": m["content"]} for m in datum["message_log"]],
+            # Sessions render. A processor that writes its messages itself has not rendered them.
+            messages=[{"role": m["role"], "content": m.get("unrendered", m["content"])} for m in datum["message_log"]],
             metadata=datum["extra_env_info"],
             seed=seed_of_turn(0),
             episode=sample_id,
@@ -92,6 +100,9 @@ class Agents:
         runner = next(self._next_runner)
         try:
             outcome = await _call(runner.run.remote(task))
+        except asyncio.CancelledError:
+            runner.stop.remote(task.base_url)  # Ray goes on with a call that nobody waits for
+            raise
         finally:
             self.server.close(session)
         branches = session.tree.branches()

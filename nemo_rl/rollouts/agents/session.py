@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import ray
 import xxhash
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -96,10 +97,11 @@ class Session:
             on_answer=self._note,
         )
         self._answered: dict[str, list[Call]] = {}  # by id of the answer
-        self._of_completion: dict[int, Call] = {}  # by id(completion), until it is answered
+        # (prompt, completion, seconds) by id(completion), until it is answered
+        self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Sample and record. RequestError at a limit. A request whose client has gone leaves no record."""
+        """Sample; what is answered is recorded. RequestError at a limit."""
         self._check_limits()
         self.num_begun += 1
         prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
@@ -118,12 +120,11 @@ class Session:
             self._asked[prompt] -= 1  # the client will ask again
             raise
         self._num_generated += len(completion.token_ids)
-        call = self.tree.add(prompt_token_ids, completion, time.perf_counter() - started)
-        self._of_completion[id(completion)] = call
+        self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
         return completion
 
     def _note(self, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
-        call = self._of_completion.pop(id(completion))
+        call = self.tree.add(*self._sampled.pop(id(completion)))
         call.messages = messages
         self._answered.setdefault(answer_id, []).append(call)
 
@@ -173,7 +174,7 @@ class SessionServer:
         """Begin to answer a session. Returns its URL, to which `/v1` and `/reward` are appended."""
         if self._started is None:
             self._started = asyncio.create_task(self._listen())
-        url = await self._started
+        url = await asyncio.shield(self._started)  # an episode that is cancelled does not take the others with it
         self.sessions[session.session_id] = session
         return f"{url}/s/{session.session_id}"
 
@@ -187,6 +188,8 @@ class SessionServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         host, port = self._runner.addresses[0][:2]
+        if host in ("0.0.0.0", "::"):  # all interfaces; agents need the address of this machine
+            host = ray.util.get_node_ip_address()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:

@@ -160,6 +160,9 @@ def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_p
     group = GroupHandle(group_id="g", prompt_id="d:0", task_name="t", ref=None, samples=[late, sample_meta("g/1", 1.0)])
     run.trainer.check_failures([group])
     assert "1 of 2 episodes took longer than grpo.episode_timeout_s=30" in run.text.getvalue()
+    group.samples = [sample_meta("g/0", 0.0, status=SampleStatus.AGENT_HUNG), sample_meta("g/1", 1.0)]
+    run.trainer.check_failures([group])
+    assert "1 of 2 episodes took longer than env.<name>.time_limit_s of their agents" in run.text.getvalue()
     group.samples = [late, late]
     with pytest.raises(TooManyFailures, match=r"all 2 episodes took longer than grpo.episode_timeout_s=30.*raise it"):
         run.trainer.check_failures([group])

@@ -50,6 +50,15 @@ def test_rollout_metrics_by_hand():
     }
 
 
+def test_all_token_sequences_of_an_agent_count():
+    first, branch = sample(1.0, prompt=4, generated=6, turns=2, version=5), sample(1.0, generated=3, turns=1, version=4)
+    first.branches = [branch]
+    metrics = rollout_metrics([handle(first)], current_weight_version=5)
+    assert metrics["total_turns"] == 3 and metrics["mean_gen_tokens_per_sample"] == 9
+    assert metrics["weight_version_lag/max"] == 1
+    assert validation_metrics([handle(first)], k_values=[])["avg_length"] == 9
+
+
 def test_rollout_metrics_when_everything_failed():
     metrics = rollout_metrics([handle(sample(status=SampleStatus.FAILED))], current_weight_version=0)
     assert metrics["failed_sample_rate"] == 1.0

@@ -311,6 +311,7 @@ def test_prompt_texts_of_the_task_are_used(tmp_path):
     )
     text = "".join(message["content"] for message in formatted)
     assert text == "<|system|>Be brief.<eos><|user|>Solve 1+{} in \\boxed{}.<eos><|assistant|>"
+    assert [message["unrendered"] for message in formatted] == ["Be brief.", "Solve 1+{} in \\boxed{}."]
 
 
 @pytest.mark.parametrize(

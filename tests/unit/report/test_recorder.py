@@ -38,6 +38,11 @@ def test_of_equal_rewards_two_different_samples_are_reported():
     assert chosen_rows([planned(0, 0)], [[1.0]], 2) == [(0, 0)]
 
 
+def test_branches_of_samples_and_copies_that_fill_up_are_not_reported():
+    plan = [planned(0, index) for index in (0, 1, 2, -3)]
+    assert chosen_rows(plan, [[0.0, 1.0]], 8) == [(0, 1), (0, 0)]
+
+
 def test_pairs_are_reported_whole_and_rows_without_loss_not():
     plan = [planned(0, 2 * number, num_rows=2, mask=float(number != 1)) for number in range(4)]
     assert chosen_rows(plan, None, 5) == [(0, 0), (0, 1), (0, 4), (0, 5)]
@@ -53,7 +58,8 @@ def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
     samples = [sample_meta("g/0", 1.0), sample_meta("g/1", 0.0, status=SampleStatus.FAILED), sample_meta("g/2", 0.25)]
     group = GroupHandle(group_id="g", prompt_id="p:1", task_name="math", ref=None, samples=samples)
     dropped = GroupHandle(group_id="h", prompt_id="p:2", task_name="math", ref=None, samples=[sample_meta("h/0", 1.0)])
-    batch = [planned(0, 2, advantage=-0.5), planned(0, 0, advantage=1.5)]
+    # Then a branch of a sample, and a copy of a row that fills up the step.
+    batch = [planned(0, 2, advantage=-0.5), planned(0, 0, advantage=1.5), planned(0, 3), planned(0, -4, mask=0.0)]
     own, _ = recorder(tmp_path)
     own.groups(
         4, [dropped, group], [group], BatchPlan(groups=[None], ranks=[RankPlan(train=[[batch]], logprobs=[batch])])

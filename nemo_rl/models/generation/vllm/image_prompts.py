@@ -53,7 +53,9 @@ class ImagePrompts:
 
     async def _item(self, image: PromptImage) -> MultiModalKwargsItem:
         digest = image.span.digest
-        if digest not in self._kept:
+        kept = self._kept.get(digest)
+        # The object of a failed one may have been lost with the process that made it; this request has its own.
+        if kept is None or (kept.done() and kept.exception() is not None):
             self._kept[digest] = asyncio.ensure_future(self._fetch(image.ref))
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)

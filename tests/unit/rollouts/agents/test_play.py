@@ -7,6 +7,7 @@ import itertools
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import openai
 import pytest
 from aiohttp import web
 
+from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.chat.served import ServedChat
+from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
 from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import SessionLimits
@@ -80,6 +83,7 @@ class Handle:
     def __init__(self, runner: AgentRunner) -> None:
         self.run = Remote(runner.run)
         self.verify = Remote(runner.verify)
+        self.stop = Remote(lambda url: asyncio.ensure_future(runner.stop(url)))
 
 
 def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **options: Any) -> list[Sample]:
@@ -121,7 +125,9 @@ def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **op
             await playing.server.stop()
 
     def one(playing: Agents, index: int) -> Any:
-        message = {"role": "user", "content": "1+2", "token_ids": tokens("1+2")}
+        [message] = get_formatted_message_log(
+            [{"role": "user", "content": "1+2"}], TOKENIZER, TaskDataSpec(), add_generation_prompt=True
+        )
         return playing.play(
             Prompt(prompt_id="p:0", row={"expected_answer": "3"}, idx=0, task_name="t"),
             DatumSpec(message_log=[message], length=3, extra_env_info=None, loss_multiplier=1.0, idx=0),
@@ -220,6 +226,53 @@ def test_an_agent_without_an_outcome_has_no_reward(agent: Any, status: SampleSta
     assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
     assert reason in str(failed.meta.failure) and "g/0" in str(failed.meta.failure)
     assert well.meta.reward == 0.5
+
+
+def test_a_function_that_hangs_takes_no_place_from_others():
+    def sleeps(task: AgentTask) -> float:
+        time.sleep(3.0)
+        return 0.0
+
+    def needs_no_model(task: AgentTask) -> float:
+        return 1.0
+
+    async def main() -> list[AgentOutcome]:
+        runner = AgentRunner({"run": f"{__name__}:asks_twice", "max_concurrent": 1, "time_limit_s": 1.0})
+        ends = []
+        for number, agent in enumerate((sleeps, needs_no_model)):
+            runner.agent = agent
+            ends.append(await runner.run(task_of(number)))
+        runner.verifier = lambda task, conversations: time.sleep(3.0)
+        return [*ends, await runner.verify(task_of(2), [])]
+
+    hung, well, judged = asyncio.run(main())
+    assert (hung.end, well.end, well.reward, judged.end) == (AgentEnd.HUNG, AgentEnd.DONE, 1.0, AgentEnd.HUNG)
+    assert "the verifier" in judged.failure
+
+
+def test_an_abandoned_episode_stops_its_agent():
+    async def main() -> AgentOutcome:
+        runner = AgentRunner({"run": f"{__name__}:hangs"})
+        running = asyncio.create_task(runner.run(task_of(0)))
+        await asyncio.sleep(0.1)
+        await runner.stop(task_of(0).base_url)
+        return await asyncio.wait_for(running, 10.0)
+
+    assert asyncio.run(main()).end is AgentEnd.HUNG
+
+
+def task_of(number: int) -> AgentTask:
+    return AgentTask(
+        base_url=f"http://127.0.0.1:9/s/{number}/v1",
+        api_key="k",
+        model="tiny",
+        reward_url="",
+        row={},
+        messages=[],
+        metadata=None,
+        seed=0,
+        episode=f"g/{number}",
+    )
 
 
 def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():

@@ -71,6 +71,8 @@ def test_branches_with_rewards_of_their_own_are_compared_with_each_other():
     [scored] = score_groups([handle_of(played)], GRPO)
     assert scored.for_estimator().rewards == [1.0, 0.5, 0.0]  # by episode
     assert advantages(scored) == [0.5, -0.5, 0.0]
+    scored.masks[0] = 0.0  # as `overlong_filtering` does
+    assert scored.for_estimator().num_loss_tokens == [0, 0, 2]
 
 
 @settings(max_examples=60, deadline=None)
