@@ -57,7 +57,7 @@ def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
     (own,) = score_groups([handle(branched, failed)], cfg)
     compared = own.for_estimator()
     assert (compared.rewards, compared.valid) == ([0.0, 5.0, 0.0, 0.0], [True, True, True, False])
-    assert compared.num_loss_tokens == [10, 3, 4, 10]
+    assert compared.num_loss_tokens == [10, 3, 4, 0]
     assert own.of_rows([1.0, 2.0, 3.0, 4.0]) == [1.0, 4.0, 2.0, 3.0]
     assert own.row_masks == [1.0, 0.0, 1.0, 1.0]
 
