@@ -33,7 +33,7 @@ from nemo_rl.rollouts.openai_server import (
     guarded,
     has_token,
 )
-from nemo_rl.types import Completion, GenerateFn, SamplingParams
+from nemo_rl.types import Completion, GenerateFn, ImageSpan, SamplingParams
 
 _SHUTDOWN_TIMEOUT_S = 1.0
 _SEED_BITS = 62
@@ -100,8 +100,11 @@ class Session:
         # (prompt, completion, seconds) by id(completion), until it is answered
         self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
         """Sample; what is answered is recorded. RequestError at a limit."""
+        assert not images, "requests of agents are text"
         self._check_limits()
         self.num_begun += 1
         prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())

@@ -31,6 +31,7 @@ from nemo_rl.types import (
     Completion,
     DatumSpec,
     EnvironmentStep,
+    ImageSpan,
     Prompt,
     Sample,
     SampleStatus,
@@ -61,7 +62,9 @@ class Engine:
         self.asked: list[tuple[list[int], SamplingParams, int]] = []
         self.version = 0
 
-    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
         self.asked.append((list(prompt_token_ids), sampling, seed))
         await asyncio.sleep(0)
         said = [token for character in str(seed % 1000) for token in tokens(character)] + [EOS]
