@@ -732,6 +732,13 @@ def own_python(config: Any) -> PyExecutable | None:
     return config.py_executable if isinstance(config, ActorsConfig | EnvironmentConfig) else None
 
 
+NO_PARTS = {
+    CompositeEnvironmentConfig: "is a composite itself; write its reward_functions here",
+    AgentEnvironmentConfig: "has agents, which play episodes; name this section in its key environment",
+}
+"""Sections that no composite can have as a part: why, and what to do."""
+
+
 def _part_problems(
     name: str, config: CompositeEnvironmentConfig, env: Mapping[str, AnyEnvironmentConfig]
 ) -> Iterator[tuple[str, str]]:
@@ -739,11 +746,8 @@ def _part_problems(
         key = f"env.{name}.reward_functions.{index}.env"
         if part.env is not None and part.env not in env:
             yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
-        elif part.env is not None and isinstance(env[part.env], CompositeEnvironmentConfig):
-            yield key, f"env.{part.env} is a composite itself; write its reward_functions here"
-        elif part.env is not None and isinstance(env[part.env], AgentEnvironmentConfig):
-            remedy = f"name this section in env.{part.env}.environment"
-            yield key, f"env.{part.env} are agents, which play episodes; {remedy}"
+        elif part.env is not None and type(env[part.env]) in NO_PARTS:
+            yield key, f"env.{part.env} {NO_PARTS[type(env[part.env])]}"
         elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
             remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
             yield key, f"env.{part.env}.py_executable is not that of the composite; {remedy}"

@@ -53,7 +53,7 @@ def test_parts_of_a_composite_are_used_too() -> None:
 def test_agents_are_no_part_of_a_composite() -> None:
     both = "+env.it={type: composite, reward_functions: [{name: a, env: part}]}"
     agents = "+env.part={type: agent, run: 'mine:solve'}"
-    assert "are agents, which play episodes; name this section in env.part.environment" in problems_of(both, agents)
+    assert "env.part has agents, which play episodes" in problems_of(both, agents)
 
 
 def test_registered_names_and_import_paths_are_environments() -> None:
