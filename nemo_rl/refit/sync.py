@@ -189,15 +189,21 @@ class Refit(WeightSync):
         if self.layout is None or self._attached != self.generation.workers:
             return WeightComparison(not_compared="there has been no sync since the engines were started")
         with self.accelerator.hold(REFIT):
-            if (reason := self.generation.begin_comparison()) is not None:
-                return WeightComparison(not_compared=reason)
-            layout, self.layout = self.layout, None  # if it breaks off, the next sync begins with new buffers
-            for bucket in range(len(layout.buckets)):
-                results = self.policy.finish_pack(self.policy.start_pack(bucket))
-                fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
-                self.generation.compare_bucket({"bucket": bucket, "fingerprints": fingerprints})
-            different = self.generation.end_comparison()
-            self.layout = layout
+            compared = self._compare_buckets(self.layout)
+        # As after a sync: the policy, if it is next, must not find the engines' weights on its devices.
+        (self.generation_accelerator or self.accelerator).acquire(GENERATION)
+        return compared
+
+    def _compare_buckets(self, layout: PackLayout) -> WeightComparison:
+        if (reason := self.generation.begin_comparison()) is not None:
+            return WeightComparison(not_compared=reason)
+        self.layout = None  # if it breaks off, the next sync begins with new buffers
+        for bucket in range(len(layout.buckets)):
+            results = self.policy.finish_pack(self.policy.start_pack(bucket))
+            fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
+            self.generation.compare_bucket({"bucket": bucket, "fingerprints": fingerprints})
+        different = self.generation.end_comparison()
+        self.layout = layout
         return WeightComparison(num_tensors=len(layout.tensors), different=different)
 
     def _engine_death(self, error: Exception) -> WorkerError | None:

@@ -112,7 +112,7 @@ class GroupSummary:
                     "dead": _mean([float(is_dead(group)) for _, group in found]),
                     "tokens": _mean([float(length) for length in lengths]),
                     "truncated": status.count("t") / len(status),
-                    "failed": status.count("f") / len(status),
+                    "failed": (status.count("f") + status.count("l")) / len(status),
                 }
             )
         return rows

@@ -30,10 +30,11 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_rl.config.cli import SOURCES
+from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values
 from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
+from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey, SampleStatus
 from nemo_rl.utils import files
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
@@ -123,7 +124,10 @@ class RunRecorder:
     def groups(
         self, step: int, generated: Sequence[GroupHandle], trained: Sequence[GroupHandle], plan: BatchPlan
     ) -> None:
-        """Note the outcome of every group of a step; `trained` are those of the plan."""
+        """Note the outcome of every group of a step; `trained` are those of the plan.
+
+        `status` has a letter per sample: c completed, t truncated, l late, f failed, p prompt too long.
+        """
         advantages = {group.group_id: [0.0] * len(group.samples) for group in trained}
         for rank in plan.ranks:
             for planned in (sample for batches in rank.train for batch in batches for sample in batch):
@@ -138,7 +142,7 @@ class RunRecorder:
                 "rewards": [_short(sample.reward) if sample.has_reward else None for sample in group.samples],
                 "lengths": [sample.num_generated_tokens for sample in group.samples],
                 "turns": [sample.num_turns for sample in group.samples],
-                "status": "".join(sample.status.value[0] for sample in group.samples),
+                "status": "".join(_letter(sample.status) for sample in group.samples),
                 "advantages": [_short(advantage) for advantage in advantages.get(group.group_id, ())],
             }
             for group in generated
@@ -150,6 +154,7 @@ class RunRecorder:
         """Choose the rows of `plan` that are reported: `cfg.samples_per_step`, from groups all over the plan.
 
         `rewards` by group and sample: of a group the best and the worst sample; otherwise all rows of a planned sample.
+        Of an agent's episode with several rows it is the first.
         """
         planned = [sample for rank in plan.ranks for batch in rank.logprobs for sample in batch]
         chosen = set(chosen_rows(planned, rewards, self.cfg.samples_per_step))
@@ -327,15 +332,14 @@ def origin(config: Mapping[str, Any]) -> dict[str, Any]:
     if not SOURCES:
         return {}
     source = SOURCES[-1]
-    parent = files.flatten_dict(parent_values(source.model, source.file))
+    found = {"config_file": str(source.file), "overrides": list(source.overrides)}
+    try:
+        parent = files.flatten_dict(parent_values(source.model, source.file))
+    except ConfigError:  # somebody edits the file while the run starts
+        return found
     own = files.flatten_dict(config)
-    return {
-        "config_file": str(source.file),
-        "overrides": list(source.overrides),
-        "from_parent": [
-            [key, _plain(parent.get(key)), _plain(value)] for key, value in own.items() if parent.get(key) != value
-        ],
-    }
+    differing = [key for key, value in own.items() if parent.get(key) != value]
+    return found | {"from_parent": [[key, _plain(parent.get(key)), _plain(own[key])] for key in differing]}
 
 
 def _plain(value: Any) -> Any:
@@ -357,6 +361,10 @@ def _git(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _letter(status: SampleStatus) -> str:
+    return "l" if status.is_late else "f" if status.is_failure else status.value[0]
 
 
 def _short(value: float) -> float:

@@ -234,7 +234,11 @@ class _EventHandler(logging.Handler):
         self._events = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._events.note("log", f"{record.name}: {record.getMessage()}")
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # a library's own mistake: its arguments do not fit its text
+            text = str(record.msg)
+        self._events.note("log", f"{record.name}: {text}")
 
 
 def message_text(message: Mapping[str, Any]) -> Text:

@@ -13,6 +13,7 @@ from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.layout import training_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,6 +62,7 @@ def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
     found = local_config(cfg.policy)
     if found is None:
         return ["memory: not predicted: config.json of the model is not on this machine"]
+    from nemo_rl.models.policy.flops import find_gpu
     from nemo_rl.models.policy.memory import Machine, ModelShape, cache_tokens, describe_memory
 
     if not ModelShape.is_known(found):
@@ -68,6 +70,8 @@ def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
     model = ModelShape.of(found)
     if cfg.cluster.use_gpus:
         name = this_gpu()
+        if name is not None and find_gpu(name) is None:
+            return [f"memory: not predicted: the memory of {name!r} is not known"]
         machine = machine_of(name or ASSUMED_GPU)
         where = f"a GPU ({name or ASSUMED_GPU + ' assumed'})"
     else:
@@ -171,6 +175,8 @@ def propose_layout(cfg: RolloutMasterConfig, text: str) -> str:
     assert machine.memory is not None
     for overrides in _layouts(cfg, found, hardware):
         planned = _with(cfg, overrides)
+        if any(training_problems(planned.policy, planned.training_cluster.num_workers)):
+            continue
         phases = phases_of(planned, model, machine)
         peak = max(phase.num_bytes for phase in phases)
         cache = min((p.num_bytes for phase in phases for p in phase.parts if p.name == "KV cache"), default=1.0)
@@ -179,7 +185,7 @@ def propose_layout(cfg: RolloutMasterConfig, text: str) -> str:
             memory = [f"  {line}" for line in describe_memory(phases, machine)]
             return "\n".join([f"layout for {text}, as overrides:", *(f"  {line}" for line in lines), "", *memory])
         least = min(peak, least) if least is not None else peak
-    need = "no layout divides the batch" if least is None else f"the least needs {least / 1e9:.0f} GB of each GPU"
+    need = f"the least needs {least / 1e9:.0f} GB of each GPU" if least is not None else "no layout divides the batch"
     raise ConfigError(
         [Problem((), f"--plan {text}: it does not fit: {need}; take more GPUs, adapters (lora_cfg), or Megatron")]
     )

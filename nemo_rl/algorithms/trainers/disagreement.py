@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
+from nemo_rl.algorithms.trainers.rollout_trainer import NothingToCompare, RolloutTrainer
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.head.variants import Variant, VariantLogprobs
@@ -29,6 +29,7 @@ from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, Ran
 
 NUM_PICKED = 4  # samples of each kind and rank, at least
 MAX_NEW_TOKENS = 64  # of a fresh completion
+MAX_PLAIN_TOKENS = 4096  # of a row for plain attention, whose memory is quadratic
 COLUMN = "disagreement"  # of the rows on the policy's workers
 EXPLAINED = 0.25  # an explanation leaves at most this share of the error
 MOST = 0.5  # more tensors than this share differ: the weights as a whole are others
@@ -95,7 +96,7 @@ class Evidence:
     last_quarter: float  # mean |difference| over the last tokens of completions
     own: Variant  # sampling parameters of training
     variants: Mapping[Variant, Error]  # errors of the completions alone, under other settings of the head
-    other_attention_error: Error | None = None  # with a second implementation; None: the backend has none
+    other_attention_error: Error | None = None  # with a second implementation; None: none, or too long rows
     weights: WeightComparison
     settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # that differ: (training, generation)
     routed_otherwise: float | None = None  # share of tokens with other experts; None: unknown
@@ -292,10 +293,12 @@ def _of_elimination(e: Evidence) -> tuple[Cause, str, str]:
             "set the same policy.hf_config_overrides and policy.generation.vllm_kwargs.hf_overrides",
         )
     if e.first_token_alone <= EXPLAINED * e.last_quarter:
+        compared = "two implementations of attention agree in training, so it is generation's attention,"
+        if e.other_attention_error is None:
+            compared = "training's attention has not been compared with another, so it is either side's attention,"
         return (
             Cause.ATTENTION,
-            f"{first}: what differs mixes tokens, and two implementations of attention agree in training, so it is "
-            "generation's attention, its KV cache or its positions",
+            f"{first}: what differs mixes tokens, and {compared} its KV cache or its positions",
             "choose another attention backend of the engine (policy.generation.vllm_kwargs.attention_config), and "
             "kv_cache_dtype=auto",
         )
@@ -333,7 +336,7 @@ class Investigator:
         where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
         recorded = [row for row in self.policy.row_errors(COLUMN) if row.sample_id in where]
         if not recorded:
-            raise ValueError("no sample of the step has sampled tokens")
+            raise NothingToCompare("no sample of the step has sampled tokens")
         size = self.policy.data_parallel_size * 2 * self.micro_batch_multiple
         num = -(-NUM_PICKED // size) * size
         worst = sorted(recorded, key=lambda row: -row.mult_errors[0])[:num]
@@ -394,7 +397,8 @@ class Investigator:
         self.policy.compute(VariantLogprobs(variants), COLUMN)
         rows = self.policy.row_errors(COLUMN)
         found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
-        has_other = self.policy.compute_with_other_attention(Logprobs(), COLUMN)
+        is_short = max(probe.samples[index].length for index in long) <= MAX_PLAIN_TOKENS
+        has_other = is_short and self.policy.compute_with_other_attention(Logprobs(), COLUMN)
         found["other_attention_error"] = Error.of(self.policy.row_errors(COLUMN)) if has_other else None
         found["routed_otherwise"] = self.policy.routed_otherwise(Logprobs())
         return found

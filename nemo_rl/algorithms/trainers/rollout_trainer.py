@@ -29,7 +29,7 @@ from nemo_rl.algorithms.trainers.metrics import (
 from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
-from nemo_rl.distributed.errors import WorkerError, first_line
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
@@ -44,6 +44,10 @@ INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:investigate"  # imported
 TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
 MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
+
+
+class NothingToCompare(ValueError):
+    """No sample tells how far training and generation are apart."""
 
 
 class TooManyFailures(RuntimeError):
@@ -275,13 +279,16 @@ class RolloutTrainer(Trainer):
         with self.phase("investigation"):
             try:
                 diagnosis = import_object(INVESTIGATE, "investigation")(self, groups, trained_version=step - 1)
-            except WorkerError as error:
-                if not error.engine_died:
-                    raise
+            except (WorkerDied, WorkerHang):
+                raise
+            except (WorkerError, NothingToCompare) as error:  # the run was sound before somebody looked into it
                 self.tools.console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
                 return
         path = self.tools.logger.run_dir / f"disagreement_step_{step}.json"
-        path.write_text(diagnosis.to_json(), encoding="utf-8")
+        try:
+            path.write_text(diagnosis.to_json(), encoding="utf-8")
+        except OSError as error:
+            self.tools.console.warn(f"{path} cannot be written: {error.strerror}")
         self.tools.console.warn(f"{diagnosis}\n  all    {path}")
 
     # -- episodes without an outcome

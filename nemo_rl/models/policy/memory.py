@@ -20,6 +20,7 @@ from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.models.policy.vision.families import FAMILIES, LANGUAGE_MODEL, part_of, sees_images
 from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +38,7 @@ class ModelShape:
     layer_parameters: int  # of one layer, experts left out
     expert_parameters: int  # of one layer
     num_layers: int
-    root_parameters: int  # embeddings, head and last norm
+    root_parameters: int  # embeddings, head and last norm; a vision tower
     largest_parameter: int
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
@@ -49,6 +50,8 @@ class ModelShape:
     def is_known(config: PretrainedConfig) -> bool:
         """Whether `config` describes layers of attention and MLP."""
         text = config.get_text_config()
+        if sees_images(config) and config.model_type not in FAMILIES:
+            return False
         return text.attribute_map.get("num_attention_heads", "num_attention_heads") in text.to_dict()
 
     @classmethod
@@ -56,8 +59,11 @@ class ModelShape:
         """Count the layers that `config` describes. Allocates nothing."""
         text = config.get_text_config()
         with torch.device("meta"):  # the experts of a layer may be larger than this machine's memory
-            model = build_on_meta(text, torch.float32)
+            model = build_on_meta(config if sees_images(config) else text, torch.float32)
         settings, layers = text.to_dict(), decoder_layers(model)
+        if sees_images(config):
+            parts = {module: part_of(f"{name}.", FAMILIES[config.model_type]) for name, module in model.named_modules()}
+            layers = [layer for layer in layers if parts[layer] == LANGUAGE_MODEL]
         inside = [parameter for layer in layers for parameter in layer.parameters()]
         experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
         heads, hidden = text.num_attention_heads, text.hidden_size

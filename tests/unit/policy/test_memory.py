@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup import memory as setup
@@ -107,6 +107,13 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in plan and "cluster.gpus_per_node=8" in plan
     overrides = [line.strip() for line in plan.splitlines() if "=" in line and " " not in line.strip()]
     assert config(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096", *overrides)
+    split = config(
+        *(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096", "cluster.gpus_per_node=8"),
+        "policy.dtensor_cfg.context_parallel_size=8",
+    )
+    assert "policy.dtensor_cfg.tensor_parallel_size=1" in setup.propose_layout(split, "8xH100")
+    with pytest.raises(ConfigError, match="no layout divides the batch"):
+        setup.propose_layout(split, "4xH100")
     with pytest.raises(ConfigError, match=r"--plan 1xL4: it does not fit: the least needs \d+ GB of each GPU"):
         setup.propose_layout(cfg, "1xL4")
     with pytest.raises(ConfigError, match="memory of 'NVIDIA Z9' is not known; known are A100"):
@@ -114,6 +121,16 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     for text in ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100"):
         with pytest.raises(ConfigError, match="write nodes x GPUs of each x kind"):
             setup.propose_layout(cfg, text)
+
+
+def test_a_vision_language_model_is_predicted_with_its_tower():
+    cfg = config("policy.model_name=tiny:shapes")
+    found = setup.local_config(cfg.policy)
+    assert found is not None
+    shape, model = ModelShape.of(found), AutoModelForImageTextToText.from_config(found)
+    assert shape.num_layers == found.get_text_config().num_hidden_layers
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert setup.memory_lines(cfg)[0].startswith("memory of a GPU")
 
 
 def test_a_model_that_is_not_here_is_not_predicted():

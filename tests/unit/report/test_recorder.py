@@ -79,6 +79,15 @@ def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
     }
 
 
+def test_a_sample_that_was_stopped_by_time_is_late_and_not_truncated(tmp_path):
+    ends = ["completed", "truncated", "timed_out", "agent_hung", "failed", "agent_crashed", "agent_silent"]
+    samples = [sample_meta(f"g/{end}", 0.0, status=SampleStatus(end)) for end in ends]
+    group = GroupHandle(group_id="g", prompt_id="p:1", task_name="math", ref=None, samples=samples)
+    own, _ = recorder(tmp_path)
+    own.groups(1, [group], [], BatchPlan(groups=[], ranks=[]))
+    assert json.loads((tmp_path / "groups.jsonl").read_text())["groups"][0]["status"] == "ctllfff"
+
+
 def test_the_times_of_the_phases_are_written(tmp_path):
     own, _ = recorder(tmp_path)
     with own.phase("generation"), own.phase("inner"):

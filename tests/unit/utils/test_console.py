@@ -155,6 +155,8 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
     console.info("resumed")
     console.finish_step(1, {"train/num_failed_samples": 2.0})
     logging.getLogger("a.module").warning("the engine is %s", "restarted")
+    broken = logging.LogRecord("a.module", logging.WARNING, "", 1, "%d of %d", ("one",), None)
+    logging.getLogger().handlers[-1].handle(broken)  # alone: that of pytest raises the error of the library
     console.error("the disk is full\nfree some space")
     assert console.end(1) == 1
     console.info("after the end")
@@ -163,6 +165,7 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
         (1, "info", "resumed"),
         (1, "warning", "2 episodes failed and are left out of the baseline and the loss"),
         (2, "log", "a.module: the engine is restarted"),
+        (2, "log", "a.module: %d of %d"),
         (2, "error", "the disk is full\nfree some space"),
         (2, "end", ""),
     ]

@@ -264,8 +264,10 @@ class RouterLoad:
     def recording(self) -> Iterator[list[list[torch.Tensor]]]:
         """The chosen experts of the passes inside the block: by layer and micro-batch, int64 [R * W, K] on the CPU."""
         self._recorded = recorded = [[] for _ in range(self._num_layers)]
-        yield recorded
-        self._recorded = None
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
 
     def _count(self, layer: int, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
         if self._recorded is not None:

@@ -154,12 +154,14 @@ class DTensorPolicyWorker(PolicyWorker):
         if self.mesh.context is not None or any(config._attn_implementation == PLAIN for config in configs):
             return False
         used = [config._attn_implementation for config in configs]
-        with torch.compiler.set_stance("force_eager"):
-            for config in configs:
-                config._attn_implementation = PLAIN
-            self.compute(task, column)
-        for config, implementation in zip(configs, used, strict=True):
-            config._attn_implementation = implementation
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                for config in configs:
+                    config._attn_implementation = PLAIN
+                self.compute(task, column)
+        finally:
+            for config, implementation in zip(configs, used, strict=True):
+                config._attn_implementation = implementation
         return True
 
     def routed_otherwise(self, task: HeadTask) -> float | None:
