@@ -55,10 +55,12 @@ def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
     python = python_of(py_executable, key)
     # The driver's import paths, but not its packages: they would come before those of the actor's environment.
     library = os.path.realpath(sysconfig.get_path("stdlib"))
+    # Folders inside the packages too: setuptools adds one of its own when it is imported.
+    taken = [library, *map(os.path.realpath, _package_folders())]
     paths = [
         path
         for path in sys.path
-        if path and path not in _package_folders() and not Path(os.path.realpath(path)).is_relative_to(library)
+        if path and not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in taken)
     ]
     return {"py_executable": python, "env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
 

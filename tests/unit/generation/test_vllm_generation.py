@@ -304,6 +304,7 @@ def own_completions(model: str, requests: list[GenerationRequest]) -> dict[str, 
     return run_world(rank_main, 1)[0]
 
 
+@pytest.mark.over_20s("a policy worker loads the model beside the engines")
 def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGeneration, model_dir: str) -> None:
     """Which ends them, too: a stop token, a stop string, the length asked for, the longest sequence."""
     rng = random.Random(0)

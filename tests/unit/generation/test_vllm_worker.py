@@ -139,7 +139,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 def test_an_unexpected_failure_reaches_the_client():
     class Broken(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
+        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, images: Any = ()) -> Any:
             raise KeyError("logprobs")
 
     async def ask() -> list[GenerationAnswer]:
@@ -185,7 +185,7 @@ def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
 
 def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
     class Slow(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
+        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, images: Any = ()) -> Any:
             await asyncio.sleep(0.01 * seed)
             raise ValueError("no")
 

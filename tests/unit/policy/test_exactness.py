@@ -330,8 +330,8 @@ class ByOwnCount:
 class OneSegment(RowLayout):
     """Packed sequences see those before them."""
 
-    def build(self, sequences: Any, columns: Any = None, routed_experts: Any = None) -> ModelBatch:
-        batch = super().build(sequences, columns, routed_experts)
+    def build(self, *args: Any) -> ModelBatch:
+        batch = super().build(*args)
         return replace(batch, cu_seqlens=CuSeqlens.of([batch.input_ids.shape[1]]))
 
 
