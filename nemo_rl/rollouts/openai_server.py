@@ -24,7 +24,7 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.types import Completion, GenerateFn, SamplingParams, StopReason
+from nemo_rl.types import Completion, SamplingParams, StopReason
 
 CLIENT_ID = "openai-server"
 MAX_BODY_BYTES = 16 << 20
@@ -212,7 +212,7 @@ class Answers:
         settings: AnswerSettings,
         *,
         chat: Chat,
-        generate: GenerateFn,
+        generate: Callable[[Sequence[int], SamplingParams, int], Awaitable[Completion]],
         sampling: SamplingParams,
         ended: asyncio.Event,
         shows_tokens: bool,

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed.virtual_cluster import init_ray
-
 ROOT = Path(__file__).parents[3]
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
@@ -41,16 +39,20 @@ ray.shutdown()
 """
 
 
-def test_an_ipv6_cluster_is_asked_at_its_address(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_ADDRESS", "[::1]:9")
-    with pytest.raises(ValueError, match=r"at \[::1\]:9: it does not answer \(\[Errno 1?\d\d\]"):
-        init_ray()
-
-
-def test_an_address_of_ray_client_is_refused_with_the_way_in(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(ValueError, match=r"Ray Client.*RAY_ADDRESS=<head>:6379.*ray job submit"):
-        init_ray()
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("[::1]:9", r"at \[::1\]:9: it does not answer \(\[Errno 1?\d\d\]"),
+        ("ray://head:10001", r"Ray Client.*RAY_ADDRESS=<head>:6379.*ray job submit"),
+    ],
+)
+def test_an_address_that_cannot_be_joined_is_refused_with_the_way_in(address: str, message: str):
+    # In a process of its own: a cluster of other tests may run in this one.
+    code = "from nemo_rl.distributed.virtual_cluster import init_ray; init_ray()"
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.search(f"ValueError: .*{message}", ended.stderr), ended.stderr
 
 
 def test_every_port_is_on_loopback_and_none_is_fixed():

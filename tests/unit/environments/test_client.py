@@ -323,6 +323,7 @@ def import_folder(tmp_path):
     sys.path.remove(str(tmp_path))
 
 
+@pytest.mark.over_20s("actors start again, and a hanging one is waited for")
 @pytest.mark.parametrize("name", ["Plain", "Decorated"])
 def test_real_actors_die_hang_and_raise(ray_local, import_folder, name):
     import ray

@@ -152,10 +152,12 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 self._refuse_stale(self._expected - self._loaded)
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding.
-            packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
-            if packed and isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
-                module.cpu_linear.pack(module.weight)
-            elif packed:
+            weight = module._parameters.get("weight")
+            if "cpu_linear" not in module.__dict__ or weight is None or weight.numel() == 0:
+                continue
+            if isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
+                module.cpu_linear.pack(weight)
+            else:
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     # -- comparison, which changes no weight
