@@ -28,9 +28,10 @@ from packaging.requirements import Requirement
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 
 MIN_OPEN_FILES = 4096
+MIN_FREE_PORTS = 1000
 MIN_FREE_GB = 20.0
 MIN_SHM_SHARE = 0.3  # of the memory: the size of Ray's object store
 MIN_WRITE_MB_S = 100.0
@@ -70,6 +71,7 @@ def check_node(folders: Sequence[str], gpus: int) -> list[Finding]:
         check_versions(),
         check_shared_memory(),
         check_open_files(),
+        check_ports(),
         *(check_folder(Path(folder)) for folder in dict.fromkeys(folders)),
         check_hub(),
     ]
@@ -143,6 +145,16 @@ def check_open_files() -> Finding:
     return judged(soft >= MIN_OPEN_FILES, "open files", f"at most {soft}", remedy)
 
 
+def check_ports(proc: Path = Path("/proc")) -> Finding:
+    """Ray, engines, process groups and servers listen on ports that the system chooses from its range."""
+    first, last = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
+    lines = [line for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]]
+    taken = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+    free = last - first + 1 - len(taken & set(range(first, last + 1)))
+    remedy = "end what holds them, or widen the range: `sysctl -w net.ipv4.ip_local_port_range='20000 65000'`"
+    return judged(free >= MIN_FREE_PORTS, "ports", f"{free} of {first} to {last} are free", remedy)
+
+
 def check_folder(folder: Path) -> Finding:
     """Whether files can be written there, how fast, and how much space is left."""
     subject = f"folder {folder}"
@@ -188,6 +200,9 @@ class DoctorWorker:
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
         return check_node(folders, gpus)
 
+    def sees(self, file: Path) -> bool:
+        return file.is_file()
+
     def clock(self) -> float:
         """Seconds since 1970."""
         return time.time()
@@ -211,6 +226,15 @@ class DoctorWorker:
         small = median_s(torch.zeros(_SMALL, device=device))
         large = median_s(torch.zeros(_LARGE_MB << 18, device=device))  # float32
         return small * 1000, _LARGE_MB / 1024 / large
+
+
+def check_shared(group: RayWorkerGroup, folder: Path) -> Finding:
+    """Whether all nodes see one file system in `folder`."""
+    try:
+        require_shared(group, folder, "--folder")
+    except (OSError, ValueError) as error:
+        return judged(False, f"folder {folder}", str(error), "only logs of one node may go there", "remark")
+    return Finding(level="good", subject=f"folder {folder}", text="all nodes see its files")
 
 
 def check_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
@@ -259,6 +283,9 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
                 for finding in group.call_one(worker.rank, "check", list(folders), gpus_per_node, timeout_s=180):
                     subject = f"node {rank} ({worker.bundles[0].node_ip}), {finding.subject}"
                     say(Finding(level=finding.level, subject=subject, text=finding.text, remedy=finding.remedy))
+            if num_nodes > 1:
+                for folder in folders:
+                    say(check_shared(group, Path(folder)))
             for finding in check_cluster(group, use_gpu=use_gpu):
                 say(finding)
     except (WorkerError, ResourceInsufficientError) as error:

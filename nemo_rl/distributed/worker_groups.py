@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -768,3 +769,18 @@ class UsageMonitor:
         with self._lock:
             for name, value in usage.items():
                 self._seen.setdefault(f"{owner}/{name}", []).append(value)
+
+
+def require_shared(group: RayWorkerGroup, folder: Path, key: str) -> None:
+    """Raise ValueError, which names the configuration's `key`, unless every worker sees the files of `folder`.
+
+    The workers have a method `sees(file)`. `folder` exists and is absolute.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".do_all_nodes_see_this_") as file:
+        seen = group.call_all("sees", Path(file.name))
+    blind = {worker.bundles[0].node_ip for worker, sees in zip(group.members, seen, strict=True) if not sees}
+    if blind:
+        raise ValueError(
+            f"{key}: the nodes {', '.join(sorted(blind))} do not see the files in {folder}: name a folder on a file "
+            "system that all nodes share"
+        )

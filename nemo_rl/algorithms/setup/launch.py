@@ -18,7 +18,7 @@ from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_groups import UsageMonitor
+from nemo_rl.distributed.worker_groups import UsageMonitor, require_shared
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
@@ -227,6 +227,9 @@ def start_policy(
         processor_path=model.processor_path,
     )
     stack.callback(policy.shutdown)
+    if init_optimizer and run.checkpointing.enabled:
+        folder = Path(run.checkpointing.checkpoint_dir).absolute()
+        require_shared(policy.group, folder, "checkpointing.checkpoint_dir")
     if config.megatron_cfg.enabled and not machines.use_gpus:
         logger.info("%s: Megatron Core on the CPU, with host stand-ins for torch.cuda", name)
     return policy

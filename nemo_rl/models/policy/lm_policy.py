@@ -201,11 +201,6 @@ class Policy(PolicyInterface):
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         with self.accelerator.hold(self.name_prefix):
             self.group.call_all("save_checkpoint", directory, request)
-        if not (directory / self.name_prefix / "config.json").is_file():
-            raise ValueError(
-                f"the policy workers write to {directory} and the controller cannot see them: "
-                "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
-            )
         self._save_tokenizer(directory / self.name_prefix / "tokenizer")
         if request.save_consolidated:
             self._save_tokenizer(directory / self.name_prefix / "weights" / "consolidated")

@@ -416,6 +416,9 @@ class PolicyWorker(ABC):
 
     # -- checkpoints
 
+    def sees(self, file: Path) -> bool:
+        return file.is_file()
+
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> None:
         """Write this rank's part under `directory/<folder>`, and its random generators under `directory/rng`.
 

@@ -9,12 +9,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nemo_rl.distributed import doctor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from tests.functional.cli import ROOT
 
 
@@ -41,6 +43,37 @@ def test_few_open_files_are_bad() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert finding.level == "bad" and finding.text == "at most 1024"
     assert finding.remedy == f"run `ulimit -n {before[1]}` before `ray start`"
+
+
+def test_a_machine_whose_ports_are_taken_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "sys/net/ipv4").mkdir(parents=True)
+    (tmp_path / "net").mkdir()
+    (tmp_path / "sys/net/ipv4/ip_local_port_range").write_text("40000\t41999\n")
+    lines = [f"{slot}: 0100007F:{40000 + slot:04X} 00000000:0000 0A" for slot in range(1500)]
+    (tmp_path / "net/tcp").write_text("\n".join(["  sl  local_address rem_address st", *lines]))
+    (tmp_path / "net/tcp6").write_text(
+        "  sl  local_address rem_address st\n0: 00000000000000000000000001000000:9C40 0 0A\n"
+    )
+    finding = doctor.check_ports(tmp_path)
+    assert finding.level == "bad" and finding.text == "500 of 40000 to 41999 are free"
+    assert doctor.check_ports().level == "good"
+
+
+def test_a_node_without_the_shared_file_system_is_named(tmp_path: Path) -> None:
+    class TwoNodes:
+        members = tuple(SimpleNamespace(bundles=[SimpleNamespace(node_ip=ip)]) for ip in ("10.0.0.1", "10.0.0.2"))
+        seen_by_second = True
+
+        def call_all(self, method: str, file: Path) -> list[bool]:
+            return [file.is_file(), self.seen_by_second]
+
+    group: Any = TwoNodes()
+    assert doctor.check_shared(group, tmp_path).level == "good"
+    group.seen_by_second = False
+    with pytest.raises(ValueError, match=r"checkpoint_dir: the nodes 10\.0\.0\.2 do not see the files in .*: name a"):
+        require_shared(group, tmp_path, "checkpointing.checkpoint_dir")
+    assert "10.0.0.2" in doctor.check_shared(group, tmp_path).text
+    assert list(tmp_path.iterdir()) == []
 
 
 def fake_nvidia_smi(folder: Path, script: str) -> None:
