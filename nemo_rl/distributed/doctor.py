@@ -63,27 +63,27 @@ def judged(is_good: bool, subject: str, text: str, remedy: str, otherwise: Liter
 # -- one node
 
 
-def check_node(folders: Sequence[str], gpus: int) -> list[Finding]:
+def examine_node(folders: Sequence[str], gpus: int) -> list[Finding]:
     """Findings of this machine. `gpus`: how many GPUs a run uses here."""
     return [
-        check_machine(),
-        check_gpus(gpus),
-        check_versions(),
-        check_shared_memory(),
-        check_open_files(),
-        check_ports(),
-        *(check_folder(Path(folder)) for folder in dict.fromkeys(folders)),
-        check_hub(),
+        examine_machine(),
+        examine_gpus(gpus),
+        examine_versions(),
+        examine_shared_memory(),
+        examine_open_files(),
+        examine_ports(),
+        *(examine_folder(Path(folder)) for folder in dict.fromkeys(folders)),
+        examine_hub(),
     ]
 
 
-def check_machine() -> Finding:
+def examine_machine() -> Finding:
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     text = f"{len(os.sched_getaffinity(0))} cores, {gb:.0f} GB, Linux {platform.release()}, Python "
     return Finding(level="good", subject="machine", text=text + platform.python_version())
 
 
-def check_gpus(needed: int) -> Finding:
+def examine_gpus(needed: int) -> Finding:
     """The driver's view of the GPUs against torch's."""
     if needed == 0:
         return Finding(level="good", subject="GPUs", text="none asked for")
@@ -108,7 +108,7 @@ def check_gpus(needed: int) -> Finding:
     return judged(used_gb < 2, "GPUs", f"{text}, up to {used_gb:.1f} GB in use", "end what uses them", "remark")
 
 
-def check_versions() -> Finding:
+def examine_versions() -> Finding:
     """Installed packages against the versions that nemo-rl asks for."""
     try:
         asked = [Requirement(text) for text in importlib.metadata.requires("nemo-rl") or []]
@@ -127,7 +127,7 @@ def check_versions() -> Finding:
     return judged(not wrong, "versions", ", ".join(wrong) or shown, "run `uv sync` with the extra of this machine")
 
 
-def check_shared_memory() -> Finding:
+def examine_shared_memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage("/dev/shm").free
     return judged(
@@ -139,13 +139,13 @@ def check_shared_memory() -> Finding:
     )
 
 
-def check_open_files() -> Finding:
+def examine_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"run `ulimit -n {hard}` before `ray start`" if hard > soft else "raise the limit of open files"
     return judged(soft >= MIN_OPEN_FILES, "open files", f"at most {soft}", remedy)
 
 
-def check_ports(proc: Path = Path("/proc")) -> Finding:
+def examine_ports(proc: Path = Path("/proc")) -> Finding:
     """Ray, engines, process groups and servers listen on ports that the system chooses from its range."""
     first, last = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
     lines = [line for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]]
@@ -155,7 +155,7 @@ def check_ports(proc: Path = Path("/proc")) -> Finding:
     return judged(free >= MIN_FREE_PORTS, "ports", f"{free} of {first} to {last} are free", remedy)
 
 
-def check_folder(folder: Path) -> Finding:
+def examine_folder(folder: Path) -> Finding:
     """Whether files can be written there, how fast, and how much space is left."""
     subject = f"folder {folder}"
     try:
@@ -176,7 +176,7 @@ def check_folder(folder: Path) -> Finding:
     return judged(speed >= MIN_WRITE_MB_S, subject, text, "a local or parallel disk saves checkpoints faster", "remark")
 
 
-def check_hub() -> Finding:
+def examine_hub() -> Finding:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
         return Finding(
             level="good", subject="Hugging Face hub", text="HF_HUB_OFFLINE is set: folders and the cache only"
@@ -198,7 +198,7 @@ class DoctorWorker:
     """Examines its node and takes part in collectives."""
 
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
-        return check_node(folders, gpus)
+        return examine_node(folders, gpus)
 
     def sees(self, file: Path) -> bool:
         return file.is_file()
@@ -228,7 +228,7 @@ class DoctorWorker:
         return small * 1000, _LARGE_MB / 1024 / large
 
 
-def check_shared(group: RayWorkerGroup, folder: Path) -> Finding:
+def examine_shared(group: RayWorkerGroup, folder: Path) -> Finding:
     """Whether all nodes see one file system in `folder`."""
     try:
         require_shared(group, folder, "--folder")
@@ -237,7 +237,7 @@ def check_shared(group: RayWorkerGroup, folder: Path) -> Finding:
     return Finding(level="good", subject=f"folder {folder}", text="all nodes see its files")
 
 
-def check_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
+def examine_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
     """Round trips to every node, clocks, and a collective over all workers."""
     slowest, skew, where = 0.0, 0.0, ""
     for index, worker in enumerate(group.members):
@@ -285,8 +285,8 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
                     say(Finding(level=finding.level, subject=subject, text=finding.text, remedy=finding.remedy))
             if num_nodes > 1:
                 for folder in folders:
-                    say(check_shared(group, Path(folder)))
-            for finding in check_cluster(group, use_gpu=use_gpu):
+                    say(examine_shared(group, Path(folder)))
+            for finding in examine_cluster(group, use_gpu=use_gpu):
                 say(finding)
     except (WorkerError, ResourceInsufficientError) as error:
         say(judged(False, "cluster", first_line(error), "the other lines and Ray's logs say why"))

@@ -21,14 +21,14 @@ from tests.functional.cli import ROOT
 
 
 def test_a_folder_that_can_be_written_has_space_and_speed(tmp_path: Path) -> None:
-    finding = doctor.check_folder(tmp_path / "new")
+    finding = doctor.examine_folder(tmp_path / "new")
     assert "GB free" in finding.text and "MB/s written" in finding.text
     assert not list((tmp_path / "new").iterdir())
 
 
 def test_a_folder_in_the_place_of_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    finding = doctor.check_folder(tmp_path / "file" / "logs")
+    finding = doctor.examine_folder(tmp_path / "file" / "logs")
     assert str(finding) == (
         f"bad    folder {tmp_path}/file/logs: cannot be written: Not a directory; name another folder with --folder"
     )
@@ -38,7 +38,7 @@ def test_few_open_files_are_bad() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:
-        finding = doctor.check_open_files()
+        finding = doctor.examine_open_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert finding.level == "bad" and finding.text == "at most 1024"
@@ -54,9 +54,9 @@ def test_a_machine_whose_ports_are_taken_is_bad(tmp_path: Path) -> None:
     (tmp_path / "net/tcp6").write_text(
         "  sl  local_address rem_address st\n0: 00000000000000000000000001000000:9C40 0 0A\n"
     )
-    finding = doctor.check_ports(tmp_path)
+    finding = doctor.examine_ports(tmp_path)
     assert finding.level == "bad" and finding.text == "500 of 40000 to 41999 are free"
-    assert doctor.check_ports().level == "good"
+    assert doctor.examine_ports().level == "good"
 
 
 def test_a_node_without_the_shared_file_system_is_named(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_a_node_without_the_shared_file_system_is_named(tmp_path: Path) -> None:
             return [file.is_file(), self.seen_by_second]
 
     group: Any = TwoNodes()
-    assert doctor.check_shared(group, tmp_path).level == "good"
+    assert doctor.examine_shared(group, tmp_path).level == "good"
     group.seen_by_second = False
     with pytest.raises(ValueError, match=r"checkpoint_dir: the nodes 10\.0\.0\.2 do not see the files in .*: name a"):
         require_shared(group, tmp_path, "checkpointing.checkpoint_dir")
-    assert "10.0.0.2" in doctor.check_shared(group, tmp_path).text
+    assert "10.0.0.2" in doctor.examine_shared(group, tmp_path).text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,13 +86,13 @@ def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.
     if doctor.torch.cuda.is_available():
         pytest.skip("torch can use the GPUs of this machine")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.check_gpus(1).text == "there is no nvidia-smi"
+    assert doctor.examine_gpus(1).text == "there is no nvidia-smi"
     fake_nvidia_smi(tmp_path, "echo 'NVIDIA H100, 470.10, 81559, 3'")
-    finding = doctor.check_gpus(1)
+    finding = doctor.examine_gpus(1)
     assert finding.level == "bad" and "1 x NVIDIA H100, driver 470.10" in finding.text and "driver" in finding.remedy
     fake_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    assert "version mismatch" in doctor.check_gpus(1).text
-    assert doctor.check_gpus(0).level == "good"
+    assert "version mismatch" in doctor.examine_gpus(1).text
+    assert doctor.examine_gpus(0).level == "good"
 
 
 def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        assert doctor.check_hub().level == "remark"
+        assert doctor.examine_hub().level == "remark"
         taken.listen()
-        assert doctor.check_hub().level == "good"
+        assert doctor.examine_hub().level == "good"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert doctor.check_hub().level == "good"
+    assert doctor.examine_hub().level == "good"
 
 
 @pytest.mark.over_20s("starts Ray; two workers load torch")
@@ -113,7 +113,7 @@ def test_two_ranks_measure_their_collective(ray_local: None) -> None:
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder(doctor.WORKER), name_prefix="doctor") as group,
     ):
-        *_, finding = doctor.check_cluster(group, use_gpu=False)
+        *_, finding = doctor.examine_cluster(group, use_gpu=False)
     assert finding.subject == "collective" and finding.text.startswith("2 ranks over gloo: ")
 
 
