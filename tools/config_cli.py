@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.config.errors import ConfigError, KeyPath
+from nemo_rl.config.errors import ConfigError, KeyPath, as_yaml
 from nemo_rl.config.loader import fill_defaults, known_keys, load_config, resolve, sections
 from nemo_rl.config.sources import PARENTS_KEY, REPLACE_KEY, SourcedTree, load_parents
-from nemo_rl.config.translator import Translator, as_yaml
+from nemo_rl.config.translator import Translator
 from nemo_rl.utils.registry import import_object
 
 _ALGORITHMS = "nemo_rl.algorithms.config"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
+
+import yaml
 
 KeyPath = tuple[str | int, ...]
 
@@ -55,6 +58,11 @@ class ConfigError(ValueError):
 
 def dotted(path: Iterable[str | int]) -> str:
     return ".".join(str(part) for part in path)
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:

@@ -1,10 +1,13 @@
 """From YAML files and overrides to a validated model: inherit, override, fill in defaults, resolve, check, build.
 
-Every problem found on the way is reported together, with the file and line of the key it is about.
+Every problem found on the way is reported together, with the file and line of the key it is about. A file that is not
+valid as it is may be one of NeMo RL: `translator.py` brings it to the form of this library, or names what is wrong.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 import logging
 import operator
 import types
@@ -23,15 +26,15 @@ from pydantic import BaseModel, Discriminator, Tag, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
+from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, as_yaml, dotted, nearest_key, unknown_key
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree
-from nemo_rl.config.translator import Translator, as_yaml
-from nemo_rl.config.translator import is_known as is_of_nemo_rl
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+
+TRANSLATOR = "nemo_rl.config.translator"  # imported for files that are not valid as they are
 
 
 def load_config(model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
@@ -52,7 +55,8 @@ def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[
 def parent_values(model: type[BaseModel], path: str | Path) -> dict[str, Any]:
     """What a file that only inherits from the parents of `path` would hold, defaults included; it need not be valid."""
     tree, _ = load_parents(path)
-    Translator(tree).old_forms()
+    if not all(is_known(model, tree.values, key) for key in tree.locations):
+        importlib.import_module(TRANSLATOR).Translator(tree).old_forms()
     fill_defaults(model, tree.values)
     return resolve(tree, [])
 
@@ -63,32 +67,42 @@ def dump_config(config: BaseModel) -> str:
 
 
 def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
+    try:
+        return _built(model, copy.deepcopy(tree), overrides)
+    except ConfigError:
+        return _built(model, tree, overrides, importlib.import_module(TRANSLATOR).Translator(tree))
+
+
+def _built(model: type[M], tree: SourcedTree, overrides: Sequence[str], translator: Any = None) -> M:
+    """`translator`: a `Translator` of `tree`; None: the file has the form of this library."""
     problems: list[Problem] = []
-    translator = Translator(tree)
-    if of_another := translator.other_algorithm(model.model_fields):
-        raise ConfigError(of_another)
-    translator.old_forms()
+    if translator is not None:
+        if of_another := translator.other_algorithm(model.model_fields):
+            raise ConfigError(of_another)
+        translator.old_forms()
     fill_defaults(model, tree.values)
     if overrides:
-        problems += apply_overrides(model, tree, overrides)
-        translator.old_forms()
+        problems += apply_overrides(model, tree, overrides, translator)
+        if translator is not None:
+            translator.old_forms()
         fill_defaults(model, tree.values)
     keys = known_keys(model, tree.values)
     unresolved = SourcedTree(tree.values)
     tree.values = resolve(tree, problems)
-    lacking = translator.settle(set(keys))
+    lacking = translator.settle(set(keys)) if translator is not None else []
     problems += lacking
     try:
         config = model.model_validate(tree.values)
         if not problems:
-            for remark, remarked in translator.remarks.items():
+            for remark, remarked in translator.remarks.items() if translator is not None else ():
                 logger.warning("%s: %s", ", ".join(remarked), remark)
             return config
     except ValidationError as error:
         reported = {problem.path for problem in problems}
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
         problems += [problem for problem in _alternatives_joined(found) if problem.path not in reported]
-    problems = [problem for problem in problems if problem in lacking or not translator.is_decided(problem)]
+    if translator is not None:
+        problems = [problem for problem in problems if problem in lacking or not translator.is_decided(problem)]
 
     def repeats_another(path: KeyPath) -> bool:
         """Whether `path` is a default that only repeats another key: the problem is reported for that key."""
@@ -222,8 +236,13 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) 
 # Overrides of the command line in Hydra's grammar: `a.b=1`, `+a.b=1`, `++a.b=1`, `~a.b`, lists, dicts, quoting.
 
 
-def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str]) -> list[Problem]:
-    """Apply overrides in order to a tree that holds the defaults, and return their problems."""
+def apply_overrides(
+    model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str], translator: Any = None
+) -> list[Problem]:
+    """Apply overrides in order to a tree that holds the defaults, and return their problems.
+
+    With a `translator`, keys of NeMo RL can be set too.
+    """
     parser = OverridesParser.create()
     problems = []
     for text in overrides:
@@ -235,13 +254,15 @@ def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequen
             hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
             problems.append(Problem((), f"{reason}; {hint}", location))
             continue
-        problem = _apply(model, tree, override, location)
+        problem = _apply(model, tree, override, location, translator)
         if problem is not None:
             problems.append(problem)
     return problems
 
 
-def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, location: Location) -> Problem | None:
+def _apply(
+    model: type[BaseModel], tree: SourcedTree, override: Override, location: Location, translator: Any
+) -> Problem | None:
     # A number is the index of a list.
     path = tuple(int(part) if part.isdigit() else part for part in override.key_or_group.split("."))
     if override.is_sweep_override():
@@ -258,7 +279,8 @@ def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, locati
         return None
     if override.is_add() and path in tree.locations:
         return Problem(path, f"already set ({tree.locations[path]}); drop the '+' to change it", location)
-    if not override.is_add() and not override.is_force_add() and not is_known(model, tree.values, path):
+    exists = is_known(model, tree.values, path) or (translator is not None and translator.is_known(path))
+    if not override.is_add() and not override.is_force_add() and not exists:
         # A new entry of a free mapping needs `+`; anything else is a mistake.
         keys = known_keys(model, tree.values)
         trial = SourcedTree()
@@ -433,4 +455,4 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
 def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
     key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
-    return key in known_keys(model, values) or is_of_nemo_rl(path)
+    return key in known_keys(model, values)

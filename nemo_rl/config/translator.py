@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from nemo_rl.config.errors import KeyPath, Location, Problem, dotted
+from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
 from nemo_rl.config.rules import holds
 from nemo_rl.config.sources import SourcedTree
 from nemo_rl.config.translations import (
@@ -60,22 +58,6 @@ def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyP
             yield from _found(pattern[1:], entry, (*path, index))
 
 
-def is_known(path: KeyPath) -> bool:
-    """Whether the table has a key, or a section around it."""
-    tables = (WITHOUT_MEANING, *IGNORED.values(), *(feature.keys for feature in FEATURES))
-    flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
-    for pattern in (*MOVED, *flat, *(row.key for rows in tables for row in rows)):
-        head, _, rest = pattern.partition(".")
-        for whole in [f"{section}.{rest}" for section in ALIASES[head]] if head in ALIASES else [pattern]:
-            parts = whole.split(".")
-            pairs = zip(parts, path, strict=False)
-            if len(parts) <= len(path) and all(
-                part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs
-            ):
-                return True
-    return False
-
-
 @dataclass
 class Translator:
     """The translation of one configuration."""
@@ -100,6 +82,21 @@ class Translator:
             return []
         text = f"this file is for another script: examples/run_{others[0]}.py"
         return [Problem((others[0],), text, self.tree.location((others[0],)))]
+
+    def is_known(self, path: KeyPath) -> bool:
+        """Whether the table has a key, or a section around it."""
+        tables = (WITHOUT_MEANING, *IGNORED.values(), *(feature.keys for feature in FEATURES))
+        flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
+        for pattern in (*MOVED, *flat, *(row.key for rows in tables for row in rows)):
+            head, _, rest = pattern.partition(".")
+            for whole in [f"{section}.{rest}" for section in ALIASES[head]] if head in ALIASES else [pattern]:
+                parts = whole.split(".")
+                pairs = zip(parts, path, strict=False)
+                if len(parts) <= len(path) and all(
+                    part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs
+                ):
+                    return True
+        return False
 
     # Old forms
 
@@ -316,8 +313,3 @@ class Translator:
     def is_decided(self, problem: Problem) -> bool:
         """Whether a problem follows from a feature that the library lacks."""
         return any(f"{dotted(problem.path)}.".startswith(f"{section}.") for section in self.decided)
-
-
-def as_yaml(value: Any) -> str:
-    """A value on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

@@ -32,6 +32,15 @@ ENV_REGISTRY: dict[str, str] = {
 }
 """`type` of an environment -> its class; `registry.register_env` adds to it."""
 
+_SOUND = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
+MISSING = {
+    **dict.fromkeys(
+        ("vlm", "clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: composite with the rewards it needs"
+    ),
+    "nemo_gym": "use type: remote for an environment behind HTTP",
+}
+"""Environments that NeMo RL has and this library has not -> what to use."""
+
 BUILT_IN_TOOLS = ("calculator", "python")
 
 LANGUAGES = (
@@ -47,6 +56,12 @@ def _http_address(address: str) -> None:
         raise ValueError("must begin with http:// or https://")
     if not re.fullmatch(r"https?://[^\s?#]+", address):
         raise ValueError("must be an address without query, fragment or white space, e.g. http://127.0.0.1:8000")
+
+
+def check_supported(env_type: str) -> None:
+    """Raises ValueError for an environment that only NeMo RL has."""
+    if env_type in MISSING:
+        raise ValueError(f"environment {env_type!r} is not supported yet: {MISSING[env_type]}")
 
 
 def _pattern(pattern: str, *, has_group: bool = False) -> None:
@@ -622,7 +637,7 @@ class EnvironmentConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    type: str
+    type: Annotated[str, accepted_by(check_supported)]
     """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
 
     num_actors: int = Field(default=1, ge=1)

@@ -19,6 +19,7 @@ from nemo_rl.environments.config import (
     AgentEnvironmentConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
+    check_supported,
     environment_gpus,
     gpus_per_actor,
     keys_of,
@@ -27,10 +28,6 @@ from nemo_rl.environments.config import (
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.registry import find, import_object
 
-MISSING = {
-    "vlm": "use type: composite with the rewards it needs",
-    "nemo_gym": "use type: remote for an environment behind HTTP",
-}
 HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
 OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
@@ -50,8 +47,7 @@ def find_env_class(env_type: str) -> Any:
 
 def env_class_path(env_type: str) -> str:
     """The import path behind a registry name, or `env_type` if it is one. ValueError for an unknown name."""
-    if env_type in MISSING:
-        raise ValueError(f"environment {env_type!r} is not supported yet: {MISSING[env_type]}")
+    check_supported(env_type)
     path = ENV_REGISTRY.get(env_type, env_type)
     if ":" not in path and "." not in path:
         path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name

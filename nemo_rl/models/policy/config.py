@@ -309,7 +309,7 @@ class PolicyConfig(StrictModel):
     deterministic: bool = False
     """Two runs on the same layout give the same bits; slower on GPUs."""
 
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the forward and backward pass."""
 
     master_precision: Literal["float32", "bfloat16"] = "float32"
@@ -482,7 +482,7 @@ class SecondModelConfig(PolicyConfig):
     max_total_sequence_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)] = 512
     """Tokens of the longest sample: prompt, completions and environment turns."""
 
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${policy.precision}")] = "bfloat16"
+    precision: Annotated[Literal["float32", "bfloat16"], Derived("${policy.precision}")] = "bfloat16"
     """Data type of the forward and backward pass."""
 
 
