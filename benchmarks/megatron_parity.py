@@ -19,7 +19,7 @@ from typing import Any
 
 from nemo_rl.models.policy.config import DynamicBatchingConfig, SequencePackingConfig
 from tests.unit.policy.megatron.parity import Layout, distances, steps_in_one_world, torch_step
-from tests.unit.policy.steps import save_model
+from tests.unit.policy.models import save_model
 
 LAYERS = {"deep": 4, "qwen2-tied": 2, "qwen3-moe": 2}
 SHORT = {

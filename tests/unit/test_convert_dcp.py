@@ -32,7 +32,7 @@ from nemo_rl.models.policy.convert import find_source
 from nemo_rl.refit.layout import exported
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
-from tests.unit.policy.models import VOCAB, save_random_model
+from tests.unit.policy.models import VOCAB, save_model
 from tests.worlds import run_world
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -69,7 +69,7 @@ def model_of(family: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(EXPERTS[family]())
     else:
         with tempfile.TemporaryDirectory() as directory:
-            save_random_model(family, Path(directory))
+            save_model(family, Path(directory))
             model = AutoModelForCausalLM.from_pretrained(directory)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # what training moves, and no parameter

@@ -35,7 +35,8 @@ from nemo_rl.types import (
     SampleStatus,
     SamplingParams,
 )
-from tests.unit.policy.steps import VOCAB, policy_config, save_model, whole_weights, worker_settings
+from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.steps import policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
 
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8)

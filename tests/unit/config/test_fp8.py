@@ -12,7 +12,7 @@ from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
 from nemo_rl.models.policy.megatron.transformer_config import fp8_fields, width_multiple
 from tests.unit.config.run_configs import build, problems_of
 from tests.unit.generation.configs import generation_config
-from tests.unit.policy.steps import save_model
+from tests.unit.policy.models import save_model
 
 KEY = "policy.megatron_cfg"
 ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null", f"{KEY}.fp8_cfg.enabled=true")

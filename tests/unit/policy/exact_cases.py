@@ -19,64 +19,64 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import KLInReward
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.weight_loading import hf_name
-from nemo_rl.types import GroupHandle, LossFunction, RolloutGroup, Sample, SampleMeta, SampleStatus
-from tests.unit.policy.models import VOCAB
+from nemo_rl.types import LossFunction
+from tests.unit.policy.steps import NUM_GENERATIONS, NUM_GROUPS, Rollouts, in_groups, load_step, make_sample
 
-NUM_GROUPS, NUM_GENERATIONS = 4, 4
 NUM_SAMPLES = NUM_GROUPS * NUM_GENERATIONS
 
 
 # -- what is computed
 
 
-def _loss(**settings: Any) -> ClippedPGLossConfig:
-    return ClippedPGLossConfig(**settings)
-
-
 _BOUNDED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}
 _IN_BOUNDS = _BOUNDED | {"truncated_importance_sampling_ratio_min": 0.8}
 
 LOSSES: dict[str, ClippedPGLossConfig] = {
-    "grpo": _loss(),
-    "grpo-by-sequence": _loss(token_level_loss=False, reference_policy_kl_penalty=0.1),
-    "dapo": _loss(ratio_clip_min=0.02, ratio_clip_max=0.03, reference_policy_kl_penalty=0.0),
-    "dual-clip": _loss(ratio_clip_min=0.02, ratio_clip_max=0.03, ratio_clip_c=1.05),
-    "gspo": _loss(
+    "grpo": ClippedPGLossConfig(),
+    "grpo-by-sequence": ClippedPGLossConfig(token_level_loss=False, reference_policy_kl_penalty=0.1),
+    "dapo": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, reference_policy_kl_penalty=0.0),
+    "dual-clip": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, ratio_clip_c=1.05),
+    "gspo": ClippedPGLossConfig(
         sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.003, ratio_clip_max=0.004
     ),
-    "gspo-corrected": _loss(sequence_level_importance_ratios=True, token_level_loss=False, **_BOUNDED),
-    "cispo": _loss(use_cispo=True, ratio_clip_min=0.02, ratio_clip_max=0.03),
-    "reinforce": _loss(disable_ppo_ratio=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2"),
-    "on-policy-ratio": _loss(force_on_policy_ratio=True, reference_policy_kl_type="k1"),
-    "dr-grpo": _loss(length_normalizer=16, reference_policy_kl_penalty=0.0),
-    "k1-on-policy": _loss(
+    "gspo-corrected": ClippedPGLossConfig(sequence_level_importance_ratios=True, token_level_loss=False, **_BOUNDED),
+    "cispo": ClippedPGLossConfig(use_cispo=True, ratio_clip_min=0.02, ratio_clip_max=0.03),
+    "reinforce": ClippedPGLossConfig(
+        disable_ppo_ratio=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2"
+    ),
+    "on-policy-ratio": ClippedPGLossConfig(force_on_policy_ratio=True, reference_policy_kl_type="k1"),
+    "dr-grpo": ClippedPGLossConfig(length_normalizer=16, reference_policy_kl_penalty=0.0),
+    "k1-on-policy": ClippedPGLossConfig(
         reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True
     ),
-    "k2-clamped": _loss(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2", kl_input_clamp_value=0.05),
-    "k3-clamped": _loss(reference_policy_kl_penalty=0.5, kl_input_clamp_value=0.3, kl_output_clamp_value=0.004),
-    "k3-unclamped": _loss(
+    "k2-clamped": ClippedPGLossConfig(
+        reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2", kl_input_clamp_value=0.05
+    ),
+    "k3-clamped": ClippedPGLossConfig(
+        reference_policy_kl_penalty=0.5, kl_input_clamp_value=0.3, kl_output_clamp_value=0.004
+    ),
+    "k3-unclamped": ClippedPGLossConfig(
         reference_policy_kl_penalty=0.5,
         kl_input_clamp_value=None,
         kl_output_clamp_value=None,
         use_on_policy_kl_approximation=True,
     ),
-    "corrected": _loss(use_importance_sampling_correction=True),
-    "tis": _loss(**_BOUNDED),
-    "icepop": _loss(**_IN_BOUNDS, truncated_importance_sampling_type="icepop"),
-    "seq-mask-tis": _loss(
+    "corrected": ClippedPGLossConfig(use_importance_sampling_correction=True),
+    "tis": ClippedPGLossConfig(**_BOUNDED),
+    "icepop": ClippedPGLossConfig(**_IN_BOUNDS, truncated_importance_sampling_type="icepop"),
+    "seq-mask-tis": ClippedPGLossConfig(
         use_importance_sampling_correction=True,
         truncated_importance_sampling_type="seq-mask-tis",
         truncated_importance_sampling_ratio=1.05,
         truncated_importance_sampling_ratio_min=0.95,
     ),
-    "kl-in-reward": _loss(use_kl_in_reward=True, reference_policy_kl_penalty=0.1),
+    "kl-in-reward": ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1),
 }
 
 
@@ -97,9 +97,6 @@ SAMPLINGS = (
 
 _LENGTHS = {"one": 1, "two": 2, "three": 3}
 
-Rollouts = tuple[list[GroupHandle], list[RolloutGroup]]
-
-
 ORDINARY = ("answer", "answer", "turns", "answer", "failed", "turns", "answer", "silent", "answer", "two")
 """Kinds of samples: an answer to a prompt of 4 tokens, one in two turns, a failed episode, nothing sampled, and one of
 two tokens altogether."""
@@ -108,38 +105,16 @@ two tokens altogether."""
 def draw_rollouts(seed: int, kinds: Sequence[str] = ORDINARY) -> Rollouts:
     """Samples of `kinds` in turn, the long ones of 6 to 23 tokens; generation logprobs are 0."""
     generator = np.random.default_rng(seed)
-    order = itertools.cycle(kinds)
-    handles, groups = [], []
-    for g in range(NUM_GROUPS):
-        samples = []
-        for i in range(NUM_GENERATIONS):
-            kind = next(order)
-            length = _LENGTHS[kind] if kind in _LENGTHS else int(generator.integers(6, 24))
-            mask = np.arange(length) >= (1 if kind in _LENGTHS else 4)
-            if kind == "turns":
-                mask[length // 2 : length // 2 + 2] = False
-            mask &= kind not in ("failed", "silent")
-            samples.append(
-                Sample(
-                    meta=SampleMeta(
-                        sample_id=f"{g}/{i}",
-                        status=SampleStatus.FAILED if kind == "failed" else SampleStatus.COMPLETED,
-                        length=length,
-                        num_prompt_tokens=min(4, length - 1),
-                        num_generated_tokens=int(mask.sum()),
-                        num_turns=1,
-                        reward=float(generator.integers(0, 2)),
-                        weight_version=0,
-                    ),
-                    token_ids=generator.integers(2, VOCAB, length),
-                    token_mask=mask,
-                    generation_logprobs=np.zeros(length, dtype=np.float32),
-                )
-            )
-        groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=samples))
-        metas = [sample.meta for sample in samples]
-        handles.append(GroupHandle(group_id=str(g), prompt_id="p", task_name="t", ref=g, samples=metas))
-    return handles, groups
+    samples = []
+    for number, kind in zip(range(NUM_SAMPLES), itertools.cycle(kinds)):
+        length = _LENGTHS[kind] if kind in _LENGTHS else int(generator.integers(6, 24))
+        mask = np.arange(length) >= (1 if kind in _LENGTHS else 4)
+        if kind == "turns":
+            mask[length // 2 : length // 2 + 2] = False
+        mask &= kind not in ("failed", "silent")
+        name = f"{number // NUM_GENERATIONS}/{number % NUM_GENERATIONS}"
+        samples.append(make_sample(name, mask, generator, failed=kind == "failed"))
+    return in_groups(samples)
 
 
 def as_generated(rollouts: Rollouts, logprobs: dict[str, torch.Tensor], seed: int) -> Rollouts:
@@ -156,14 +131,6 @@ def as_generated(rollouts: Rollouts, logprobs: dict[str, torch.Tensor], seed: in
             samples.append(replace(sample, generation_logprobs=values))
         noisy.append(replace(group, samples=samples))
     return handles, noisy
-
-
-ADVANTAGES = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
-
-
-def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:
-    """Which samples take part in the loss."""
-    return [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +224,7 @@ class Bench:
         assert len(self.names) == len(self.parameters)
         self.start = [_local(p).detach().clone() for p in self.parameters]
 
-    def _set_up(self, case: Case, batching: dict[str, Any]) -> PolicyConfig:
+    def _set_up(self, case: Case, batching: dict[str, Any]) -> None:
         """Weights as in the beginning, everything else as `case` and `batching` say."""
         worker = self.worker
         changes = {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm} | batching
@@ -272,23 +239,11 @@ class Bench:
                 _local(parameter).copy_(start)
         assert isinstance(worker.optimizer, RecordingSGD)
         worker.optimizer.gradients.clear()
-        return config
-
-    def _load(self, config: PolicyConfig, rollouts: Rollouts) -> None:
-        handles, groups = rollouts
-        plan = plan_batch(
-            handles,
-            ADVANTAGES,
-            masks_of(handles),
-            num_ranks=self.worker.mesh.sizes.data_parallel,
-            global_batch_size=config.train_global_batch_size,
-            batching=Batching.of(config, quadratic_weight=0.001),
-        )
-        self.worker.load(plan.ranks[self.worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 
     def logprobs(self, case: Case, batching: dict[str, Any], rollouts: Rollouts) -> dict[str, torch.Tensor]:
         """Logprobs of the samples of this rank, by sample."""
-        self._load(self._set_up(case, batching), rollouts)
+        self._set_up(case, batching)
+        load_step(self.worker, rollouts)
         self.worker.compute(Logprobs(), "prev_logprobs")
         return {row.sample_id: _scored(row) for row in self.worker.rows.values()}
 
@@ -303,7 +258,8 @@ class Bench:
     ) -> Outcome:
         """All phases of a training step, as the trainer calls them; with another loss or layout of rows if given."""
         worker, loss = self.worker, LOSSES[case.loss]
-        self._load(self._set_up(case, batching), rollouts)
+        self._set_up(case, batching)
+        load_step(self.worker, rollouts)
         if change_rows is not None:
             worker.layout = change_rows(worker.layout)
         logprobs = {}

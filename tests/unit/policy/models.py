@@ -1,4 +1,4 @@
-"""Small random models on disk, one per supported family."""
+"""Small random models on disk, one per family that tests train."""
 
 from __future__ import annotations
 
@@ -7,66 +7,73 @@ from typing import Any
 
 import torch
 from transformers import (
-    Gemma3ForCausalLM,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    MixtralConfig,
     Phi3Config,
-    Phi3ForCausalLM,
     PhiConfig,
-    PhiForCausalLM,
-    PreTrainedModel,
+    PretrainedConfig,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
-FAMILIES = ["qwen2-tied", "llama", "qwen3"]
-ALL_FAMILIES = [*FAMILIES, "mistral", "gemma3", "phi3", "phi"]
 VOCAB = 97  # odd: shards are uneven
 
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 
-def save_random_model(family: str, directory: Path, *, seed: int = 0) -> None:
-    """A two-layer model with perturbed biases and norms, so that nothing hides behind 0 or 1.
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, {}),
+    "deep": (LlamaConfig, {"num_hidden_layers": 4}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "mistral": (MistralConfig, {"sliding_window": 5}),
+    "gemma2": (
+        Gemma2Config,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, **_SLIDING},
+    ),
+    "phi3": (Phi3Config, {}),
+    "phi": (PhiConfig, {"qk_layernorm": True}),
+    "qwen3-moe": (Qwen3MoeConfig, _MOE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
+    "mixtral": (MixtralConfig, {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "deepseek_v3": (DeepseekV3Config, _MOE | _LATENT | _GROUPS | {"num_key_value_heads": 4}),
+}
 
-    gemma3 has a sliding window of 6 positions in its first layer, mistral one of 5 in both.
-    """
+
+def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -> None:
+    """In float32, with perturbed biases and norms, so that nothing hides behind 0 or 1. `changes`: of its shape."""
     torch.manual_seed(seed)
-    model = _MAKERS[family](
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-        }
-    )
+    make, settings = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(make(**_SHAPE | settings | changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.2)
     model.save_pretrained(directory)
-
-
-def _gemma3(shape: dict[str, Any]) -> PreTrainedModel:
-    layer_types = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(**shape, head_dim=32, query_pre_attn_scalar=32, sliding_window=6, layer_types=layer_types)
-    return Gemma3ForCausalLM(config)
-
-
-_MAKERS = {
-    "qwen2-tied": lambda shape: Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
-    "llama": lambda shape: LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)),
-    "qwen3": lambda shape: Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32, tie_word_embeddings=False)),
-    "mistral": lambda shape: MistralForCausalLM(MistralConfig(**shape, sliding_window=5, tie_word_embeddings=False)),
-    "gemma3": _gemma3,
-    "phi3": lambda shape: Phi3ForCausalLM(Phi3Config(**shape, tie_word_embeddings=False)),
-    "phi": lambda shape: PhiForCausalLM(PhiConfig(**shape, qk_layernorm=True, tie_word_embeddings=False)),
-}

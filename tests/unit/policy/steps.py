@@ -1,15 +1,15 @@
-"""One training step of a policy worker on made-up rollouts: what the tests of layouts, batching and exactness share."""
+"""Training steps of a policy worker on made-up rollouts: what the tests of layouts, batching and exactness share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
@@ -20,43 +20,18 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
-from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
+from tests.unit.policy.models import VOCAB
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
+    Worker = DTensorPolicyWorker | MegatronPolicyWorker
+
 NUM_GROUPS, NUM_GENERATIONS = 4, 4
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
+ADVANTAGES = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
 
-
-def save_model(family: str, path: Path) -> None:
-    """A random model of `ALL_FAMILIES`, or `deep`, a Llama of 4 layers, or `qwen3-moe`, 2 layers of 4 experts."""
-    if family in ALL_FAMILIES:
-        return save_random_model(family, path)
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "tie_word_embeddings": False,
-    }
-    if family == "deep":
-        config = LlamaConfig(**shape, num_hidden_layers=4)
-    else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-        config = Qwen3MoeConfig(**shape, **experts, num_hidden_layers=2, head_dim=16)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
-    return None
+Rollouts = tuple[list[GroupHandle], list[RolloutGroup]]
 
 
 def policy_config(**changes: Any) -> PolicyConfig:
@@ -73,36 +48,68 @@ def policy_config(**changes: Any) -> PolicyConfig:
     return PolicyConfig(**{**settings, **changes})
 
 
-def make_groups() -> tuple[list[GroupHandle], list[RolloutGroup]]:
-    generator = np.random.default_rng(0)
-    handles, groups = [], []
+def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:
+    """Trained by the other backend. `changes`: keys of policy; `megatron`: of policy.megatron_cfg."""
+    from nemo_rl.models.policy.megatron.config import MegatronConfig
+
+    off = {"dtensor_cfg": DTensorConfig(enabled=False), "optimizer": None, "padding_free": None}
+    return policy_config(**off, **(changes or {}), megatron_cfg=MegatronConfig(enabled=True, **megatron))
+
+
+# -- rollouts
+
+
+def make_sample(name: str, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
+    """Random tokens, of which those in `mask` were sampled, with logprobs of 0."""
+    length = len(mask)
+    return Sample(
+        meta=SampleMeta(
+            sample_id=name,
+            status=SampleStatus.FAILED if failed else SampleStatus.COMPLETED,
+            length=length,
+            num_prompt_tokens=min(4, length - 1),
+            num_generated_tokens=int(mask.sum()),
+            num_turns=1,
+            reward=float(generator.integers(0, 2)),
+            weight_version=0,
+        ),
+        token_ids=generator.integers(2, VOCAB, length),
+        token_mask=mask,
+        generation_logprobs=np.zeros(length, dtype=np.float32),
+    )
+
+
+def in_groups(samples: Sequence[Sample]) -> Rollouts:
+    groups, handles = [], []
     for g in range(NUM_GROUPS):
-        samples = []
-        for i in range(NUM_GENERATIONS):
-            length, prompt = int(generator.integers(6, 24)), 4
-            failed = g == 1 and i == 2
-            mask = np.arange(length) >= (length if failed else prompt)
-            samples.append(
-                Sample(
-                    meta=SampleMeta(
-                        sample_id=f"{g}/{i}",
-                        status=SampleStatus.FAILED if failed else SampleStatus.COMPLETED,
-                        length=length,
-                        num_prompt_tokens=prompt,
-                        num_generated_tokens=int(mask.sum()),
-                        num_turns=1,
-                        reward=float(generator.integers(0, 2)),
-                        weight_version=0,
-                    ),
-                    token_ids=generator.integers(2, VOCAB, length),
-                    token_mask=mask,
-                    generation_logprobs=np.where(mask, -4.0 + generator.normal(size=length), 0.0).astype(np.float32),
-                )
-            )
-        groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=samples))
-        metas = [sample.meta for sample in samples]
+        own = list(samples[NUM_GENERATIONS * g :][:NUM_GENERATIONS])
+        metas = [sample.meta for sample in own]
+        groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=own))
         handles.append(GroupHandle(group_id=str(g), prompt_id="p", task_name="t", ref=g, samples=metas))
     return handles, groups
+
+
+def make_groups() -> Rollouts:
+    """16 samples of 6 to 23 tokens, 4 of them the prompt; the episode of "1/2" failed."""
+    generator = np.random.default_rng(0)
+    samples = []
+    for g in range(NUM_GROUPS):
+        for i in range(NUM_GENERATIONS):
+            length, failed = int(generator.integers(6, 24)), (g, i) == (1, 2)
+            mask = np.arange(length) >= (length if failed else 4)
+            sample = make_sample(f"{g}/{i}", mask, generator, failed=failed)
+            noise = -4.0 + generator.normal(size=length)
+            sample.generation_logprobs = np.where(mask, noise, 0.0).astype(np.float32)
+            samples.append(sample)
+    return in_groups(samples)
+
+
+def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:
+    """Which samples take part in the loss."""
+    return [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
+
+
+# -- workers
 
 
 def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:
@@ -118,34 +125,40 @@ def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:
     return PolicyWorkerSettings(model_path=str(path), **settings | changes)
 
 
-def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> Any:
-    """A worker of the backend that `config` enables."""
-    sampling = SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k)
-    settings = worker_settings(path, sampling=sampling, init_reference_model=True)
+def make_worker(path: Path, config: PolicyConfig, **settings: Any) -> Any:
+    """A worker of the backend that `config` enables, with a reference model unless `settings` say otherwise."""
+    how = worker_settings(path, **{"init_reference_model": True} | settings)
     if config.megatron_cfg.enabled:
         from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
-        return MegatronPolicyWorker(config, settings)
-    return DTensorPolicyWorker(config, settings)
+        return MegatronPolicyWorker(config, how)
+    return DTensorPolicyWorker(config, how)
 
 
-def load_step(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: PolicyConfig) -> None:
-    handles, groups = make_groups()
-    advantages = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
-    masks = [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
+def load_step(worker: Worker, rollouts: Rollouts | None = None) -> None:
+    """This rank's part of the rollouts, of `make_groups` if none are given."""
+    handles, groups = make_groups() if rollouts is None else rollouts
     plan = plan_batch(
         handles,
-        advantages,
-        masks,
+        ADVANTAGES,
+        masks_of(handles),
         num_ranks=worker.mesh.sizes.data_parallel,
-        global_batch_size=config.train_global_batch_size,
-        batching=Batching.of(config, quadratic_weight=0.001),
+        global_batch_size=worker.config.train_global_batch_size,
+        batching=Batching.of(worker.config, quadratic_weight=0.001),
     )
     worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 
 
+def train_step(worker: Worker) -> TrainResult:
+    """The optimizer steps of `make_groups`, with all phases before them."""
+    load_step(worker)
+    worker.compute(Logprobs(), "prev_logprobs")
+    worker.compute_reference_logprobs()
+    return worker.train(ClippedPGLoss(LOSS), Logprobs())
+
+
 @torch.no_grad()
-def whole_weights(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+def whole_weights(worker: Worker) -> dict[str, torch.Tensor]:
     if isinstance(worker, DTensorPolicyWorker):  # merged, whatever a refit would send
         tensors = export_weights([stage.hf for stage in worker.stages], worker.mesh, worker.device)
     else:
@@ -153,12 +166,10 @@ def whole_weights(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[st
     return {tensor.name: tensor.gather(None).clone() for tensor in tensors}
 
 
-def logprobs_of(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def logprobs_of(worker: Worker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
-    found = {}
-    for row in worker.rows.values():
-        found[row.sample_id] = (row.columns["prev_logprobs"], row.columns["reference_policy_logprobs"])
-    return found
+    columns = ("prev_logprobs", "reference_policy_logprobs")
+    return {row.sample_id: (row.columns[columns[0]], row.columns[columns[1]]) for row in worker.rows.values()}
 
 
 @dataclass(kw_only=True)
@@ -171,14 +182,10 @@ class Step:
 
 
 def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
-    return step_of(make_worker(path, config), config)
+    return step_of(make_worker(path, config))
 
 
-def step_of(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: PolicyConfig) -> Step:
-    """The optimizer steps of `make_groups`, and the logprobs before them."""
-    load_step(worker, config)
-    worker.compute(Logprobs(), "prev_logprobs")
-    worker.compute_reference_logprobs()
-    logprobs = logprobs_of(worker)
-    result = worker.train(ClippedPGLoss(LOSS), Logprobs())
-    return Step(result=result, weights=whole_weights(worker), logprobs=logprobs)
+def step_of(worker: Worker) -> Step:
+    result = train_step(worker)
+    # The weights have moved; the columns are still those of before.
+    return Step(result=result, weights=whole_weights(worker), logprobs=logprobs_of(worker))

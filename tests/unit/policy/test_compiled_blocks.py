@@ -12,7 +12,7 @@ from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
@@ -30,7 +30,7 @@ def two_steps(
     worker = DTensorPolicyWorker(config, settings)
     losses = []
     for _ in range(2):
-        load_step(worker, config)
+        load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         result = worker.train(ClippedPGLoss(LOSS), Logprobs())
         losses += [*result.losses, *result.grad_norms]
@@ -39,7 +39,7 @@ def two_steps(
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_compiled_blocks_give_the_same_numbers(tmp_path: Path, recomputes: bool) -> None:
-    save_random_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     [(plain, expected)] = run_world(two_steps, 1, tmp_path, False, recomputes)
     [(compiled, weights)] = run_world(two_steps, 1, tmp_path, True, recomputes, timeout=500)
     assert compiled == pytest.approx(plain, rel=1e-5, abs=1e-6)

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_
 from nemo_rl.refit.layout import exported
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.worlds import run_world
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -34,7 +34,7 @@ def logits_of(path: Path) -> torch.Tensor:
 
 @pytest.fixture
 def base(tmp_path) -> Path:
-    save_random_model("llama", tmp_path / "base")
+    save_model("llama", tmp_path / "base")
     return tmp_path / "base"
 
 

@@ -18,7 +18,8 @@ from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings,
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.filter_reference import filter_logits
-from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model, worker_settings
+from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=30, top_p=0.9)
@@ -195,7 +196,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(models):
         for _ in range(2):
             if generates:
                 worker.generate(make_requests() if rank == 0 else [], 0)
-            load_step(worker, policy_config())
+            load_step(worker)
             worker.compute(Logprobs(), "prev_logprobs")
             worker.compute(Logprobs(), "reference_policy_logprobs")
             norms += worker.train(ClippedPGLoss(LOSS), Logprobs()).grad_norms

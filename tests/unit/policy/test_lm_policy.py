@@ -19,7 +19,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, SamplingParams
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import policy_config
 from tests.unit.policy.test_rows import NUM_PAIRS, make_pairs
 
@@ -76,7 +76,7 @@ def test_a_column_goes_from_one_policy_to_another_whatever_their_layouts(
     ray_local: None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     for seed, name in enumerate(("student", "teacher")):
-        save_random_model("llama", tmp_path / name, seed=seed)
+        save_model("llama", tmp_path / name, seed=seed)
     refs = [ray.put(group) for group in make_pairs()[1]]
     with two_policies(tmp_path / "student", tmp_path / "teacher", tiny_model_dir) as (student, teacher):
         assert (student.data_parallel_size, teacher.data_parallel_size) == (2, 1)

@@ -14,7 +14,7 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory, MovedStorages
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
@@ -49,7 +49,7 @@ def make_worker(path: Path, precision: str) -> DTensorPolicyWorker:
     config = policy_config(precision=precision, optimizer=adam)
     settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=16), init_reference_model=True)
     worker = DTensorPolicyWorker(config, settings)
-    load_step(worker, config)
+    load_step(worker)
     return worker
 
 
@@ -88,7 +88,7 @@ def two_steps(rank: int, world_size: int, path: Path, is_moved: bool) -> dict[st
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_after_an_absence_as_without(tmp_path: Path, world_size: int) -> None:
-    save_random_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     stayed, moved = (run_world(two_steps, world_size, tmp_path, is_moved)[0] for is_moved in (False, True))
     assert stayed.keys() == moved.keys() and all(torch.equal(stayed[name], moved[name]) for name in stayed)
 
@@ -112,6 +112,6 @@ def reference_logprobs(rank: int, world_size: int, path: Path, precision: str) -
 @pytest.mark.parametrize(("precision", "num_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_the_reference_has_the_bits_of_the_first_weights(tmp_path: Path, precision: str, num_bytes: int) -> None:
     """In bfloat16 it is kept so, as the passes round the float32 weights to the same numbers."""
-    save_random_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     [(same, kept, number)] = run_world(reference_logprobs, 1, tmp_path, precision)
     assert same and kept == num_bytes * number

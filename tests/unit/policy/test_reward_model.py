@@ -1,4 +1,4 @@
-"""Models with one number for a head: what they say, how they are made, saved and refused."""
+"""Models with one number for a head: what they say, how they are made, saved and refused, on both backends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
 
 from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
-from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from nemo_rl.models.policy.convert import merge_adapter
+from nemo_rl.models.policy.convert import convert_checkpoint, merge_adapter
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head.scalar import scalar_config
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
+from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
-from tests.unit.policy.steps import policy_config, worker_settings
+from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.steps import make_worker as worker_of
+from tests.unit.policy.steps import megatron_policy, policy_config, whole_weights
 from tests.worlds import run_world
 
+FAMILIES = ["qwen2-tied", "llama", "qwen3"]
 LENGTHS = [17, 6, 11, 3]
 WEIGHTS = torch.tensor([0.7, -1.3, 0.4, 2.0])  # of the rows in the loss: a gradient that no mistake cancels
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -44,11 +46,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def save_reward_model(family: str, directory: Path) -> None:
-    save_random_model(family, directory / "lm")
+    save_model(family, directory / "lm")
     model = AutoModelForSequenceClassification.from_pretrained(directory / "lm", num_labels=1, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        model.score.weight.copy_(torch.randn(1, 64, generator=generator) * 0.3)
+        model.score.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 0.3)
     model.save_pretrained(directory)
 
 
@@ -58,31 +59,31 @@ def sequences() -> list[torch.Tensor]:
 
 
 def make_worker(
-    path: Path, kind: Literal["bradley_terry", "regression"] = "bradley_terry", **changes: Any
+    path: Path, kind: Literal["bradley_terry", "regression"] = "bradley_terry", **cut: Any
 ) -> DTensorPolicyWorker:
-    config = policy_config(
-        model_name=str(path), reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type=kind), **changes
-    )
-    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=1), pad_token_id=0)
-    return DTensorPolicyWorker(config, settings)
+    reward = {"model_name": str(path), "reward_model_cfg": RewardModelConfig(enabled=True, reward_model_type=kind)}
+    config = policy_config(**reward, dtensor_cfg=DTensorConfig(**cut))
+    sampling = SamplingParams(max_new_tokens=1)
+    return worker_of(path, config, sampling=sampling, pad_token_id=0, init_reference_model=False)
 
 
-def rows_of(worker: DTensorPolicyWorker) -> list[int]:
-    share = len(LENGTHS) // worker.mesh.sizes.data_parallel
-    return list(range(len(LENGTHS)))[worker.mesh.data_rank * share :][:share]
+def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
+    """Micro-batches of the sequences with these numbers."""
+    batches = []
+    for part in parts:
+        rows = [
+            Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in (sequences()[r] for r in part)
+        ]
+        batches.append(worker.layout.build(scored_sequences(rows, last_token_only=True, pad_token_id=0)))
+    return batches
 
 
 def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Scores of this rank's rows, in micro-batches of two, and the whole gradients of its tensors."""
-    rows = rows_of(worker)
-    parts = [rows[:2], rows[2:]] if len(rows) > 2 else [rows[:1], rows[1:]]
-    batches = []
-    for part in parts:
-        held = [
-            Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in (sequences()[r] for r in part)
-        ]
-        batches.append(worker.layout.build(scored_sequences(held, last_token_only=True, pad_token_id=0)))
-    scores = {}
+    """Scores of this rank's rows, in two micro-batches, and the whole gradients of its tensors."""
+    share = len(LENGTHS) // worker.mesh.sizes.data_parallel
+    rows = list(range(len(LENGTHS)))[worker.mesh.data_rank * share :][:share]
+    parts = [rows[: share // 2], rows[share // 2 :]]
+    batches, scores = batches_of(worker, parts), {}
     for part, out in zip(parts, worker.runner.forward(batches, Scalars()), strict=True):
         assert out.dtype == torch.float32
         for row, values in zip(part, out, strict=True):
@@ -96,12 +97,6 @@ def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float],
         if tensor.grad is not None
     }
     return scores, grads
-
-
-def step(worker: DTensorPolicyWorker) -> None:
-    assert worker.optimizer is not None
-    worker.optimizer.step()
-    worker.optimizer.zero_grad()
 
 
 def right_padded() -> dict[str, torch.Tensor]:
@@ -125,15 +120,12 @@ def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_and_gradients_equal_those_of_transformers(reward_models, layout):
+def test_scores_and_gradients_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
     world_size, cut = LAYOUTS[layout]
     path = reward_models[FAMILIES[list(LAYOUTS).index(layout) % len(FAMILIES)]]
-    results = run_world(
-        lambda *_: scores_and_gradients(make_worker(path, dtensor_cfg=DTensorConfig(**cut))), world_size
-    )
     want, want_grads = reference(path)
     found: dict[str, torch.Tensor] = {}
-    for scores, grads in results:
+    for scores, grads in run_world(lambda *_: scores_and_gradients(make_worker(path, **cut)), world_size):
         for row, score in scores.items():
             assert score == pytest.approx(want[row].item(), rel=1e-5, abs=1e-5), row
         found |= grads
@@ -142,14 +134,13 @@ def test_scores_and_gradients_equal_those_of_transformers(reward_models, layout)
         assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm() + 1e-7, name
 
 
-def test_values_of_tokens_come_from_the_states_before_them(reward_models):
+def test_values_of_tokens_come_from_the_states_before_them(reward_models: dict[str, Path]) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(reward_models["qwen3"], dtype=torch.float32)
     ids = sequences()[0]
 
     def rank_main(rank: int, world: int) -> torch.Tensor:
-        worker = make_worker(reward_models["qwen3"], kind="regression")
-        mask = torch.arange(len(ids)) >= 5
-        (values,) = worker.runner.forward([worker.layout.build([(ids, mask)])], Scalars())
+        worker = make_worker(reward_models["qwen3"], "regression")
+        (values,) = worker.runner.forward([worker.layout.build([(ids, torch.arange(len(ids)) >= 5)])], Scalars())
         return values[0]
 
     with torch.no_grad():
@@ -158,65 +149,74 @@ def test_values_of_tokens_come_from_the_states_before_them(reward_models):
     torch.testing.assert_close(run_world(rank_main, 1)[0], want, rtol=1e-5, atol=1e-5)
 
 
-def test_the_last_token_is_found_as_transformers_finds_it(reward_models):
+def test_the_last_token_is_found_as_transformers_finds_it() -> None:
     """Also where sequences end with the token that pads."""
     ids = [torch.tensor([5, 6, 0]), torch.tensor([7, 8, 9, 0, 0]), torch.tensor([0, 0])]
     rows = [Row(sample_id="", token_ids=row, token_mask=row > 0, mask=1.0) for row in ids]
-    found = [int(mask.nonzero()) for _, mask in scored_sequences(rows, last_token_only=True, pad_token_id=0)]
-    assert found == [1, 2, 0]
-    last = [int(mask.nonzero()) for _, mask in scored_sequences(rows, last_token_only=True)]
-    assert last == [2, 4, 1]
+    for padding, want in (({"pad_token_id": 0}, [1, 2, 0]), ({}, [2, 4, 1])):
+        found = [int(mask.nonzero()) for _, mask in scored_sequences(rows, last_token_only=True, **padding)]
+        assert found == want
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "bin"])
-def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, caplog, file_format):
-    save_random_model("qwen2-tied", tmp_path)
+def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str
+) -> None:
+    save_model("qwen2-tied", tmp_path)
     if file_format == "bin":
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
 
-    def rank_main(rank: int, world: int, cut: dict[str, Any]) -> tuple[torch.Tensor | None, list[str]]:
+    def rank_main(rank: int, world: int, cuts: list[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
         caplog.set_level(logging.INFO)
-        worker = make_worker(tmp_path, dtensor_cfg=DTensorConfig(**cut))
-        tensors = dict(named_tensors(worker.stages[-1].hf))
-        head = tensors.get("score.weight")
-        return (None if head is None else gathered(head.detach(), None)), [r.getMessage() for r in caplog.records]
+        heads = []
+        for cut in cuts:
+            worker = make_worker(tmp_path, **cut)
+            tensors = dict(named_tensors(worker.stages[-1].hf))
+            heads += [gathered(head.detach(), None) for name, head in tensors.items() if name == HEAD_WEIGHT]
+        return heads, [r.getMessage() for r in caplog.records if "drawn from seed 0" in r.getMessage()]
 
-    layouts = [LAYOUTS[name] for name in ("one rank", "fsdp2", "tp2", "pp2")]
-    heads = []
-    for world_size, cut in layouts:
-        results = run_world(rank_main, world_size, cut)
-        heads += [head for head, _ in results if head is not None]
-        told = [message for _, messages in results for message in messages if "drawn from seed 0" in message]
-        assert len(told) == 1 and "has no score.weight" in told[0]
-    assert len(heads) == 1 + 2 + 2 + 1
-    assert all(torch.equal(head, heads[0]) for head in heads)
+    results = run_world(rank_main, 1, [{}])
+    results += run_world(rank_main, 2, [LAYOUTS[name][1] for name in ("fsdp2", "tp2", "pp2")])
+    heads, told = ([one for result in results for one in result[part]] for part in (0, 1))
+    assert len(heads) == 1 + 2 + 2 + 1 and all(torch.equal(head, heads[0]) for head in heads)
     assert heads[0].std().item() == pytest.approx(0.02, rel=0.4)
+    assert len(told) == 4 and all("has no score.weight" in message for message in told)
 
 
-def scores_of(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+def scores_of(model: PreTrainedModel | PeftModel) -> list[float]:
     with torch.no_grad():
-        return model.eval()(**right_padded()).logits[:, 0]
+        return model.eval()(**right_padded()).logits[:, 0].tolist()
+
+
+def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tuple[DTensorPolicyWorker, Any]:
+    """A worker saved after a step, and what its gradients were."""
+    worker = make_worker(path, **cut)
+    _, grads = scores_and_gradients(worker)
+    assert worker.optimizer is not None
+    worker.optimizer.step()
+    worker.optimizer.zero_grad()
+    worker.save_checkpoint(directory, request)
+    return worker, grads
 
 
 @pytest.mark.parametrize(("layout", "save_format"), [("fsdp2", "safetensors"), ("pp2", "torch_save")])
-def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, layout, save_format):
+def test_checkpoints_are_classifiers_of_transformers(
+    reward_models: dict[str, Path], tmp_path: Path, layout: str, save_format: Any
+) -> None:
     world_size, cut = LAYOUTS[layout]
+    request = SaveRequest(save_consolidated=True, model_save_format=save_format)
 
-    def rank_main(rank: int, world: int) -> tuple[dict[int, float], dict[int, float]]:
-        worker = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
-        scores_and_gradients(worker)
-        step(worker)
-        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True, model_save_format=save_format))
+    def rank_main(rank: int, world: int) -> dict[int, float]:
+        worker, _ = trained(reward_models["llama"], tmp_path, request, **cut)
         after, _ = scores_and_gradients(worker)
-        again = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
+        again = make_worker(reward_models["llama"], **cut)
         again.load_checkpoint(tmp_path, load_optimizer=True)
-        return after, scores_and_gradients(again)[0]
+        assert scores_and_gradients(again)[0] == after
+        return after
 
-    results = run_world(rank_main, world_size)
-    want = {row: score for after, _ in results for row, score in after.items()}
-    assert all(after == resumed for after, resumed in results)
-    convert(tmp_path, tmp_path / "converted")
+    want = {row: score for after in run_world(rank_main, world_size) for row, score in after.items()}
+    convert_checkpoint(tmp_path, tmp_path / "converted")
     for directory in (tmp_path / "policy" / "weights" / "consolidated", tmp_path / "converted"):
         config = json.loads((directory / "config.json").read_text())
         assert config["architectures"] == ["LlamaForSequenceClassification"]
@@ -225,102 +225,167 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
             directory, dtype=torch.float32, output_loading_info=True
         )
         assert not loading["missing_keys"] and not loading["unexpected_keys"]
-        for row, score in enumerate(scores_of(model).tolist()):
-            assert score == pytest.approx(want[row], rel=1e-6, abs=1e-6)
+        assert scores_of(model) == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-6, abs=1e-6)
     assert not (tmp_path / "policy" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
-def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_models, tmp_path, layout):
-    world_size, cut = LAYOUTS[layout]
-    path = reward_models["qwen3"]
+def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(
+    reward_models: dict[str, Path], tmp_path: Path
+) -> None:
+    path, adapter = reward_models["qwen3"], tmp_path / "policy" / "adapter"
+    request = SaveRequest(save_consolidated=True, model_save_format="safetensors")
 
-    def config(**changes: Any) -> DTensorConfig:
-        return DTensorConfig(**cut, lora_cfg=LoRAConfig(enabled=True, dim=4, **changes))
+    def cut(**changes: Any) -> dict[str, Any]:
+        return {"pipeline_parallel_size": 2, "lora_cfg": LoRAConfig(enabled=True, dim=4, **changes)}
 
-    def rank_main(rank: int, world: int) -> tuple[set[str], dict[int, float], dict[int, float]]:
-        worker = make_worker(path, dtensor_cfg=config())
-        _, grads = scores_and_gradients(worker)
-        step(worker)
-        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True, model_save_format="safetensors"))
+    def rank_main(rank: int, world: int) -> tuple[set[str], dict[int, float]]:
+        worker, grads = trained(path, tmp_path, request, **cut())
         after, _ = scores_and_gradients(worker)
-        again = make_worker(path, dtensor_cfg=config(adapter_path=str(tmp_path / "policy" / "adapter")))
-        return set(grads), after, scores_and_gradients(again)[0]
+        again = make_worker(path, **cut(adapter_path=str(adapter)))
+        assert scores_and_gradients(again)[0] == pytest.approx(after, rel=1e-5)
+        return set(grads), after
 
-    results = run_world(rank_main, world_size)
-    trained = set().union(*(grads for grads, _, _ in results))
-    assert "score.weight" in trained and all("lora" in name for name in trained - {"score.weight"})
-    want = {row: score for _, after, _ in results for row, score in after.items()}
-    for _, after, continued in results:
-        assert continued == pytest.approx(after, rel=1e-5)
+    results = run_world(rank_main, 2)
+    names = set().union(*(grads for grads, _ in results))
+    assert HEAD_WEIGHT in names and all("lora" in name for name in names - {HEAD_WEIGHT})
+    want = {row: score for _, after in results for row, score in after.items()}
     base = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     before = scores_of(base)
-    adapted = PeftModel.from_pretrained(base, str(tmp_path / "policy" / "adapter"))
+    adapted = PeftModel.from_pretrained(base, str(adapter))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
     with pytest.raises(ValueError, match=r"that of a reward model.*save_consolidated=true"):
-        merge_adapter(tmp_path / "policy" / "adapter", str(path), str(path), tmp_path / "merged")
+        merge_adapter(adapter, str(path), str(path), tmp_path / "merged")
     for scores in (scores_of(adapted), scores_of(whole)):
-        assert scores.tolist() == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-5, abs=1e-5)
-        assert (scores - before).abs().min() > 1e-3
+        assert scores == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-5, abs=1e-5)
+        assert min(abs(a - b) for a, b in zip(scores, before, strict=True)) > 1e-3
+
+
+# -- of Megatron
+
+RATE = 0.1
+MEGATRON: dict[str, dict[str, Any]] = {
+    "tp2, by position": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+
+
+def megatron_worker(path: Path, **layout: Any) -> Any:
+    changes = {"model_name": str(path), "reward_model_cfg": RewardModelConfig(enabled=True), "max_grad_norm": None}
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": RATE, "weight_decay": 0.0, "use_distributed_optimizer": False}
+    settings = {"sampling": SamplingParams(max_new_tokens=1), "seed": 5, "pad_token_id": 0}
+    config = megatron_policy(changes, optimizer=sgd, **layout)
+    return worker_of(path, config, **settings, init_reference_model=False)
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name.startswith("tp") else pytest.param(name, marks=pytest.mark.slow) for name in MEGATRON]
+)
+def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
+    path = reward_models["llama" if layout == "cp2" else "qwen2-tied"]
+    want_scores, gradients = reference(path)
+    before = load_file(path / "model.safetensors")
+    parts = [[0, 1], [2, 3]]
+
+    def rank_main(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        worker = megatron_worker(path, **MEGATRON[layout])
+        batches = batches_of(worker, parts)
+        scores = [values.sum().item() for out in worker.runner.forward(batches, Scalars()) for values in out]
+        worker.runner.train(batches, lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars())
+        worker._clip()
+        worker._take_step()
+        return scores, whole_weights(worker)
+
+    for scores, weights in run_world(rank_main, 2):
+        assert scores == pytest.approx(want_scores.tolist(), abs=1e-5)
+        assert weights.keys() == gradients.keys() == before.keys() and HEAD_WEIGHT in weights
+        for name, weight in weights.items():
+            want = before[name] - RATE * gradients[name]
+            torch.testing.assert_close(weight, want, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
+
+
+def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(
+    reward_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Training begins from a language model: the score is in no other file."""
+    path, checkpoint = reward_models["qwen2-tied"] / "lm", tmp_path / "step_1"
+    checkpoint.mkdir()
+
+    def saved(rank: int, world: int) -> dict[str, torch.Tensor]:
+        worker = megatron_worker(path, **MEGATRON["tp2, by position"])
+        worker.save_checkpoint(checkpoint, SaveRequest(save_consolidated=True))
+        return whole_weights(worker)
+
+    def resumed(rank: int, world: int) -> dict[str, torch.Tensor]:
+        worker = megatron_worker(reward_models["qwen2-tied"])
+        worker.load_checkpoint(checkpoint, load_optimizer=True)
+        return whole_weights(worker)
+
+    (weights, _), (again,) = run_world(saved, 2), run_world(resumed, 1)
+    want = torch.empty(1, 64)
+    draw_head(want, AutoConfig.from_pretrained(path), seed=5)
+    assert torch.equal(weights[HEAD_WEIGHT], want) and "lm_head.weight" not in weights
+    assert weights.keys() == again.keys() and all(torch.equal(weight, again[name]) for name, weight in weights.items())
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint / "policy" / "weights" / "consolidated")
+    assert torch.equal(model.score.weight, want)
+
+
+@pytest.mark.parametrize("directory", ["", "lm"], ids=["reward model", "language model"])
+def test_of_megatron_torch_files_are_read(
+    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
+    path = Path(shutil.copytree(reward_models["qwen2-tied"] / directory, tmp_path / "model"))
+    want = load_file(path / "model.safetensors")
+    torch.save(want, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    (got,) = run_world(lambda rank, size: whole_weights(megatron_worker(path)), 1)
+    assert got.keys() == want.keys() | {HEAD_WEIGHT}
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 # -- bad input
 
 
-def _two_labels(directory: Path) -> None:
-    _rewrite(
-        directory, lambda config: config.update(id2label={"0": "bad", "1": "good"}, label2id={"bad": 0, "good": 1})
-    )
+def _rewrite(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _two_scores(directory: Path) -> None:
+def _head(directory: Path, **heads: torch.Tensor) -> None:
+    """Other tensors in place of the score."""
     tensors = load_file(directory / "model.safetensors")
-    tensors["score.weight"] = torch.zeros(2, 64)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    del tensors[HEAD_WEIGHT]
+    save_file(tensors | heads, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _no_score(directory: Path) -> None:
-    _rename_head(directory, None)
-
-
-def _value_head(directory: Path) -> None:
-    _rename_head(directory, "v_head.summary.weight")
-
-
-def _rename_head(directory: Path, name: str | None) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    head = tensors.pop("score.weight")
-    if name is not None:
-        tensors[name] = head
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _token_classifier(directory: Path) -> None:
-    _rewrite(directory, lambda config: config.update(architectures=["Qwen3ForTokenClassification"]))
-
-
-def _unmarked(directory: Path) -> None:
-    _rewrite(directory, lambda config: config.update(architectures=["Qwen3ForCausalLM"]))
-
-
-def _rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    change(config)
-    (directory / "config.json").write_text(json.dumps(config))
+TWO_LABELS = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+UNMARKED = {"architectures": ["Qwen3ForCausalLM"]}
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_two_labels, r"classifier of 2 labels \(bad, good\).*one number"),
-        (_two_scores, r"wrong head: score\.weight is \[2, 64\], which gives 2 numbers"),
-        (_no_score, r"wrong head: score\.weight is not among its weights"),
-        (_value_head, r"wrong head: its weights hold v_head\.summary\.weight"),
-        (_token_classifier, r"is a Qwen3ForTokenClassification, neither a causal language model nor a sequence"),
-        (_unmarked, r"wrong head: its weights hold score\.weight.*architectures"),
+        (lambda d: _rewrite(d, **TWO_LABELS), r"classifier of 2 labels \(bad, good\).*one number"),
+        (
+            lambda d: _head(d, **{HEAD_WEIGHT: torch.zeros(2, 64)}),
+            r"wrong head: score\.weight is \[2, 64\], which gives 2 numbers",
+        ),
+        (_head, r"wrong head: score\.weight is not among its weights"),
+        (
+            lambda d: _head(d, **{"v_head.summary.weight": torch.zeros(1, 64)}),
+            r"wrong head: its weights hold v_head\.summary\.weight",
+        ),
+        (
+            lambda d: _rewrite(d, architectures=["Qwen3ForTokenClassification"]),
+            r"is a Qwen3ForTokenClassification, neither a causal language model nor a sequence",
+        ),
+        (lambda d: _rewrite(d, **UNMARKED), r"wrong head: its weights hold score\.weight.*architectures"),
     ],
 )
-def test_a_reward_checkpoint_with_the_wrong_head_is_refused(reward_models, tmp_path, spoil, message):
+def test_a_reward_checkpoint_with_the_wrong_head_is_refused(
+    reward_models: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     config = policy_config(model_name=str(directory), reward_model_cfg=RewardModelConfig(enabled=True))
     assert read_model_config(config, str(directory)).num_labels == 1
@@ -329,18 +394,16 @@ def test_a_reward_checkpoint_with_the_wrong_head_is_refused(reward_models, tmp_p
         read_model_config(config, str(directory))
 
 
-def test_a_reward_model_is_no_policy(reward_models, tmp_path):
+def test_a_reward_model_is_no_policy_and_architectures_with_other_heads_are_refused(
+    reward_models: dict[str, Path], tmp_path: Path
+) -> None:
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
-    config = policy_config(model_name=str(directory))
-    for spoil in (lambda _: None, _unmarked):
-        spoil(directory)
+    for changes in ({}, UNMARKED):
+        _rewrite(directory, **changes)
         with pytest.raises(ValueError, match="is a reward model"):
-            read_model_config(config, str(directory))
+            read_model_config(policy_config(model_name=str(directory)), str(directory))
     lm = policy_config(model_name=str(reward_models["qwen3"] / "lm"))
     assert read_model_config(lm, lm.model_name).architectures == ["Qwen3ForCausalLM"]
-
-
-def test_architectures_with_other_heads_are_refused():
     with pytest.raises(ValueError, match=r"BertForSequenceClassification has another head.*classifier"):
         build_on_meta(scalar_config(BertConfig(num_hidden_layers=1), policy_config(model_name="x")), torch.float32)
     with pytest.raises(ValueError, match="no sequence classifier of 'cohere' models"):

@@ -35,7 +35,7 @@ from nemo_rl.types import (
     TrainResult,
     ValueInputs,
 )
-from tests.unit.policy.models import VOCAB, save_random_model
+from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
@@ -83,9 +83,6 @@ def test_a_column_that_was_not_computed_is_refused_where_the_loss_cannot_do_with
     assert loss_inputs(sampled, PolicyGradientInputs, CPU).prev_logprobs.tolist() == [[0.0, 0.0]]
     with pytest.raises(AssertionError, match="values was not computed"):
         loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
-
-
-def test_a_column_of_some_rows_alone_is_refused():
     with pytest.raises(AssertionError, match="some rows have no values"):
         loss_inputs([row(2, columns={"values": torch.zeros(2)}), row(2)], ValueInputs, CPU)
 
@@ -96,7 +93,7 @@ def test_a_column_of_some_rows_alone_is_refused():
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    save_random_model("llama", path)
+    save_model("llama", path)
     return path
 
 
@@ -249,18 +246,18 @@ def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of
     assert together == pytest.approx(alone.reference_sums, abs=1e-5)
 
 
-@pytest.mark.parametrize(("world", "cut"), [(2, {}), (2, {"pipeline_parallel_size": 2})])
-def test_evaluation_on_rollouts_gives_the_metrics_of_training_and_changes_nothing(llama: Path, world: int, cut: Any):
-    config = policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
+def test_evaluation_on_rollouts_gives_the_metrics_of_training_and_changes_nothing(llama: Path):
+    cut = DTensorConfig(pipeline_parallel_size=2)
+    config = policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=cut)
 
     def rank_main(rank: int, world: int) -> tuple[dict[str, float], bool, TrainResult]:
         worker = make_worker(llama, config)
-        load_step(worker, config)
+        load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         return *evaluated(worker, ClippedPGLoss(LOSS)), worker.train(ClippedPGLoss(LOSS), Logprobs())
 
-    for metrics, unchanged, result in run_world(rank_main, world):
+    for metrics, unchanged, result in run_world(rank_main, 2):
         assert unchanged
         assert_same_metrics(metrics, result.metrics)
 
@@ -284,7 +281,7 @@ class WithColumn(HeadTask):
 
 
 @pytest.mark.parametrize("layout", ["dp2 dynamic", "cp packed", "pp packed"])
-def test_a_head_gets_the_columns_it_names_and_may_say_several_numbers(llama: Path, layout: str):
+def test_columns_reach_the_heads_that_name_them_are_summed_and_copied_in(llama: Path, layout: str):
     world, changes = PAIR_LAYOUTS[layout]
 
     def rank_main(rank: int, world: int) -> None:
@@ -293,39 +290,20 @@ def test_a_head_gets_the_columns_it_names_and_may_say_several_numbers(llama: Pat
         load_pairs(worker, config)
         for (group, index), row in worker.rows.items():
             row.columns["extra"] = 100.0 * (10 * group + index) + torch.arange(len(row.token_ids))
+            row.columns["x"] = torch.ones(len(row.token_ids))
+            row.columns["x"][:3] = 7.0  # of the prompt
+            row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
         worker.compute(WithColumn(), "both")
         worker.compute(Logprobs(), "prev_logprobs")
-        for row in worker.rows.values():
+        sums = worker.sum_column("x", "total")
+        for key, row in worker.rows.items():
             both = row.columns["both"]
             assert both.shape == (len(row.token_ids), 2)
             assert torch.equal(both[:, 0], row.columns["prev_logprobs"])
             assert torch.equal(both[:, 1], row.columns["extra"] * row.token_mask)
+            total = float(np.float32(2.0**24 + len(row.token_ids) - 4))
+            assert row.columns["total"].item() == total and sums.get(key, total) == total
 
-    run_world(rank_main, world)
-
-
-def test_a_sum_is_over_the_tokens_that_carry_loss_and_keeps_small_terms(llama: Path):
-    def rank_main(rank: int, world: int) -> None:
-        config = pair_config()
-        worker = make_worker(llama, config)
-        load_pairs(worker, config)
-        for row in worker.rows.values():
-            row.columns["x"] = torch.ones(len(row.token_ids))
-            row.columns["x"][:3] = 7.0  # of the prompt
-            row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
-        sums = worker.sum_column("x", "total")
-        for key, row in worker.rows.items():
-            num_ones = len(row.token_ids) - 4
-            assert sums[key] == row.columns["total"].item() == float(np.float32(2.0**24 + num_ones))
-
-    run_world(rank_main, 1)
-
-
-def test_columns_of_another_group_are_copied_in(llama: Path):
-    def rank_main(rank: int, world: int) -> None:
-        config = pair_config()
-        worker = make_worker(llama, config)
-        load_pairs(worker, config)
         keys = list(reversed(worker.rows))
         shared = [np.full((len(worker.rows[key].token_ids), 3), 10 * key[0] + key[1], dtype=np.float32) for key in keys]
         for values in shared:
@@ -337,4 +315,4 @@ def test_columns_of_another_group_are_copied_in(llama: Path):
             own += 1.0
             assert not np.array_equal(own.numpy(), values), "a copy"
 
-    run_world(rank_main, 2)
+    run_world(rank_main, world)

@@ -19,14 +19,14 @@ from nemo_rl.models.policy.pretrained import build_on_meta, load_config
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
 
 
 def save_under_the_names_of_the_base_model(directory: Path, *, without: str | None = None) -> dict[str, torch.Tensor]:
     """As `model.base_model.save_pretrained` writes it. Returns the tensors by their names in the whole model."""
-    save_random_model("qwen2-tied", directory)
+    save_model("qwen2-tied", directory)
     tensors = load_file(directory / "model.safetensors")
     others = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != without}
     save_file(others, directory / "model.safetensors", metadata={"format": "pt"})
@@ -67,7 +67,7 @@ def built(path: Path, world_size: int, **cut: Any) -> tuple[LogprobModel, Parall
 
 @pytest.mark.parametrize("cut", [{}, {"tensor_parallel_size": 2}])
 def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(tmp_path, cut):
-    save_random_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(t
 
 
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):
-    save_random_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
     with pytest.raises(ValueError, match=r"tensor model\.layers\.0\.mlp.* has shape \(96, 64\).*\(128, 64\)"):

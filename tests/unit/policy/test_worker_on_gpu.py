@@ -15,7 +15,7 @@ from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
-from tests.unit.policy.models import save_random_model
+from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, A
     )
     steps = []
     for _ in range(2):
-        load_step(worker, config)
+        load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         if use_gpu:
@@ -75,7 +75,7 @@ def run(path: Path, folder: Path, *, use_gpu: bool, **changes: Any) -> list[Trai
     ],
 )
 def test_a_step_on_the_device_is_the_step_on_the_host(tmp_path: Path, changes: dict[str, Any], tolerance: float):
-    save_random_model("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "model")
     on_host = run(tmp_path / "model", tmp_path / "host", use_gpu=False)
     on_device = run(tmp_path / "model", tmp_path / "device", use_gpu=True, **changes)
     for want, got in zip(on_host, on_device, strict=True):
@@ -84,7 +84,7 @@ def test_a_step_on_the_device_is_the_step_on_the_host(tmp_path: Path, changes: d
 
 
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    save_random_model("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "model")
     first = run(tmp_path / "model", tmp_path / "first", use_gpu=True, deterministic=True, precision="bfloat16")
     second = run(tmp_path / "model", tmp_path / "second", use_gpu=True, deterministic=True, precision="bfloat16")
     assert first == second

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
-from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
-from tests.unit.policy.steps import Step, make_worker, policy_config, step_of
+from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
+from nemo_rl.models.policy.megatron.config import MegatronDDPConfig, MegatronOptimizerConfig
+from tests.unit.policy.steps import Step, make_worker, megatron_policy, policy_config, step_of
 from tests.worlds import run_world
 
 SGD = MegatronOptimizerConfig(
@@ -32,9 +32,8 @@ class Layout:
 
     def config(self) -> PolicyConfig:
         """Of Megatron, trained by plain gradient descent unless it says otherwise."""
-        settings = {"enabled": True, "freeze_moe_router": False, "optimizer": SGD} | self.megatron
-        dropped = {"dtensor_cfg": DTensorConfig(enabled=False), "optimizer": None, "padding_free": None}
-        return policy_config(**(self.policy | self.batching | dropped), megatron_cfg=MegatronConfig(**settings))
+        changes = {key: value for key, value in (self.policy | self.batching).items() if key != "optimizer"}
+        return megatron_policy(changes, **{"freeze_moe_router": False, "optimizer": SGD} | self.megatron)
 
     def torch_config(self) -> PolicyConfig:
         """Of the PyTorch backend on one rank, with micro-batches of its own: they change nothing."""
@@ -49,7 +48,7 @@ def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float 
         for layout in layouts:
             config = layout.config()
             worker = make_worker(path, config)
-            steps.append(step_of(worker, config))
+            steps.append(step_of(worker))
             worker.mesh.close()
         return steps
 
@@ -63,7 +62,7 @@ def torch_step(path: Path, layout: Layout) -> Step:
 
     def on_rank(rank: int, world: int) -> Step:
         config = layout.torch_config()
-        return step_of(make_worker(path, config), config)
+        return step_of(make_worker(path, config))
 
     return run_world(on_rank, 1)[0]
 

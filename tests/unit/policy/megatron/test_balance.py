@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.policy.megatron.parity import Layout, steps_in_one_world
 from tests.unit.policy.megatron.test_parity import CP, EP, ONE_BY_ONE, PACKED, PP, RECOMPUTED, SP, TP, selective
-from tests.unit.policy.steps import make_groups, save_model
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import make_groups
 
 pytest.importorskip("megatron.core")
 

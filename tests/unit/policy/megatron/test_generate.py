@@ -19,7 +19,8 @@ from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.policy.megatron.parity import Layout
-from tests.unit.policy.steps import load_step, policy_config, save_model, whole_weights, worker_settings
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import load_step, policy_config, whole_weights, worker_settings
 from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
 from tests.worlds import run_world
 
@@ -71,7 +72,7 @@ def test_what_was_trained_generates_with_its_new_weights(tmp_path: Path) -> None
         worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**how))
         worker.prepare_generation(settings())
         first = complete(worker, REQUESTS)
-        load_step(worker, config)
+        load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.train(ClippedPGLoss(ClippedPGLossConfig()), Logprobs())
         (tmp_path / "after").mkdir()

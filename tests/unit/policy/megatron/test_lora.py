@@ -14,16 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import draw_first_matrix
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_adapters
-from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronPeftConfig
+from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -34,31 +33,12 @@ MOE = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
 
 
 def policy(optimizer: str = "sgd", peft: dict[str, Any] | None = None, **layout: Any) -> PolicyConfig:
-    megatron = MegatronConfig(
-        enabled=True,
-        peft=MegatronPeftConfig(enabled=True, dim=4, alpha=8.0, **(peft or {})),
-        optimizer=MegatronOptimizerConfig.model_validate(
-            {
-                "optimizer": optimizer,
-                "sgd_momentum": 0.0,
-                "lr": 0.3 if optimizer == "sgd" else 0.01,
-                "weight_decay": 0.0,
-                "use_distributed_optimizer": False,
-            }
-        ),
+    rates = {"lr": 0.3 if optimizer == "sgd" else 0.01, "sgd_momentum": 0.0, "weight_decay": 0.0}
+    return megatron_policy(
+        peft={"enabled": True, "dim": 4, "alpha": 8.0} | (peft or {}),
+        optimizer={"optimizer": optimizer, "use_distributed_optimizer": False, **rates},
         **layout,
     )
-    off = DTensorConfig(enabled=False)
-    return policy_config(dtensor_cfg=off, megatron_cfg=megatron, optimizer=None, padding_free=None)
-
-
-def make_worker(path: Path, config: PolicyConfig) -> Any:
-    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-
-    settings = worker_settings(
-        path, sampling=SamplingParams(max_new_tokens=16, temperature=TEMPERATURE), init_reference_model=True
-    )
-    return MegatronPolicyWorker(config, settings)
 
 
 @dataclass
@@ -73,6 +53,7 @@ class Outcome:
     merged: dict[str, torch.Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     is_base_unchanged: bool = False
+    drawn: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # the first matrix of a layer, at first
     next_losses: list[float] = field(default_factory=list)  # of a third call, after the save
     next_merged: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -81,23 +62,12 @@ def column(worker: Any, name: str) -> dict[str, torch.Tensor]:
     return {row.sample_id: row.columns[name].clone() for row in worker.rows.values()}
 
 
-def train(worker: Any, config: PolicyConfig) -> Any:
-    load_step(worker, config)
-    worker.compute(Logprobs(), "prev_logprobs")
-    worker.compute_reference_logprobs()
-    return worker.train(ClippedPGLoss(LOSS), Logprobs())
-
-
-def merged_of(worker: Any) -> dict[str, torch.Tensor]:
-    with torch.no_grad():
-        return {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
-
-
 def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> Outcome:
     worker, outcome = make_worker(path, config), Outcome()
     before = {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
+    outcome.drawn = before.get("decoder.layers.2.self_attention.linear_proj.adapter.lora_A", outcome.drawn)
     for _ in range(2):
-        result = train(worker, config)
+        result = train_step(worker)
         outcome.losses += result.losses
         outcome.grad_norms += result.grad_norms
         outcome.references.append(column(worker, "reference_policy_logprobs"))
@@ -107,7 +77,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     outcome.references.append(column(worker, "reference_policy_logprobs"))
     for row in worker.rows.values():
         outcome.tokens[row.sample_id] = (torch.as_tensor(row.token_ids), torch.as_tensor(row.token_mask))
-    outcome.merged = merged_of(worker)
+    outcome.merged = whole_weights(worker)
     for shard in worker._shards():
         whole = outcome.merged[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(shard.local(), whole), shard.name
@@ -117,17 +87,17 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     if directory is not None:
         directory.mkdir(exist_ok=True)
         worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
-        outcome.next_losses = train(worker, config).losses
-        outcome.next_merged = merged_of(worker)
+        outcome.next_losses = train_step(worker).losses
+        outcome.next_merged = whole_weights(worker)
     return outcome
 
 
 def resumed(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path) -> Any:
     worker = make_worker(path, config)
     worker.load_checkpoint(directory, load_optimizer=True)
-    loaded = merged_of(worker)
-    result = train(worker, config)
-    return loaded, result.losses, merged_of(worker)
+    loaded = whole_weights(worker)
+    result = train_step(worker)
+    return loaded, result.losses, whole_weights(worker)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +133,8 @@ def test_adapters_alone_train_and_the_reference_is_the_base_model(deep, alone):
     outcome, _ = alone
     assert outcome.is_base_unchanged
     assert outcome.trained and all(name.endswith((".lora_A", ".lora_B")) for name in outcome.trained)
+    want = draw_first_matrix("model.layers.2.self_attn.o_proj", (4, 64), "xavier", 0)
+    assert torch.equal(outcome.drawn, want), "layers both backends know begin with the same values"
     base = AutoModelForCausalLM.from_pretrained(deep)
     for reference in outcome.references:
         assert_close(reference, logprobs_with(base, outcome), 1e-5)
@@ -182,16 +154,6 @@ def test_peft_and_the_merged_model_compute_what_the_adapted_one_does(deep, alone
     assert config["target_modules"] == projections
     tensors = load_file(directory / "policy" / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 4 * len(projections) * 2
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone):
-    outcome, directory = alone
-    loaded, losses, merged = run_world(resumed, 1, deep, policy("adam"), directory)[0]
-    assert_close(loaded, outcome.merged, 0)
-    assert losses == outcome.next_losses
-    assert_close(merged, outcome.next_merged, 0)
-    assert any(not torch.equal(merged[name], loaded[name]) for name in merged)
 
 
 TP, SP, PP, CP = (
@@ -226,25 +188,15 @@ def test_training_does_not_depend_on_the_layout(deep, by_sgd, name):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_rank_goes_on_over_two(deep, alone):
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {TP: 2, SP: True})])
+def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone, world, layout):
+    """To the bit on the rank that saved it."""
     outcome, directory = alone
-    config = policy("adam", **{TP: 2, SP: True})
-    loaded, losses, merged = run_world(resumed, 2, deep, config, directory)[0]
-    assert_close(loaded, outcome.merged, 1e-6)
-    assert losses == pytest.approx(outcome.next_losses, abs=1e-5)
-    assert_close(merged, outcome.next_merged, 1e-5)
-
-
-@pytest.mark.slow
-def test_layers_both_backends_know_begin_with_the_same_values(deep):
-    def first_values(rank: int, world: int) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for name, p in make_worker(deep, policy()).parameters.items() if p.requires_grad}
-
-    drawn = run_world(first_values, 1)[0]
-    prefix = "decoder.layers.2.self_attention.linear_proj.adapter."
-    expected = draw_first_matrix("model.layers.2.self_attn.o_proj", (4, 64), "xavier", 0)
-    assert torch.equal(drawn[prefix + "lora_A"], expected)
-    assert not drawn[prefix + "lora_B"].any()
+    loaded, losses, merged = run_world(resumed, world, deep, policy("adam", **layout), directory)[0]
+    assert_close(loaded, outcome.merged, 0 if world == 1 else 1e-6)
+    assert losses == pytest.approx(outcome.next_losses, rel=0, abs=0 if world == 1 else 1e-5)
+    assert_close(merged, outcome.next_merged, 0 if world == 1 else 1e-5)
+    assert any(not torch.equal(merged[name], loaded[name]) for name in merged)
 
 
 def test_dropout_acts_in_training_mode_and_a_fused_norm_comes_before_the_adapter():
@@ -284,49 +236,34 @@ class _OneRank:
         ({}, {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}),
         ({"target_modules": ["linear_qkv"]}, {"linear_qkv"}),
         ({"target_modules": ["*.mlp.*"]}, {"linear_fc1", "linear_fc2"}),
-        ({"exclude_modules": ["linear_fc*"]}, None),
         ({"exclude_modules": ["*.linear_fc*"]}, {"linear_qkv", "linear_proj"}),
     ],
 )
-def test_layers_are_named_by_their_last_parts_or_a_pattern(peft, names):
-    settings = MegatronPeftConfig(enabled=True, **peft)
-    weights = weight_map(LLAMA, implementation="local")
-    if names is None:
-        with pytest.raises(ValueError, match="matches no linear layer; there are linear_fc1, linear_fc2"):
-            adapted_layers(weights, settings)
-    else:
-        layers = adapted_layers(weights, settings)
-        assert {layer.name.rpartition(".")[2] for layer in layers} == names
-        assert len(layers) == 4 * len(names)
-
-
-def test_experts_stay_frozen_unless_they_are_asked_for_which_is_refused():
-    weights = weight_map(MOE, implementation="local")
-    layers = adapted_layers(weights, MegatronPeftConfig(enabled=True))
+def test_layers_are_named_by_their_last_parts_or_a_pattern_and_experts_stay_frozen(peft, names):
+    layers = adapted_layers(weight_map(LLAMA, implementation="local"), MegatronPeftConfig(enabled=True, **peft))
+    assert {layer.name.rpartition(".")[2] for layer in layers} == names
+    assert len(layers) == 4 * len(names)
+    layers = adapted_layers(weight_map(MOE, implementation="local"), MegatronPeftConfig(enabled=True))
     assert {layer.name.rpartition(".")[2] for layer in layers} == {"linear_qkv", "linear_proj"}
-    with pytest.raises(ValueError, match=r"peft.target_modules takes in .*local_experts.0.linear_fc1, a layer of an"):
-        adapted_layers(weights, MegatronPeftConfig(enabled=True, target_modules=["linear_fc1"]))
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "message"),
+    ("model", "peft", "more", "message"),
     [
-        (LLAMA, policy(peft={"target_modules": ["q_proj"]}), "target_modules: 'q_proj' matches no linear layer"),
-        (LLAMA, policy(peft={"exclude_modules": ["*"]}), "exclude_modules leaves no layer"),
+        (LLAMA, {"target_modules": ["q_proj"]}, {}, "target_modules: 'q_proj' matches no linear layer"),
+        (LLAMA, {"exclude_modules": ["linear_fc*"]}, {}, "matches no linear layer; there are linear_fc1, linear_fc2"),
+        (LLAMA, {"exclude_modules": ["*"]}, {}, "exclude_modules leaves no layer"),
+        (LLAMA, {"dim": 65}, {}, r"peft.dim=65 is more than the full rank 64 of .*linear_qkv"),
         (
             LLAMA,
-            policy(peft={"target_modules": ["decoder.layers.0.*"]}, pipeline_model_parallel_size=2),
-            "adapts none of the layers 2 to 3, which pipeline rank 1 trains",
+            {"target_modules": ["decoder.layers.0.*"]},
+            {PP: 2},
+            "none of the layers 2 to 3, which pipeline rank 1",
         ),
-        (MOE, policy(freeze_moe_router=False), "freeze_moe_router=false: .* set it to true"),
+        (MOE, {}, {"freeze_moe_router": False}, "freeze_moe_router=false: .* set it to true"),
+        (MOE, {"target_modules": ["linear_fc1"]}, {}, r"takes in .*local_experts.0.linear_fc1, a layer of an"),
     ],
 )
-def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver(model, config, message):
+def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver(model, peft, more, message):
     with pytest.raises(ValueError, match=message):
-        check_adapters(config, model)
-
-
-def test_a_rank_above_the_full_one_is_refused():
-    peft = MegatronPeftConfig(enabled=True, dim=65)
-    with pytest.raises(ValueError, match=r"peft.dim=65 is more than the full rank 64 of .*linear_qkv"):
-        adapted_layers(weight_map(LLAMA, implementation="local"), peft)
+        check_adapters(policy(peft=peft, **more), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,6 @@ from transformers import GPT2Config, LlamaConfig
 
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, WeightMap, padded_vocabulary, weight_map
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, random_model
-
-IMPLEMENTATIONS = ["local", "transformer_engine"]
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +33,16 @@ def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
     return mapping.on_rank(ParallelRanks(**place))[name]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_names_and_shapes_are_those_on_disk(stored, name, implementation):
+def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bits(stored, name, implementation):
     mapping = mapped(name, implementation)
     mapping.locate(stored[name])
     assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
     assert len(mapping.hf_tensors) == len(stored[name])
     names = [entry.template.format(expert=entry.expert) for entry in mapping.entries]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
-    for entry in mapped(name, implementation).entries:
+    for entry, size in itertools.product(mapping.entries, (1, 2, 4)):
         sources = [stored[name][source.name] for source in entry.sources]
         shards = [entry.shard(sources, rank, size) for rank in range(size)]
         assert all(tuple(shard.shape) == entry.shard_shape(size) for shard in shards)
@@ -59,47 +52,6 @@ def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
                 held = shard.narrow(part.dim, part.at, part.length)
                 joined[part.source].narrow(part.dim, part.start, part.length).copy_(held)
         assert all(map(torch.equal, sources, joined)), entry.template
-
-
-@pytest.mark.parametrize(
-    ("name", "ours", "theirs"),
-    [
-        ("llama", "{}input_layernorm.weight", ["{}input_layernorm.weight"]),
-        ("llama", "{}pre_mlp_layernorm.weight", ["{}post_attention_layernorm.weight"]),
-        ("llama", "{}mlp.linear_fc1.weight", ["{}mlp.gate_proj.weight", "{}mlp.up_proj.weight"]),
-        ("llama", "decoder.final_layernorm.weight", ["model.norm.weight"]),
-        ("llama", "embedding.word_embeddings.weight", ["model.embed_tokens.weight"]),
-        ("llama", "output_layer.weight", ["lm_head.weight"]),
-        ("qwen2-tied", "{}self_attention.linear_qkv.bias", [f"{{}}self_attn.{x}_proj.bias" for x in "qkv"]),
-        ("qwen3", "{}self_attention.q_layernorm.weight", ["{}self_attn.q_norm.weight"]),
-        ("qwen3", "{}self_attention.k_layernorm.weight", ["{}self_attn.k_norm.weight"]),
-        ("mixtral", "{}mlp.router.weight", ["{}block_sparse_moe.gate.weight"]),
-        (
-            "mixtral",
-            "{}mlp.experts.local_experts.2.linear_fc1.weight",
-            ["{}block_sparse_moe.experts.2.w1.weight", "{}block_sparse_moe.experts.2.w3.weight"],
-        ),
-        ("mixtral", "{}mlp.experts.local_experts.2.linear_fc2.weight", ["{}block_sparse_moe.experts.2.w2.weight"]),
-        ("deepseek_v2", "{}self_attention.linear_q_proj.weight", ["{}self_attn.q_proj.weight"]),
-        ("deepseek_v3", "{}self_attention.linear_q_down_proj.weight", ["{}self_attn.q_a_proj.weight"]),
-        ("deepseek_v3", "{}self_attention.kv_layernorm.weight", ["{}self_attn.kv_a_layernorm.weight"]),
-        ("deepseek_v3", "{}mlp.router.expert_bias", ["{}mlp.gate.e_score_correction_bias"]),
-        (
-            "deepseek_v3",
-            "{}mlp.shared_experts.linear_fc1.weight",
-            ["{}mlp.shared_experts.gate_proj.weight", "{}mlp.shared_experts.up_proj.weight"],
-        ),
-    ],
-)
-def test_what_a_megatron_tensor_is_made_of(name, ours, theirs):
-    entry = entry_of(mapped(name), ours.format("decoder.layers.1."))
-    assert [source.name for source in entry.sources] == [source.format("model.layers.1.") for source in theirs]
-
-
-def test_a_rank_holds_its_columns_of_an_output_projection(stored):
-    entry = entry_of(mapped("llama"), "decoder.layers.1.self_attention.linear_proj.weight")
-    output = stored["llama"]["model.layers.1.self_attn.o_proj.weight"]
-    assert torch.equal(entry.shard([output], 1, 2), output[:, 16:])
 
 
 def test_query_key_and_value_of_a_group_lie_together(stored):
@@ -114,23 +66,13 @@ def test_query_key_and_value_of_a_group_lie_together(stored):
         assert torch.equal(entry.shard([q, k, v], 3, 4), groups[1][16:])  # more ranks than groups
 
 
-def test_a_rank_holds_its_gate_rows_then_its_up_rows(stored):
-    entry = entry_of(mapped("llama"), "decoder.layers.0.mlp.linear_fc1.weight")
-    gate, up = (stored["llama"][f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-    assert torch.equal(entry.shard([gate, up], 1, 2), torch.cat([gate[24:], up[24:]]))
-
-
-def test_tokens_are_padded_with_zero_rows(stored):
+def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(stored):
     entry = entry_of(mapped("llama"), "embedding.word_embeddings.weight")
     embedding = stored["llama"]["model.embed_tokens.weight"]
     last = entry.shard([embedding], 3, 4)
-    assert padded_vocabulary(VOCAB, 4) == 64
+    assert padded_vocabulary(VOCAB, 4) == 64 and padded_vocabulary(5, 3) == 6
     assert torch.equal(last[:13], embedding[48:])
     assert torch.count_nonzero(last[13:]) == 0
-
-
-def test_a_rank_without_a_token_is_refused():
-    assert padded_vocabulary(5, 3) == 6
     with pytest.raises(ValueError, match=r"5 tokens leaves the last of 4 .* lower .*tensor_model_parallel_size"):
         padded_vocabulary(5, 4)
 
@@ -151,11 +93,6 @@ def test_experts_are_numbered_per_rank(name, is_grouped, ours):
     assert entry.sources[0].name == f"model.layers.1.{gate}.weight"
 
 
-def test_grouped_experts_need_transformer_engine():
-    with pytest.raises(ValueError, match="moe_grouped_gemm=true needs Transformer Engine"):
-        weight_map(CONFIGS["mixtral"](), implementation="local", grouped_experts=True)
-
-
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
     layer = "decoder.layers.0."
     fused = mapped("qwen3_moe", "transformer_engine").on_rank(ParallelRanks())
@@ -166,25 +103,6 @@ def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
     assert layer + "input_layernorm.weight" in latent
     assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
     assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
-
-
-def test_a_tied_output_layer_is_the_embedding():
-    held = mapped("qwen2-tied").on_rank(ParallelRanks())
-    assert held["output_layer.weight"].sources[0].name == "model.embed_tokens.weight"
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_experts_fused_on_disk_are_found(name):
-    model = random_model(name)
-    state = model.state_dict()
-    mapping = mapped(name)
-    located = mapping.locate(state)
-    for tensor in mapping.hf_tensors:
-        place = located[tensor.name]
-        assert tuple(state[place.name].shape) == place.shape
-        entry = next(entry for entry in mapping.entries if tensor in entry.sources)
-        piece = next(p for p in entry.slices(0, 1) if entry.sources[p.source] == tensor)
-        assert state[place.name][place.index(piece)].shape[piece.dim] == piece.length
 
 
 def test_names_that_do_not_match_are_told_on_either_side(stored):
@@ -201,17 +119,13 @@ def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(store
         mapped("llama").locate({*stored["llama"], "model.layers.2.eh_proj.weight"})
 
 
-def test_an_unknown_architecture_is_refused_by_name():
+def test_what_has_no_mapping_or_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'gpt2' has no mapping .* known are deepseek_v2, .*adding-a-model\.md"):
         weight_map(GPT2Config(), implementation="local")
-
-
-def test_settings_without_a_mapping_are_refused_by_name():
     with pytest.raises(ValueError, match="attention_bias: True of a llama model"):
         weight_map(LlamaConfig(attention_bias=True), implementation="local")
-
-
-def test_sizes_that_do_not_divide_are_told():
+    with pytest.raises(ValueError, match="moe_grouped_gemm=true needs Transformer Engine"):
+        weight_map(CONFIGS["mixtral"](), implementation="local", grouped_experts=True)
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
         entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):

@@ -14,7 +14,7 @@ from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
-from tests.unit.policy.models import VOCAB
+from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import (
     NUM_GENERATIONS,
     NUM_GROUPS,
@@ -22,7 +22,6 @@ from tests.unit.policy.steps import (
     load_step,
     make_groups,
     make_worker,
-    save_model,
     step_of,
     whole_weights,
 )
@@ -59,7 +58,7 @@ def train(path: Path, world: int, **megatron: Any) -> list[Trained]:
     config = Layout(world=world, megatron=megatron).config()
 
     def on_rank(rank: int, world: int) -> Trained:
-        step = step_of(make_worker(path, config), config)
+        step = step_of(make_worker(path, config))
         return of_routers(step), step.weights
 
     return run_world(on_rank, world, timeout=120)
@@ -141,7 +140,7 @@ def test_the_bias_of_experts_moves_towards_those_with_fewer_tokens(tmp_path, wor
     ).config()
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     want = stored(tmp_path)[name] + rate * (load.mean() - load).sign().float()
-    for step in run_world(lambda rank, world: step_of(make_worker(tmp_path, config), config), world, timeout=120):
+    for step in run_world(lambda rank, world: step_of(make_worker(tmp_path, config)), world, timeout=120):
         torch.testing.assert_close(step.weights[name], want, rtol=0, atol=1e-6)
 
 
@@ -152,11 +151,11 @@ def test_a_skipped_step_leaves_the_bias_of_experts(tmp_path):
 
     def on_rank(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
         worker = make_worker(tmp_path, config)
-        load_step(worker, config)
+        load_step(worker)
         assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
-        skipped, after = whole_weights(worker), step_of(worker, config).weights
+        skipped, after = whole_weights(worker), step_of(worker).weights
         worker.mesh.close()
-        return [skipped, after, step_of(make_worker(tmp_path, config), config).weights]
+        return [skipped, after, step_of(make_worker(tmp_path, config)).weights]
 
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     [(skipped, after, without)] = run_world(on_rank, 1)
@@ -172,12 +171,12 @@ def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
 
     def on_rank(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         worker = make_worker(tmp_path / "model", config)
-        step_of(worker, config)
+        step_of(worker)
         worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
         [router] = routers(worker.stages)
         bias: Any = router.expert_bias
         saved = bias.clone()
-        step_of(worker, config)  # while it is written
+        step_of(worker)  # while it is written
         asyncio.run(worker.finish_save_checkpoint())
         assert not torch.equal(bias, saved)
         worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
@@ -196,7 +195,7 @@ def test_the_bias_of_experts_stays_exact_in_bfloat16(tmp_path):
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         worker = make_worker(tmp_path, config)
-        load_step(worker, config)
+        load_step(worker)
         found = [whole_weights(worker)[name]]
         worker.compute(Logprobs(), "prev_logprobs")
         found.append(whole_weights(worker)[name])

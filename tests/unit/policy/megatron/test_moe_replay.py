@@ -14,8 +14,8 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.config import RouterReplayConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import LOSS, Step, load_step, logprobs_of, make_worker, save_model, whole_weights
+from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.steps import LOSS, Step, load_step, logprobs_of, make_worker, whole_weights
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -49,7 +49,7 @@ def replayed(path: Path, layout: Layout) -> list[tuple[Step, dict[str, Row]]]:
 
     def on_rank(rank: int, world: int) -> tuple[Step, dict[str, Row]]:
         worker = make_worker(path, config)
-        load_step(worker, config)
+        load_step(worker)
         for row in worker.rows.values():
             row.routed_experts = random_experts(row)
         worker.compute(Logprobs(), "prev_logprobs")

@@ -21,7 +21,8 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimi
 from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 LR, MIN_LR = 1e-3, 1e-4

@@ -20,7 +20,8 @@ from tests.unit.policy.megatron.parity import (
     steps_in_one_world,
     torch_step,
 )
-from tests.unit.policy.steps import Step, save_model
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import Step
 
 pytest.importorskip("megatron.core")
 
@@ -162,7 +163,7 @@ def test_logprobs_and_steps_are_those_of_the_pytorch_backend(reference: Referenc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "world"), [(DENSE, 4), (DENSE, 2), (TIED, 2), (MOE, 4), (MOE, 1)])
+@pytest.mark.parametrize(("family", "world"), [(DENSE, 4), (TIED, 2), (MOE, 4)])
 def test_in_every_layout(reference: Reference, family: str, world: int) -> None:
     # A model of two layers has at most two stages.
     layouts = [layout for layout in all_layouts(world) if family == DENSE or layout.megatron.get(PP, 1) <= 2]

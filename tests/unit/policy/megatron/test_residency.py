@@ -19,7 +19,8 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimi
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.residency import MovedStorages
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 HOST = torch.device("cpu")
@@ -57,7 +58,7 @@ def make_worker(path: Path, precision: str, *, use_gpu: bool = False) -> Megatro
         path, sampling=SamplingParams(max_new_tokens=16), use_gpu=use_gpu, init_reference_model=True
     )
     worker = MegatronPolicyWorker(config, settings)
-    load_step(worker, config)
+    load_step(worker)
     worker.compute_reference_logprobs()
     return worker
 

@@ -15,7 +15,9 @@ from nemo_rl.models.policy.dtensor.model import export_weights as export_of_tran
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, weight_map
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
+from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.refit.shard_sender import ShardSender
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.worlds import run_world
 
@@ -67,9 +69,10 @@ def assert_is_cut_of(directory: Path, place: ParallelRanks, parameters: dict[str
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("place", [ParallelRanks(), *TP2, *ETP2])
-def test_a_rank_reads_its_part(saved, name, place):
-    assert_is_cut_of(saved[name], place, loaded(saved[name], place))
+def test_a_rank_reads_its_part(saved, name):
+    """Also where experts are fused on disk."""
+    for place in (ParallelRanks(), *TP2, *ETP2):
+        assert_is_cut_of(saved[name], place, loaded(saved[name], place))
 
 
 def test_a_tied_output_layer_on_a_stage_of_its_own_is_read_from_the_embedding(saved):
@@ -129,37 +132,55 @@ def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None]]]:
     yield [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)], [None, None]
 
 
-def test_exported_tensors_are_those_on_disk_whatever_the_layout(saved):
+def sent(directory: Path, rank: int, place: ParallelRanks, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What reaches the buffer of this rank, which has one for itself, without gathering."""
+    mapping = mapped(directory)
+    sender = ShardSender(
+        [(tensor.name, tensor.shape) for tensor in mapping.hf_tensors],
+        local_shards(held, mapping, place, torch.device("cpu")),
+        device=torch.device("cpu"),
+        rank=rank,
+        local_rank=0,
+        transport="packed_shm",
+        wire_dtype="bfloat16",
+        bucket_bytes=3000,
+    )
+    layout = sender.layout
+    buffer = SharedMemoryBuffer.attach(next(iter(sender.describe()["endpoints"].values())))
+    whole = {m.name: torch.empty(m.nbytes, dtype=torch.uint8) for m in layout.tensors}
+    for bucket in range(len(layout.buckets)):
+        sender.pack(bucket)
+        for piece in layout.buckets[bucket]:
+            at = layout.half_offset(bucket) + piece.offset
+            part = whole[layout.tensors[piece.tensor].name][piece.start : piece.start + piece.nbytes]
+            part.copy_(buffer.bytes[at : at + piece.nbytes])
+    return {m.name: whole[m.name].view(m.torch_dtype).view(m.shape) for m in layout.tensors}
+
+
+def assert_on_disk(directory: Path, got: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    want = on_disk(directory)
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        keeps = dtype is None or name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, want[name] if keeps else want[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_exported_and_sent_tensors_are_those_on_disk_whatever_the_layout(saved, world):
+    """On four ranks there are two stages, whose ranks share the experts, or each expert."""
+    cuts = list(layouts()) if world == 2 else [(TP2, None), (ETP2, None)]
+
     def on_rank(rank: int, world_size: int) -> None:
-        for places, stages in layouts():
+        for places, stages in cuts:
+            place, stage = places[rank % 2], rank // 2 if world == 4 else stages[rank]
             for directory in saved.values():
-                parameters = loaded(directory, places[rank], stages[rank])
-                tensors = exported(parameters, directory, places[rank])
-                want = on_disk(directory)
-                for dtype in (None, torch.bfloat16):
-                    got = gathered(tensors, dtype)
-                    assert got.keys() == want.keys()
-                    for name, tensor in got.items():
-                        keeps = dtype is None or name.endswith("e_score_correction_bias")
-                        assert torch.equal(tensor, want[name] if keeps else want[name].to(torch.bfloat16)), name
+                parameters = loaded(directory, place, stage)
+                tensors = exported(parameters, directory, place)
+                assert_on_disk(directory, gathered(tensors))
+                assert_on_disk(directory, gathered(tensors, torch.bfloat16), torch.bfloat16)
+                assert_on_disk(directory, sent(directory, rank, place, parameters), torch.bfloat16)
 
-    run_world(on_rank, 2)
-
-
-@pytest.mark.slow
-def test_exported_tensors_of_two_stages_of_two_ranks(saved):
-    """The ranks of a stage share the experts, or each expert."""
-
-    def on_rank(rank: int, world_size: int) -> None:
-        for places in (TP2, ETP2):
-            for directory in saved.values():
-                parameters = loaded(directory, places[rank % 2], rank // 2)
-                got = gathered(exported(parameters, directory, places[rank % 2]))
-                want = on_disk(directory)
-                assert got.keys() == want.keys()
-                assert all(torch.equal(got[name], want[name]) for name in want)
-
-    run_world(on_rank, 4)
+    run_world(on_rank, world, timeout=120)
 
 
 def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
@@ -172,19 +193,7 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
                 t.name: (t.shape, t.dtype, t.keeps_dtype) for t in theirs
             }
             want = gathered(theirs)
-            assert all(torch.equal(tensor, want[key]) for key, tensor in gathered(ours).items())
+            got = gathered(ours)
+            assert all(torch.equal(tensor, want[key]) for key, tensor in got.items())
 
     run_world(on_rank, 1)
-
-
-def test_what_is_gathered_is_not_the_parameter(saved):
-    def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        parameters = loaded(saved["llama"], ParallelRanks())
-        got = gathered(exported(parameters, saved["llama"]))
-        for parameter in parameters.values():
-            parameter.zero_()
-        return got
-
-    (got,) = run_world(on_rank, 1)
-    want = on_disk(saved["llama"])
-    assert all(torch.equal(got[name], want[name]) for name in want)

@@ -1,0 +1,349 @@
+"""Logprobs, entropies and KL by tiles and over ranks, against log_softmax of whole logits in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nemo_rl.models.policy.head.linear import linear_kl, linear_logprobs, linear_topk_logprobs, topk_logits
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
+from tests.unit.policy.filter_reference import filter_logits
+from tests.worlds import run_world
+
+PLAIN = LogitTransform()
+
+Result = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Values, and gradients of states, weight and, where there is one, bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call, random numbers included."""
+
+    n: int = 13
+    vocab: int = 97
+    padding: tuple[int, int] = (0, 0)  # rows beyond `vocab` of the student's and the teacher's head
+    k: int = 5
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    with_bias: bool = False
+    transform: LogitTransform = PLAIN
+    temperature: float = 0.7
+    top_k: int | None = None
+    top_p: float = 1.0
+    chunk_tokens: int | None = None
+    tile_bytes: int = 1 << 20
+    size: float = 1.0  # of weights
+
+    @property
+    def tiles(self) -> dict[str, Any]:
+        return {"chunk_tokens": self.chunk_tokens, "tile_bytes": self.tile_bytes}
+
+    def side(self, number: int, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, OutputHead]:
+        """States and head of the student (0), which has gradients, or the teacher (1)."""
+        random = torch.Generator().manual_seed(2 * self.seed + number)
+        rows, hidden = self.vocab + self.padding[number], (16, 24)[number]
+        states, weight, bias = (
+            (self.size * torch.randn(shape, generator=random, dtype=torch.float64))
+            .to(self.dtype)
+            .to(device, dtype)
+            .requires_grad_(number == 0)
+            for shape in [(self.n, hidden), (rows, hidden), (rows,)]
+        )
+        head = OutputHead(
+            weight=weight,
+            bias=bias if self.with_bias else None,
+            transform=self.transform if number == 0 else LogitTransform(scale=0.5),
+            temperature=self.temperature,
+            vocab_size=len(weight),
+        )
+        return states, head
+
+    def indices(self) -> torch.Tensor:
+        random = torch.Generator().manual_seed(self.seed)
+        return torch.rand(self.n, self.vocab, generator=random).argsort(dim=1)[:, : self.k]
+
+    def targets(self) -> torch.Tensor:
+        return torch.randint(0, self.vocab, (self.n,), generator=torch.Generator().manual_seed(self.seed))
+
+    def result(self, values: list[torch.Tensor], states: torch.Tensor, head: OutputHead) -> Result:
+        """With the gradients of a sum of `values` under weights of their own."""
+        random = torch.Generator().manual_seed(self.seed + 1)
+        weights = [torch.randn(value.shape, generator=random, dtype=torch.float64) for value in values]
+        total = torch.stack([(w.to(v) * v).sum() for w, v in zip(weights, values, strict=True)]).sum()
+        leaves = [leaf for leaf in (states, head.weight, head.bias) if leaf is not None]
+        return [value.detach() for value in values], list(torch.autograd.grad(total, leaves))
+
+
+def shard(head: OutputHead, group: dist.ProcessGroup | None) -> OutputHead:
+    """This rank's rows, as DTensor cuts them."""
+    if group is None:
+        return head
+    share = -(-len(head.weight) // group.size())
+    rows = slice(group.rank() * share, min(len(head.weight), (group.rank() + 1) * share))
+    weight = head.weight.detach()[rows].requires_grad_()
+    bias = None if head.bias is None else head.bias.detach()[rows].requires_grad_()
+    return replace(head, weight=weight, bias=bias, group=group, start=rows.start)
+
+
+def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    logits = states @ head.weight.t() + (0.0 if head.bias is None else head.bias)
+    logits = logits * head.transform.scale
+    if head.transform.softcap is not None:
+        logits = head.transform.softcap * torch.tanh(logits / head.transform.softcap)
+    return logits / head.temperature
+
+
+# -- each function, and the plainest way to the same
+
+
+def sampled(case: Case, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:
+    states, head = case.side(0, case.dtype, device)
+    head = shard(head, group)
+    filters = {"top_k": case.top_k, "top_p": case.top_p}
+    return case.result(
+        [linear_logprobs(states, head, case.targets().to(device), **filters, **case.tiles)], states, head
+    )
+
+
+def plain_sampled(case: Case) -> Result:
+    states, head = case.side(0, torch.float64)
+    logprobs = filter_logits(whole_logits(states, head), case.targets(), case.top_k, case.top_p).log_softmax(-1)
+    return case.result([logprobs.gather(1, case.targets()[:, None])[:, 0]], states, head)
+
+
+def chosen(case: Case, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:
+    states, head = case.side(0, case.dtype, device)
+    head = shard(head, group)
+    return case.result(list(linear_topk_logprobs(states, head, case.indices().to(device), **case.tiles)), states, head)
+
+
+def plain_chosen(case: Case) -> Result:
+    states, head = case.side(0, torch.float64)
+    logprobs = whole_logits(states, head).log_softmax(-1)
+    return case.result([logprobs.gather(1, case.indices()), -(logprobs.exp() * logprobs).sum(-1)], states, head)
+
+
+def kl(case: Case, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:
+    (states, head), (others, teacher) = (case.side(number, case.dtype, device) for number in (0, 1))
+    if group is not None:
+        head = shard(head, group)
+        rows = slice(head.start, min(head.start + len(head.weight), case.vocab))
+        bias = None if teacher.bias is None else teacher.bias[rows]
+        teacher = replace(teacher, weight=teacher.weight[rows], bias=bias, start=rows.start)
+    return case.result(
+        list(linear_kl(states, head, others, teacher, vocab_size=case.vocab, **case.tiles)), states, head
+    )
+
+
+def plain_kl(case: Case) -> Result:
+    (states, head), other = case.side(0, torch.float64), case.side(1, torch.float64)
+    student = whole_logits(states, head)[:, : case.vocab].log_softmax(-1)
+    teacher = whole_logits(*other)[:, : case.vocab].log_softmax(-1)
+    forward, backward = teacher.exp() * (teacher - student), student.exp() * (student - teacher)
+    return case.result([forward.sum(-1), backward.sum(-1)], states, head)
+
+
+Way = tuple[Callable[..., Result], Callable[[Case], Result]]
+EXACT = {"sampled": (2e-6, 1e-12), "chosen": (1e-5, 1e-10), "kl": (1e-5, 1e-10)}  # in float32 and float64
+WAYS: dict[str, Way] = {"sampled": (sampled, plain_sampled), "chosen": (chosen, plain_chosen), "kl": (kl, plain_kl)}
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str = "") -> None:
+    assert got.shape == want.shape
+    # What comes of numbers near 1 that cancel is as exact as those.
+    assert (got.double() - want.double()).norm() <= tolerance * max(1.0, want.double().norm()), what
+
+
+def assert_same(way: str, got: Result, want: Result, case: Case) -> None:
+    tolerance = EXACT[way][case.dtype == torch.float64]
+    for got_tensors, want_tensors in zip(got, want, strict=True):
+        for a, b in zip(got_tensors, want_tensors, strict=True):
+            assert a.dtype == case.dtype
+            assert_close(a, b, tolerance, str(case))
+
+
+cases = st.builds(
+    Case,
+    n=st.integers(0, 20),
+    vocab=st.integers(6, 300),
+    padding=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    k=st.sampled_from([1, 2, 6]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    with_bias=st.booleans(),
+    transform=st.builds(
+        LogitTransform, scale=st.sampled_from([1.0, 0.25]), softcap=st.sampled_from([None, None, 3.0, 30.0])
+    ),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    top_k=st.sampled_from([None, None, 1, 5, 40, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+    chunk_tokens=st.sampled_from([None, 1, 3, 1000]),
+    tile_bytes=st.sampled_from([1, 1 << 11, 1 << 20]),
+    size=st.sampled_from([0.1, 1.0]),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=50, deadline=None)
+@given(case=cases)
+def test_values_and_gradients_equal_log_softmax_for_every_tiling(way: str, case: Case) -> None:
+    by_tiles, plain = WAYS[way]
+    assert_same(way, by_tiles(case), plain(case), case)
+
+
+SOFT = {"with_bias": True, "transform": LogitTransform(scale=0.5, softcap=4.0), "chunk_tokens": 4}
+SMALL = {"tile_bytes": 1 << 11}
+PARALLEL_CASES = {
+    "sampled": [
+        Case(),
+        Case(**SOFT, **SMALL),
+        Case(top_k=60, dtype=torch.float64),  # more than a rank has
+        Case(top_p=0.8, **SMALL),
+        Case(top_k=30, top_p=0.6, dtype=torch.float64),
+        Case(n=0, top_p=0.5),
+    ],
+    "chosen": [Case(**SOFT, **SMALL), Case(k=97, chunk_tokens=4, **SMALL), Case(n=0)],
+    "kl": [
+        Case(**SOFT, **SMALL),
+        Case(padding=(3, 40), dtype=torch.float64, **SMALL),
+        Case(vocab=20, padding=(60, 0), dtype=torch.float64),  # the last ranks have padding alone
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_vocabulary_over_ranks_gives_what_one_process_gives(world_size: int) -> None:
+    drawn = [(way, case) for way, cases in PARALLEL_CASES.items() for case in cases]
+
+    def rank_main(rank: int, world: int) -> list[Result]:
+        return [WAYS[way][0](case, dist.group.WORLD) for way, case in drawn]
+
+    for (way, case), *ranks in zip(drawn, *run_world(rank_main, world_size), strict=True):
+        values, (of_states, *of_head) = WAYS[way][1](case)
+        for found, (grad, *_) in ranks:
+            assert_same(way, (found, [grad]), (values, [of_states]), case)
+        joined = [torch.cat(parts) for parts in zip(*(grads[1:] for _, grads in ranks), strict=True)]
+        assert_same(way, ([], joined), ([], of_head), case)
+
+
+@pytest.mark.parametrize("k", [1, 40, 60])
+def test_top_k_logits_are_those_of_whole_logits_among_the_first_tokens_on_every_rank(k: int) -> None:
+    case = Case(vocab=60, padding=(37, 0))
+    states, head = case.side(0, torch.float32)
+    want = whole_logits(states, head).detach()[:, :60].topk(k, dim=1)
+
+    def rank_main(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return topk_logits(states, shard(head, dist.group.WORLD), k, vocab_size=60, tile_bytes=1 << 11)
+
+    alone = topk_logits(states, head, k, vocab_size=60, chunk_tokens=5, tile_bytes=1 << 11)
+    for values, indices in [alone, *run_world(rank_main, 2)]:
+        assert_close(values, want.values, 2e-6)
+        assert torch.equal(indices, want.indices)
+    with pytest.raises(ValueError, match="k=61: the vocabulary has 60 logits"):
+        topk_logits(states, head, 61, vocab_size=60)
+
+
+def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together() -> None:
+    # Small whole numbers: logits are exact, and many are equal.
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randint(-2, 3, (60, 4), generator=random).double()
+    states = torch.randint(-2, 3, (40, 4), generator=random).double()
+    targets = torch.randint(0, 60, (40,), generator=random)
+    for top_k, top_p in [(7, 1.0), (None, 0.6), (7, 0.6), (30, 0.9)]:
+        logits = filter_logits(states @ weight.t(), targets, top_k, top_p)
+        want = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        got = linear_logprobs(states, OutputHead(weight=weight, vocab_size=60), targets, top_k=top_k, top_p=top_p)
+        assert_close(got, want, 1e-12, f"top_k={top_k} top_p={top_p}")
+
+
+def test_logits_outside_top_k_and_the_nucleus_have_no_mass_unless_they_were_sampled() -> None:
+    def outside(target: int, top_k: int | None, top_p: float) -> list[bool]:
+        logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+        return filter_logits(logits, torch.tensor([target]), top_k, top_p).isinf()[0].tolist()
+
+    assert outside(3, 2, 1.0) == [True, True, False, False]
+    # probabilities 0.03 0.09 0.24 0.64: 0.64 + 0.24 reach 0.8
+    assert outside(3, None, 0.8) == [True, True, False, False]
+    assert outside(3, None, 0.1) == [True, True, True, False]
+    assert outside(0, 2, 1.0) == [False, True, False, False]
+
+
+def test_kl_of_equal_distributions_is_zero_and_large_logits_keep_their_digits() -> None:
+    states, head = Case(temperature=1.0).side(1, torch.float32)
+    states, weight = 10 * states, (10 * head.weight).requires_grad_()
+    head = replace(head, weight=weight)
+    for value in linear_kl(states, head, states, head, vocab_size=97, tile_bytes=1 << 11):
+        assert value.abs().max() < 1e-6
+        (grad,) = torch.autograd.grad(value.sum(), [weight], retain_graph=True)
+        assert grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_heads_have_float32_distributions_and_gradients_rounded_once(way: str) -> None:
+    case = Case(n=200, vocab=300, padding=(20, 0), dtype=torch.bfloat16, tile_bytes=1 << 12, chunk_tokens=7, size=0.5)
+    by_tiles, plain = WAYS[way]
+    (values, grads), (want_values, want_grads) = by_tiles(case), plain(case)
+    for got, want in zip(values, want_values, strict=True):
+        assert got.dtype == torch.float32
+        assert_close(got, want, 1e-5)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert got.dtype == torch.bfloat16
+        # half of the last of 8 bits, and a little for sums that nearly cancel
+        assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 1e-5 * want.abs().max()).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that any operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return out
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_made() -> None:
+    case = Case(n=512, vocab=20_000, k=4)
+    states, head = case.side(0, torch.float32)
+    others, teacher = case.side(1, torch.float32)
+    indices, targets, tiles = torch.arange(512 * 4).view(512, 4), torch.arange(512), {"tile_bytes": 1 << 20}
+    ways: dict[str, Callable[[], Any]] = {
+        "sampled": lambda: [linear_logprobs(states, head, targets, **tiles)],
+        "chosen": lambda: linear_topk_logprobs(states, head, indices, **tiles),
+        "kl": lambda: linear_kl(states, head, others, teacher, vocab_size=case.vocab - 5, **tiles),
+        "filtered": lambda: [linear_logprobs(states, head, targets, top_k=20, **tiles)],
+    }
+    for name, way in ways.items():
+        with LargestTensor() as largest:
+            torch.stack([value.sum() for value in way()]).sum().backward()
+        bound = max(teacher.weight.numel(), (4 if name == "filtered" else 1) * (1 << 20) // 4)
+        assert largest.numel <= bound < 512 * case.vocab // 8, name
+    with LargestTensor() as largest:  # the measuring sees what it must
+        (states @ head.weight.t()).log_softmax(-1)
+    assert largest.numel == 512 * case.vocab
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_values_and_gradients_are_those_of_the_cpu(way: str, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for filters in ({}, {"top_k": 20, "top_p": 0.9}) if way == "sampled" else ({},):
+        case = Case(n=300, vocab=500, padding=(0, 12), dtype=dtype, tile_bytes=1 << 17, **filters)
+        for on_device, on_host in zip(WAYS[way][0](case, device="cuda"), WAYS[way][0](case), strict=True):
+            for got, want in zip(on_device, on_host, strict=True):
+                assert_close(got.cpu(), want, tolerance)

@@ -1,0 +1,170 @@
+"""A worker saved and resumed: to the bit on its own layout, within rounding on others; and what else is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.models.policy.config import (
+    DTensorConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SchedulerConfig,
+    SequencePackingConfig,
+)
+from nemo_rl.models.policy.convert import convert_checkpoint
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.types import TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy.models import save_model
+from tests.unit.policy.steps import make_worker, policy_config, train_step, whole_weights
+from tests.worlds import run_world
+
+TP, SP, CP, PP = "tensor_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_parallel_size"
+EP, COPIES = "expert_parallel_size", "dp_replicate_size"
+LORA = {
+    "lora_cfg": LoRAConfig(enabled=True, dim=4, alpha=8, match_all_linear=False, target_modules=["q_proj", "down_proj"])
+}
+DROPPED = {"lora_cfg": LoRAConfig(enabled=True, dim=4, alpha=8.0, dropout=0.2)}
+SCHEDULE = [
+    SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 3}),
+    SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 10}),
+    SchedulerConfig(milestones=[3]),
+]
+Layout = tuple[int, dict[str, Any]]
+Run = tuple[list[TrainResult], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen3-moe"):
+        save_model(family, path / family)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def determinism_ends_with_the_test() -> Iterator[None]:
+    yield
+    assert not torch.are_deterministic_algorithms_enabled(), "ranks are forked: nothing is left behind here"
+
+
+def goes_on(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path, how: SaveRequest) -> Run:
+    """A call of two optimizer steps, a checkpoint, and another call, during which it may still be written."""
+    worker = make_worker(path, config)
+    results = [train_step(worker)]
+    worker.save_checkpoint(directory, how)
+    results.append(train_step(worker))
+    if how.in_background:
+        finish(worker)
+    return results, whole_weights(worker)
+
+
+def finish(worker: DTensorPolicyWorker) -> None:
+    ended: Any = worker.finish_save_checkpoint()
+    if inspect.iscoroutine(ended):
+        asyncio.run(ended)
+
+
+def resumes(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path, *, optimizer: bool = True) -> Run:
+    worker = make_worker(path, config)
+    worker.load_checkpoint(directory, load_optimizer=optimizer)
+    return [train_step(worker)], whole_weights(worker)
+
+
+def deterministic(settings: dict[str, Any]) -> PolicyConfig:
+    return policy_config(
+        deterministic=True,
+        dtensor_cfg=DTensorConfig(**settings),
+        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70),
+        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1}),
+        scheduler=SCHEDULE,
+    )
+
+
+def assert_bitwise(got: Run, want: Run) -> None:
+    assert got[0] == want[0], "losses, gradient norms, learning rates and metrics"
+    assert all(torch.equal(weight, want[1][name]) for name, weight in got[1].items())
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {}),
+        (2, DROPPED),
+        pytest.param(4, {CP: 2, TP: 2, SP: True}, marks=pytest.mark.slow),
+        pytest.param(4, {PP: 2, TP: 2} | DROPPED, marks=pytest.mark.slow),
+    ],
+    ids=["dp", "lora with dropout", "cp-tp-sp", "lora with dropout, pp-tp"],
+)
+def test_two_runs_and_a_resumed_one_are_bitwise_equal(
+    models: Path, tmp_path: Path, world: int, settings: dict[str, Any]
+) -> None:
+    how, config = SaveRequest(model_save_format="safetensors", save_consolidated=True), deterministic(settings)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first, second = (
+        run_world(goes_on, world, models / "llama", config, tmp_path / name, how) for name in ("first", "second")
+    )
+    resumed = run_world(resumes, world, models / "llama", config, tmp_path / "first")
+    for one, other, late in zip(first, second, resumed, strict=True):
+        assert one[0][0].losses != one[0][1].losses
+        assert one[0][1].learning_rates == pytest.approx([0.007, 0.01]), "one step of it per optimizer step"
+        assert_bitwise(other, one)
+        assert_bitwise(late, (one[0][1:], one[1]))
+
+
+def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted_is_what_was_saved(
+    models: Path, tmp_path: Path
+) -> None:
+    config, path = deterministic({}), models / "llama"
+    how = SaveRequest(save_consolidated=True, model_save_format="torch_save")
+    want = run_world(goes_on, 1, path, config, tmp_path, how)[0][0][1]
+    [got] = run_world(lambda rank, world: resumes(rank, world, path, config, tmp_path, optimizer=False), 1)[0][0]
+    assert got.losses[0] == want.losses[0]
+    assert abs(got.losses[1] - want.losses[1]) > 1e-4
+    (tmp_path / "policy" / "tokenizer").mkdir()
+    convert_checkpoint(tmp_path, tmp_path / "converted")
+    saved = tmp_path / "policy" / "weights" / "consolidated"
+    consolidated, converted, started = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (saved, tmp_path / "converted", path)
+    )
+    assert converted.keys() == started.keys()
+    assert all(torch.equal(converted[name], consolidated[name]) for name in converted)
+    assert not torch.equal(converted["model.norm.weight"], started["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "saved_on", "resumed_on"),
+    [
+        ("llama", (2, {TP: 2}), (2, {})),
+        pytest.param("llama", (2, {PP: 2}), (2, {TP: 2}), marks=pytest.mark.slow),
+        pytest.param("llama", (4, {CP: 2, COPIES: 2}), (2, {PP: 2}), marks=pytest.mark.slow),
+        pytest.param("llama", (2, {TP: 2} | LORA), (2, LORA), marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", (4, {EP: 2}), (2, {}), marks=pytest.mark.slow),
+        ("qwen3-moe", (1, {}), (2, {EP: 2})),
+    ],
+)
+def test_it_resumes_on_another_layout(
+    models: Path, tmp_path: Path, family: str, saved_on: Layout, resumed_on: Layout
+) -> None:
+    """While it trains on, the checkpoint is written."""
+    momentum = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
+    before, after = (
+        policy_config(optimizer=momentum, dtensor_cfg=DTensorConfig(**layout)) for _, layout in (saved_on, resumed_on)
+    )
+    how = SaveRequest(in_background=True)
+    (_, want), want_weights = run_world(goes_on, saved_on[0], models / family, before, tmp_path, how)[0]
+    [got], got_weights = run_world(resumes, resumed_on[0], models / family, after, tmp_path)[0]
+    assert got.losses == pytest.approx(want.losses, rel=1e-6, abs=1e-7)
+    assert got_weights.keys() == want_weights.keys()
+    for name, weight in want_weights.items():
+        torch.testing.assert_close(got_weights[name], weight, rtol=1e-4, atol=1e-5)
