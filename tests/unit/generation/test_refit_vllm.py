@@ -13,17 +13,21 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.model import export_weights
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.peft_format import adapter_tensors
+from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import engines, generation_config
+from tests.unit.policy.models import save_model
 
 BUCKET_BYTES = 64 << 10  # the embedding is larger
 
@@ -81,6 +85,18 @@ class AdapterPolicy(OneRankPolicy):
         return sum(4 * tensor.numel() for tensor in parts)
 
 
+class ExpertsPolicy(OneRankPolicy):
+    """Fused in training, one tensor per expert on the way."""
+
+    def weights(self) -> list[ExportedTensor]:
+        names = ExpertNames(self.model.config.model_type)
+        return [
+            exported(part, lambda name=name, tensor=tensor, i=i: names.split(name, tensor)[i][1])
+            for name, tensor in named_tensors(self.model)
+            for i, (part, _) in enumerate(names.split(name, tensor))
+        ]
+
+
 def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
     config = Qwen2Config(
         vocab_size=300,
@@ -104,11 +120,15 @@ def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
 
 @contextmanager
 def refit_into_engine(
-    directory: Path, *, tied: bool, dtype: str, kind: type[OneRankPolicy] = OneRankPolicy, tensor_parallel_size: int = 1
+    directory: Path,
+    *,
+    tied: bool = False,
+    dtype: str = "float32",
+    kind: type[OneRankPolicy] = OneRankPolicy,
+    model: PreTrainedModel | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[tuple[Any, Any, Refit]]:
-    from nemo_rl.data.tiny_model import build_tiny_tokenizer
-
-    policy = kind(make_model(directory, tied=tied, dtype=dtype))
+    policy = kind(model or make_model(directory, tied=tied, dtype=dtype))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
     accelerator.register(REFIT, lambda: None, lambda: None)
@@ -205,6 +225,22 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         generation.start_weight_update()
         with pytest.raises(RuntimeError, match="no bucket has arrived since the start of the sync"):
             generation.finish_weight_update(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_logprobs_of_an_engine_with_experts_are_those_of_the_model(
+    ray_local: None, tmp_path: Path, family: str
+) -> None:
+    save_model(family, tmp_path, vocab_size=300, hidden_size=128, head_dim=32, eos_token_id=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with refit_into_engine(tmp_path, model=model, kind=ExpertsPolicy) as (_, generation, refit):
+        for version in range(2):
+            change(model, version)
+            refit.sync(version)
+            assert logprob_difference(model, generation, version) < 1e-5
+        change(model, 2)
+        assert logprob_difference(model, generation, 1) > 0.05, "this test would see stale weights"
 
 
 @pytest.mark.slow  # a whole run in bfloat16 is among the default tests: tests/gpu/test_runs.py
