@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -120,26 +119,6 @@ def test_what_is_killed_in_any_phase_is_replaced(tmp_path: Path, mode: str, role
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path):
-    """The engine's process and its worker's, in turn."""
-    faults = [
-        Fault(step=2 * (n + 1), phase=phase, role=("engine", "generation")[n % 2], number=signal.SIGSTOP)
-        for n, phase in enumerate(PHASES)
-    ]
-    finished = play(tmp_path, faults, *LIMITS, "grpo.max_num_steps=12")
-    check_healed(finished, faults, 12, 2)
-    assert "rollout-0" not in finished.output and "policy-0" not in finished.output
-    assert max(seconds_after(finished)) < 2 * TIMEOUT_S + 40  # and the start of an engine
-
-
-def seconds_after(finished: Finished) -> list[float]:
-    """Of each fault, the seconds until the next step was done."""
-    times = [(m[1], float(m[2])) for m in re.finditer(r"^(FAULT|STEP \d+) at ([\d.]+)", finished.output, re.MULTILINE)]
-    ends = [(i, at) for i, (what, at) in enumerate(times) if what != "FAULT"]
-    return [next(e for j, e in ends if j > i) - at for i, (what, at) in enumerate(times) if what == "FAULT"]
-
-
-@pytest.mark.slow
 def test_what_is_stopped_beside_the_engines_heals_or_is_named(tmp_path: Path):
     """Verifier, environment, keeper of finished groups; then the rollout worker, which ends the run."""
     faults = [
@@ -157,21 +136,6 @@ def test_what_is_stopped_beside_the_engines_heals_or_is_named(tmp_path: Path):
     assert "environment 'math' did not answer" in finished.output
     assert finished.output.count("group_keeper-0, the process that holds finished groups, is lost") >= 2
     assert "no answer from rollout-0 (rank 0" in finished.output and "(stopped)" in finished.output
-    groups = [group for step in trained(tmp_path) for group in step]
-    assert len(set(groups)) == len(groups)
-
-
-@pytest.mark.slow
-def test_a_policy_that_is_killed_is_replaced_and_one_that_is_stopped_is_named(tmp_path: Path):
-    faults = [
-        Fault(step=4, phase="policy_training", role="policy"),
-        Fault(step=7, phase="weight_sync", role="policy", after_s=0.02),
-        Fault(step=10, phase="weight_sync", role="policy", number=signal.SIGSTOP),
-    ]
-    finished = play(tmp_path, faults, *LIMITS, "grpo.max_num_steps=30")
-    assert finished.status == 1 and finished.output.count("FAULT at ") == len(faults), finished.output[-6000:]
-    assert finished.output.count("it is replaced, and the run goes on from the last checkpoint") == 2
-    assert "no answer from policy-0 (rank 0" in finished.output and "(stopped)" in finished.output
     groups = [group for step in trained(tmp_path) for group in step]
     assert len(set(groups)) == len(groups)
 

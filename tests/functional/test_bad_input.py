@@ -73,12 +73,6 @@ def test_training_data(tmp_path, content, overrides, told):
         prepared(*SMALL, f"data.train.dataset_name={path}", *overrides)
 
 
-def test_a_file_with_a_header_alone_is_empty(tmp_path):
-    (tmp_path / "rows.csv").write_text("input,output\n")
-    with pytest.raises(ValueError, match=r"rows\.csv' is empty: it has no rows"):
-        prepared(f"data.train.dataset_name={tmp_path}/rows.csv")
-
-
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

@@ -55,14 +55,6 @@ def test_what_is_prepared(tmp_path):
     assert {"teacher.model", "policy.model", "distillation"} <= inputs.identity.keys()
 
 
-def test_states_that_take_much_room_are_announced(caplog):
-    many = ("distillation.num_generations_per_prompt=8192", "policy.train_global_batch_size=1048576")
-    prepare_distillation(*many)
-    assert "GiB" not in caplog.text
-    prepare_distillation(*many, "distillation.topk_logits_k=null")
-    assert "distillation.topk_logits_k=null: the hidden states of teacher take up to" in caplog.text
-
-
 def test_a_value_model_with_another_vocabulary(other_tokens):
     with pytest.raises(ValueError, match=r"value\.model_name: .*other' has another vocabulary than the policy"):
         prepare_ppo(f"value.model_name={other_tokens}")
@@ -80,14 +72,3 @@ def test_a_teacher_with_another_vocabulary(other_tokens):
     several = ("teacher=null", f"+teachers={{only: {{model_name: {other_tokens}}}}}")
     with pytest.raises(ValueError, match=r"^teachers\.only\.tokenizer\.name: " + told):
         prepare_distillation(*several)
-
-
-def test_a_dataset_that_nobody_teaches(tmp_path):
-    (tmp_path / "proofs.jsonl").write_text('{"input": "1+1", "output": "2"}\n')
-    with pytest.raises(ValueError, match=r"nobody teaches proofs; name one of only .*=\{proofs: only\}"):
-        prepare_distillation(
-            "teacher=null",
-            "+teachers={only: {model_name: tiny:arithmetic-teacher}}",
-            "distillation.task_to_teacher={arithmetic: only}",
-            "data.train=[{dataset_name: arithmetic, split: train}, {data_path: proofs.jsonl}]",
-        )

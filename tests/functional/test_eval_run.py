@@ -122,15 +122,6 @@ def test_a_folder_of_another_evaluation(tmp_path, capsys):
     assert "generation.temperature: the folder has 1.0, this run 0.5" in said
 
 
-def test_without_a_save_path_every_evaluation_has_its_own_folder(tmp_path):
-    def folder(*overrides: str) -> Path:
-        return prepare(load_config(EvalMasterConfig, CPU_CONFIG, list(overrides))).folder
-
-    assert folder() == folder("env.math.num_workers=3", "eval.k_value=2"), "what changes no sample"
-    others = [folder("eval.seed=1"), folder("generation.top_p=0.9"), folder("data.split=validation")]
-    assert len({folder(), *others}) == 4 and folder().parent == Path("results/eval")
-
-
 def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
     """As the folder of a run holds it; a damaged one is refused before anything starts."""
     from nemo_rl.utils.checkpoint.manager import CheckpointManager

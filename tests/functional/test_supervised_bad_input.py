@@ -162,13 +162,6 @@ def test_pairs(tmp_path, kind, row, told):
         prepared(kind, *FOUR, rows(tmp_path, *[row] * 4))
 
 
-def test_a_column_is_called_what_it_is_in_the_file(tmp_path):
-    renamed = {"prompt": "1+1=", "good": "2", "bad": "2"}
-    keys = ("+data.train.chosen_key=good", "+data.train.rejected_key=bad")
-    with pytest.raises(ValueError, match="column 'bad': the same answer as in column 'good'"):
-        prepared("dpo", *FOUR, rows(tmp_path, *[renamed] * 4), *keys)
-
-
 def test_some_bad_rows_are_a_counted_warning(tmp_path, caplog):
     bad = [{**PAIR, "rejected": "2"}, {**PAIR, "rejected": "2"}, {**PAIR, "chosen": ""}]
     with caplog.at_level(logging.WARNING):

@@ -96,22 +96,6 @@ def test_the_first_command_of_the_guide_learns_in_two_minutes(tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("+policy.dtensor_cfg.lora_cfg.enabled=true",),
-        ("dpo.precompute_reference_logprobs=true", "policy.sequence_packing.enabled=false"),
-    ],
-)
-def test_dpo_begins_with_ln_2_whatever_tells_it_the_reference(tmp_path, how):
-    done = finished(tmp_path, "dpo", *small("dpo"), "dpo.val_at_start=true", "dpo.max_num_steps=2", *how)
-    before, first, second = done.metrics
-    for loss in (before["validation/validation-default_preference_loss"], first["train/preference_loss"]):
-        assert loss == pytest.approx(LN2, abs=1e-6)
-    assert second["train/preference_loss"] != pytest.approx(LN2, abs=1e-6)
-
-
-@pytest.mark.slow
 def test_a_reward_model_scores_alike_in_transformers(tmp_path):
     done = finished(tmp_path, "rm", *small("rm"), "rm.max_num_steps=40", "checkpointing.save_period=40")
     (directory,) = tmp_path.glob("results/*/step_40/policy/weights/consolidated")
@@ -189,20 +173,3 @@ def test_epochs_of_several_streamed_datasets_resume_in_the_middle_of_an_epoch(tm
 
 
 # -- slow: ranks
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_what_one_learns(tmp_path):
-    """Batches that they do not share evenly in validation; micro-batches of their own."""
-    how = (*small("dpo"), "dpo.val_at_start=true", "checkpointing.enabled=false")
-    one = finished(tmp_path / "one", "dpo", *how)
-    two = finished(
-        tmp_path / "two", "dpo", *how, "cluster.cpu_workers_per_node=2", "policy.sequence_packing.train_mb_tokens=128"
-    )
-    assert [row["step"] for row in two.metrics] == [0, 1, 2, 3, 4]
-    for mine, other in zip(comparable(one.metrics), comparable(two.metrics), strict=True):
-        # Adam makes steps of one size of gradients that differ by rounding.
-        close = 1e-6 if mine["step"] <= 1 else 1e-5
-        for name, value in mine.items():
-            if "packing/" not in name:
-                assert other[name] == pytest.approx(value, rel=1e-5, abs=close), (mine["step"], name)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
@@ -20,7 +19,6 @@ from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.client import split_return
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 ROOT = Path(__file__).parents[2]
@@ -98,13 +96,6 @@ def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(
     named = PAGE.split("metrics, e.g. ")[1].split(" in training;")[0]
     assert {*TASK, "num_samples"} <= set(re.findall(r"`(\w+)`", named))
     assert "arithmetic/reward" in config.train_metrics
-
-
-def test_the_rewards_of_a_matrix_add_up_as_the_page_says():
-    observations = [{"role": "user", "content": ""}] * 2
-    several = EnvironmentReturn(observations, [{}, {}], [None, None], torch.ones(2, 3), torch.ones(2))
-    steps = split_return(several, 2, "second_chance")
-    assert [step.reward for step in steps] == [3.0, 3.0]
 
 
 @pytest.mark.slow

@@ -140,13 +140,6 @@ def test_the_command_of_nemo_rl_converts(tmp_path):
     assert find_source(tmp_path / "policy" / "weights" / "iter_0000000").weights == tmp_path / "policy" / "weights"
 
 
-def test_a_configuration_without_a_model_is_refused(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("grpo: {}\n")
-    arguments = ["--config", f"{tmp_path}/config.yaml", "--dcp-ckpt-path", f"{tmp_path}", "--hf-ckpt-path", "out"]
-    assert convert_dcp_to_hf.main(arguments) == 2
-    assert "has no policy.model_name; give the config.yaml of the run" in capsys.readouterr().err
-
-
 def test_a_consolidated_directory_converts_too(tmp_path):
     model = model_of("llama")
 

@@ -98,17 +98,6 @@ def test_dtypes_and_untouched_tensors_stay_as_they_are(tmp_path: Path) -> None:
         assert (merged[name] == expected).float().mean() > 0.99
 
 
-def test_a_tokenizer_beside_the_adapter_goes_first(tmp_path: Path) -> None:
-    save_adapter(tmp_path / "adapter", save_base(tmp_path / "base"))
-    (tmp_path / "base" / "merges.txt").write_text("of the base")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "adapter" / name).write_text(json.dumps({"of": "adapter"}))
-    convert_adapter(tmp_path / "adapter", f"{tmp_path}/base", f"{tmp_path}/base", tmp_path / "merged")
-    assert json.loads((tmp_path / "merged" / "tokenizer.json").read_text()) == {"of": "adapter"}
-    assert not (tmp_path / "merged" / "merges.txt").exists()
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "qwen2"
-
-
 def set_config(directory: Path, name: str, **settings: Any) -> None:
     file = directory / name
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))

@@ -190,22 +190,6 @@ def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path, in_flight,
     ]
 
 
-def test_the_data_ends_and_the_open_groups_are_trained(tmp_path):
-    run = Run(tmp_path, "grpo.max_num_epochs=1", "grpo.max_num_steps=100", "checkpointing.enabled=false")
-    run.go()
-    assert len({group for step in run.trained for group in step}) == 8 and len(run.trained) == 4
-
-
-def test_dynamic_sampling_takes_more_groups_from_the_buffer(tmp_path):
-    def reward(request: GroupRequest, index: int) -> float:
-        return float(index % 2) if request.prompt.idx % 2 else 1.0
-
-    run = Run(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=4", reward=reward)
-    rows = run.go()
-    assert len(rows) == 4 and all(len(step) == 2 for step in run.trained)
-    assert max(row["train/weight_version_lag/max"] for row in rows) <= 1
-
-
 def test_open_groups_are_not_lost_on_a_run_that_cannot_train_them(tmp_path):
     first = Run(tmp_path, "grpo.async_grpo.max_trajectory_age_steps=3")
     first.dies_after = 4
@@ -230,19 +214,6 @@ def test_a_synchronous_run_goes_on_asynchronously(tmp_path):
     run = Run(tmp_path)
     run.go()
     assert batches(run)[:2] == [[3, 3], [4, 4]]
-
-
-def test_what_nobody_can_help_ends_the_training_at_once(tmp_path):
-    run = Run(tmp_path, "checkpointing.enabled=false")
-
-    def broken() -> None:
-        raise WorkerError("rollout-0 failed in collect: KeyError: 'x'", worker="rollout-0", rank=0, method="collect")
-
-    run.trainer.start()
-    run.policy.on_wait = broken
-    with pytest.raises(WorkerError, match="rollout-0 failed"):
-        run.trainer.train()
-    assert len(run.trained) == 1 and "sync" not in run.calls[1:]
 
 
 @pytest.mark.parametrize("lost", ["policy", "group_keeper"])

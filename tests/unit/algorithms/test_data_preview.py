@@ -5,8 +5,7 @@ import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
-from nemo_rl.data.tiny_vision import build_processor
+from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -54,20 +53,6 @@ def test_rows_of_a_run_that_learns_from_them(model_override, tmp_path):
         assert [example.sample_id for example in made[1][0]] == [
             f"{inputs.prompts[1].prompt_id}/{answer}" for answer in ("chosen", "rejected")
         ]
-
-
-@pytest.mark.parametrize("name", ["sft_vlm_cpu", "grpo_vlm_cpu"])
-def test_rows_with_images_of_a_model_that_sees_them(name, tmp_path):
-    recipe = RECIPES["shapes"]
-    assert isinstance(recipe, TinyVisionRecipe)
-    tokenizer = build_tiny_tokenizer(recipe)
-    build_processor(recipe, tokenizer).save_pretrained(tmp_path)
-    build_untrained_model(recipe, tokenizer).save_pretrained(tmp_path)
-    inputs = preview_inputs(load_run_config(CONFIGS / f"{name}.yaml", [f"policy.model_name={tmp_path}"]), "train", 2)
-    for prompt in inputs.prompts:
-        (example,), meta = inputs.make(prompt)
-        assert meta.problem is None
-        assert "<|image_pad|>" in inputs.tokenizer.decode(example.token_ids)
 
 
 def test_a_file_of_no_algorithm_is_refused(tmp_path):

@@ -239,16 +239,6 @@ def test_a_temperature_that_generation_does_not_apply_is_named(models):
     assert "with temperature 1.3, top-p 1, top-k off" in found.finding and "applies temperature 0.8" in found.finding
 
 
-@pytest.mark.parametrize("applied", [{"top_k": 5}, {"top_p": 0.5}])
-def test_a_filter_that_one_side_does_not_apply_is_named(models, applied):
-    without = {"top_k": None, "top_p": 1.0}
-    found = examine(
-        models / "llama", lambda pair: pair.engine.ignores.update(without), sampling=replace(SAMPLING, **applied)
-    )
-    assert found.cause == Cause.SAMPLING
-    assert "with temperature 0.8, top-p 1, top-k off training computes what generation reports" in found.finding
-
-
 def test_a_tensor_that_differs_after_the_refit_is_named(models):
     found = examine(models / "llama", lambda pair: change(pair.engine.worker, only="layers.1.mlp.up_proj"))
     assert found.cause == Cause.TENSOR
@@ -259,29 +249,6 @@ def test_weights_that_are_others_as_a_whole_are_stale(models):
     found = examine(models / "llama", lambda pair: change(pair.engine.worker))
     assert found.cause == Cause.STALE_WEIGHTS
     assert "21 of 21 tensors" in found.finding and "version 3" in found.finding
-
-
-def test_an_engine_of_an_older_version_is_stale(models):
-    def fault(pair: Pair) -> None:
-        pair.engine.version = 2
-        change(pair.engine.worker)
-
-    found = examine(models / "llama", fault)
-    assert found.cause == Cause.STALE_WEIGHTS
-    assert "weights of version 2, the policy has version 3" in found.finding
-
-
-def test_samples_of_old_weights_are_stale_although_the_engine_is_fresh(models):
-    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
-        for sample in group.samples:
-            sample.meta.weight_version = 1
-        for worker in (pair.policy, pair.engine.worker):
-            change(worker)
-        return group
-
-    found = examine(models / "llama", after=after)
-    assert found.cause == Cause.STALE_WEIGHTS
-    assert "weights of version 1 to 1 and were trained at version 3" in found.finding
 
 
 def test_tokens_that_were_made_from_text_are_named(models):
@@ -329,14 +296,6 @@ def test_attention_of_training_that_is_wrong_is_named(models):
 
     found = examine(models / "llama", fault, padding_free=False)
     assert found.cause == Cause.ATTENTION and "training's own attention is wrong" in found.finding
-
-
-def test_attention_of_generation_that_is_wrong_is_named(models):
-    def fault(pair: Pair) -> None:
-        pair.engine.worker.parts[0].config._attn_implementation = BROKEN
-
-    found = examine(models / "llama", fault)
-    assert found.cause == Cause.ATTENTION and "generation's attention" in found.finding
 
 
 def test_a_head_in_another_dtype_is_named(models):

@@ -8,29 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.plan.batch import Batching
-from nemo_rl.algorithms.setup.distillation import TeacherInputs, tasks_by_teacher, warn_of_large_states
+from nemo_rl.algorithms.setup.distillation import tasks_by_teacher
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
-from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import build_config, load_config
-from nemo_rl.data.config import dataset_label
+from nemo_rl.config.loader import build_config
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
 from tests.fakes import FakePolicy, keys_of_plan, sample_meta
-from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
+from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.config.run_configs import MINIMAL
 
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 COLUMN = "teacher_topk"
 ONE = {"teacher": {"model_name": "big"}}
 TWO = {
@@ -125,15 +120,6 @@ def test_every_sample_hears_the_teacher_of_its_task(tmp_path):
         assert all(len(keys_of_plan(plan)) == 4 for plan in policy.plans)
 
 
-def test_a_teacher_without_samples_is_left_alone():
-    policy = FakePolicy(name_prefix="teacher")
-    config = build().teacher
-    assert config is not None
-    teacher = make_teacher(config, policy, "circles")
-    groups = [GroupHandle(group_id="0", prompt_id="p", task_name="sums", ref=None, samples=[sample_meta("0/0", 1.0)])]
-    assert plan_teacher(teacher, groups) == (None, set())
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     tasks=st.lists(st.sampled_from(["sums", "circles"]), min_size=4, max_size=12).filter(lambda t: len(t) % 4 == 0),
@@ -173,12 +159,6 @@ def test_a_teachers_micro_batches_are_limited_by_what_is_scored_alone(section):
         plan_teacher(teacher, [group])
 
 
-def test_a_dead_teacher_is_replaced_and_a_dead_student_comes_from_the_checkpoint(tmp_path):
-    run = Run(tmp_path, sections=TWO)
-    run.trainer.replace_dead(WorkerDied("gone", worker="teacher-geometry-1", rank=1, method="compute"))
-    assert run.policy.calls == ["teacher-geometry.restart"]
-
-
 def test_a_teacher_whose_name_only_begins_like_that_of_the_dead_one_lives_on(tmp_path):
     two = {
         "teachers": {"a": {"model_name": "a"}, "ab": {"model_name": "ab"}},
@@ -199,12 +179,6 @@ def test_a_teacher_whose_name_only_begins_like_that_of_the_dead_one_lives_on(tmp
 def test_every_task_has_one_teacher(tasks, message):
     with pytest.raises(ValueError, match=message):
         tasks_by_teacher(build(sections=TWO), tasks)
-
-
-def test_one_teacher_teaches_everything():
-    assert tasks_by_teacher(build(), ["b", "a"]) == {"teacher": frozenset({"a", "b"})}
-    alone = {"teachers": {"only": {"model_name": "big"}}}
-    assert tasks_by_teacher(build(sections=alone), ["a"]) == {"teachers.only": frozenset({"a"})}
 
 
 @pytest.mark.parametrize(
@@ -257,51 +231,3 @@ def test_a_teacher_takes_after_the_student_and_has_a_layout_of_its_own():
     assert "big on 4 ranks: 1 data x 4 tensor, on 4 GPUs on 1 node of its own" in text
     with pytest.raises(ConfigError, match=r"5 GPUs wanted .*, 4 found"):
         check_hardware(config, num_gpus=4, environment={})
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("distillation_math", 8), ("distillation_math_cpu", 1)])
-def test_the_shipped_configurations_place_the_teacher(name, ranks):
-    lines = describe_placement(load_config(DistillationMasterConfig, CONFIGS / f"{name}.yaml", [])).splitlines()
-    header = next(index for index, line in enumerate(lines) if line.split()[:1] == ["node"])
-    assert lines[header].split()[-3:] == ["policy", "teacher", "generation"]
-    assert len(lines) - header - 1 == ranks
-
-
-@pytest.mark.parametrize(("precision", "length", "warned"), [("bfloat16", 8193, True), ("bfloat16", 8192, False)])
-def test_large_states_of_a_teacher_are_announced(precision, length, warned, caplog):
-    """128 samples x 8192 tokens x 4096 numbers x 2 bytes are 8 GiB."""
-    config = build(
-        "distillation.topk_logits_k=null",
-        f"policy.max_total_sequence_length={length}",
-        f"policy.precision={precision}",
-    )
-    assert config.teacher is not None
-    warn_of_large_states(config, "teacher", inputs_of(config.teacher, hidden_size=4096))
-    assert bool(caplog.records) == warned
-    if warned:
-        assert "distillation.topk_logits_k=null" in caplog.text and "8.0 GiB" in caplog.text
-
-
-def inputs_of(config: TeacherConfig, hidden_size: int) -> TeacherInputs:
-    model = Qwen2Config(hidden_size=hidden_size)
-    inputs = ModelInputs(
-        model_path="",
-        tokenizer_path="",
-        tokenizer=None,  # type: ignore[arg-type]
-        config=model,
-        identity={},
-        flops=FLOPS,
-    )
-    return TeacherInputs(config=config, model=inputs, vocab_size=8, tasks=frozenset())
-
-
-def test_the_teachers_of_the_guide_load():
-    guide = (CONFIGS.parents[1] / "docs" / "guides" / "distillation.md").read_text()
-    (block,) = [text for text in guide.split("```yaml\n")[1:] if "task_to_teacher" in text]
-    sections = yaml.safe_load(block.partition("```")[0])
-    config = build("distillation.val_period=0", "checkpointing.metric_name=null", sections=sections)
-    assert tasks_by_teacher(config, ["DeepScaler", "my_problems"]) == {
-        "teachers.math": frozenset({"DeepScaler"}),
-        "teachers.code": frozenset({"my_problems"}),
-    }
-    assert [dataset_label(dataset) for dataset in config.data.train] == ["DeepScaler", "my_problems"]

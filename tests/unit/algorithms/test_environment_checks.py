@@ -45,11 +45,6 @@ def test_a_mistyped_environment_is_refused_where_it_is_used(name: str, near: str
     build(section)
 
 
-def test_parts_of_a_composite_are_used_too() -> None:
-    both = "+env.it={type: composite, reward_functions: [{name: a, env: part}]}"
-    assert "env.part.type: no environment 'mat'" in problems_of(both, "+env.part={type: mat}", USED)
-
-
 def test_agents_are_no_part_of_a_composite() -> None:
     both = "+env.it={type: composite, reward_functions: [{name: a, env: part}]}"
     agents = "+env.part={type: agent, run: 'mine:solve'}"

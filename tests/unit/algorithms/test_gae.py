@@ -63,13 +63,6 @@ def test_by_hand():
     assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, last + 0.5])
 
 
-def test_lambda_1_gives_the_return_minus_the_value_and_lambda_0_one_step_ahead():
-    batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
-    monte_carlo, one_step = (estimator(gae_lambda=value).adjust(*batch) for value in (1.0, 0.0))
-    assert monte_carlo["returns"].tolist() == pytest.approx([0.0, 1.0, 1.0, 1.0])
-    assert one_step["returns"].tolist() == pytest.approx([0.0, 0.4, 0.5, 1.0])
-
-
 def test_advantages_and_returns_have_lambdas_of_their_own():
     batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
     found = estimator(gae_lambda_policy=0.0, gae_lambda_value=1.0).adjust(*batch)

@@ -124,14 +124,6 @@ def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_g
     assert "logprobs" not in once.policy.calls and "reference" not in once.policy.calls
 
 
-def test_prompts_come_in_epochs_and_the_run_ends_with_the_data(tmp_path):
-    run = Run(tmp_path, "grpo.max_num_steps=100", "grpo.max_num_epochs=2")
-    assert len(run.go()) == 8
-    seen = [request.prompt.prompt_id for request in run.rollouts.requests]
-    assert sorted(seen[:8]) == sorted(seen[8:]) == [f"d:{i}" for i in range(8)]
-    assert seen[:8] != seen[8:]
-
-
 def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
     rewards = {0: 1.0, 1: 0.0, 2: None}
     run = Run(
@@ -277,14 +269,3 @@ def test_a_dead_policy_worker_is_rebuilt_from_the_last_checkpoint(tmp_path):
     rows = run.go()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert len(recovered) == 1 and run.refit.versions == [0, 1, 2, 2, 3]
-
-
-def test_a_dead_policy_worker_without_a_checkpoint_ends_the_run(tmp_path):
-    run = Run(tmp_path, "checkpointing.enabled=false")
-
-    def die(requests: Any) -> Any:
-        raise WorkerDied("policy-0 died in train", worker="policy-0", rank=0, method="train")
-
-    run.rollouts.collect = die  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied):
-        run.go()

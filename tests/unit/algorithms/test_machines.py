@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.placement import describe_placement
 from tests.unit.config.run_configs import build, problems_of
 
 APART = "policy.generation.colocated.enabled=false"
@@ -144,22 +143,3 @@ def test_the_stages_of_an_engine_may_lie_on_several_nodes(
         assert build(APART, *settings).policy.generation.vllm_cfg.engine_size == 8
     else:
         assert message in problems_of(APART, *settings)
-
-
-def test_a_dry_run_shows_who_has_which_devices() -> None:
-    settings = ("policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.train_micro_batch_size=4")
-    one_node = build(APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=2", *settings)
-    lines = [" ".join(line.split()) for line in describe_placement(one_node).splitlines()]
-    assert "layout on 4 GPUs on 1 node:" in lines and "training 2 GPUs on 1 node" in lines
-    assert "generation vLLM, 1 engine of 2 GPUs, on 2 GPUs on 1 node of its own; weights by NCCL" in lines
-    assert lines[lines.index("node GPU policy") + 1 :] == [
-        "0 0 rank 0 (data 0)",
-        "0 1 rank 1 (data 1)",
-        "",
-        "node GPU generation",
-        "0 2 engine 0 shard 0",
-        "0 3 engine 0 shard 1",
-    ]
-    two_nodes = build(APART, "cluster.gpus_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1", *settings)
-    lines = [" ".join(line.split()) for line in describe_placement(two_nodes).splitlines()]
-    assert lines[lines.index("node GPU generation") + 1 :] == ["1 0 engine 0 shard 0", "1 1 engine 0 shard 1"]

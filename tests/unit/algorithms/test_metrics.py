@@ -1,5 +1,4 @@
 import dataclasses
-import math
 from itertools import combinations
 
 import pytest
@@ -59,12 +58,6 @@ def test_all_token_sequences_of_an_agent_count():
     assert validation_metrics([handle(first)], k_values=[])["avg_length"] == 9
 
 
-def test_rollout_metrics_when_everything_failed():
-    metrics = rollout_metrics([handle(sample(status=SampleStatus.FAILED))], current_weight_version=0)
-    assert metrics["failed_sample_rate"] == 1.0
-    assert math.isnan(metrics["reward"])
-
-
 def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLETED, **cut: bool) -> SampleMeta:
     """A sample of turns of (reward, generated tokens)."""
     made = sample(sum(r for r, _ in turns), status, generated=sum(n for _, n in turns), turns=len(turns))
@@ -119,13 +112,6 @@ def test_so_many_turns_have_metrics_of_their_own_and_their_names_are_known(max_t
     names = {name for name in turn_metrics(samples, max_turns=max_turns) if name.startswith("turn_")}
     assert len(names) == 3 * reported
     assert turns(max_turns) <= names and len(turns(max_turns)) == (reported + 2 if reported else 0)
-
-
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_at_k(4, 3, 2) == 1.0
 
 
 @settings(max_examples=40, deadline=None)

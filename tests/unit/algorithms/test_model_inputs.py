@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.setup.preflight import prepare_model
-from nemo_rl.models.policy.config import SecondModelConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from tests.unit.config.run_configs import build
 
@@ -51,26 +47,6 @@ def test_adapters_of_another_kind_are_another_run(
         assert f"{LORA}.{difference}" in str(raised.value)
 
 
-def test_what_does_not_change_the_adapters_may_change(tiny_model_dir: Path) -> None:
-    of = partial(identity_of, tiny_model_dir)
-    check_identity(of(), of(f"{LORA}.dim=16"))
-    check_identity(of(ON), of(ON, f"{LORA}.refit=adapter", f"{LORA}.dropout=0.1"))
-    turned = f"{LORA}.target_modules=[v_proj,q_proj]"
-    check_identity(of(ON, *NAMED), of(ON, NAMED[0], turned))
-
-
-def test_another_adapter_to_begin_with_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
-        LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    adapted.save_pretrained(str(tmp_path))
-    with pytest.raises(CheckpointIdentityError, match=rf"adapter_path: the checkpoint has None, this run '{tmp_path}'"):
-        check_identity(
-            identity_of(tiny_model_dir, ON), identity_of(tiny_model_dir, ON, f"{LORA}.adapter_path={tmp_path}")
-        )
-
-
 def test_another_model_or_tokenizer_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model_dir, copy)
@@ -94,14 +70,3 @@ def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
     config = build(f"policy.model_name={there}")
     with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
         prepare_model(config.policy.at("value"), config.checkpointing)
-
-
-def test_metrics_of_experts_are_asked_of_the_policy_alone(tiny_model_dir: Path) -> None:
-    overrides = (f"policy.model_name={tiny_model_dir}", "checkpointing.metric_name=train:moe/router_entropy")
-    config = build(*overrides)
-    prepare_model(
-        SecondModelConfig(model_name=str(tiny_model_dir), tokenizer=config.policy.tokenizer, logprob_batch_size=1),
-        config.checkpointing,
-    )
-    with pytest.raises(ValueError, match="is a dense model and has no metrics of experts"):
-        prepare_model(config.policy, config.checkpointing)

@@ -42,13 +42,6 @@ def test_what_does_not_work_is_refused_before_anything_starts(overrides: tuple[s
         load(ON, *overrides)
 
 
-def test_it_is_off_by_default_and_null_is_off():
-    assert not load().policy.generation.vllm_cfg.expose_http_server
-    assert not load(f"{VLLM}.expose_http_server=null").policy.generation.vllm_cfg.expose_http_server
-    cfg = load(ON, f"{VLLM}.http_server_serving_chat_kwargs={{enable_auto_tools: true, tool_parser: hermes}}")
-    assert cfg.policy.generation.vllm_cfg.http_server.host == "127.0.0.1"
-
-
 def test_the_token_is_random_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch):
     random, another = (http_server_token(HttpServerConfig()) for _ in range(2))
     assert len(random) >= 32 and random != another

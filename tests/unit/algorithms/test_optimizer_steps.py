@@ -136,13 +136,6 @@ def test_what_cannot_be_replaced_ends_the_run(tmp_path):
         TwoPolicies(tmp_path, error=died("policy-extra-0")).train()
 
 
-def test_a_death_before_the_first_checkpoint_ends_the_run(tmp_path):
-    trainer = TwoPolicies(tmp_path, error=died("policy-0"))
-    trainer.checkpointer = None
-    with pytest.raises(WorkerDied, match="policy-0 died"):
-        trainer.train()
-
-
 def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_path):
     broken = result(math.nan, math.nan, 1, ("d:3", "d:1"))
     trainer = TwoPolicies(tmp_path, results={"value": [result(), broken]})
@@ -150,14 +143,6 @@ def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_pa
         trainer.train()
     records = (tmp_path / "run" / "value_nonfinite_step_2.jsonl").read_text().splitlines()
     assert [json.loads(record)["sample_id"] for record in records] == ["d:1", "d:3"]
-
-
-def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
-    broken = result(math.nan, math.nan, 1, ("d:3",))
-    trainer = TwoPolicies(tmp_path, action="skip", results={"policy": [result(), broken, result()]})
-    trainer.train()
-    assert trainer.state.total_steps == 4
-    assert "step 2: loss nan" in trainer.text.getvalue()
 
 
 def test_several_passes_stop_at_the_first_that_is_not_finite(tmp_path):

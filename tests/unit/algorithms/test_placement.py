@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.setup.hardware import check_hardware, num_visible_gpus
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
 from tests.unit.config.run_configs import build
@@ -16,26 +16,6 @@ def lines_of(*overrides: str) -> list[str]:
 
 def ranks_of(lines: list[str]) -> list[str]:
     return lines[lines.index("node GPU policy generation") + 1 :]
-
-
-def test_ranks_engines_and_micro_batches() -> None:
-    lines = lines_of(
-        "cluster.gpus_per_node=4",
-        "cluster.num_nodes=2",
-        "policy.train_global_batch_size=128",
-        "policy.train_micro_batch_size=2",
-        "policy.logprob_batch_size=4",
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",
-    )
-    assert "optimizer steps 4 of 128 samples" in lines
-    assert "per data rank 64 samples, 16 in each optimizer step" in lines
-    assert "micro-batches 8 of 2 samples; for logprobs alone of 4" in lines
-    assert "layout on 8 GPUs on 2 nodes:" in lines
-    assert "policy m on 8 ranks: 8 data" in lines and "parameters FSDP2 over 8" in lines
-    ranks = ranks_of(lines)
-    assert ranks[1] == "0 1 rank 1 (data 1) engine 0 shard 1"
-    assert ranks[4] == "1 0 rank 4 (data 4) engine 2 shard 0"
-    assert len(ranks) == 8
 
 
 def test_every_axis_of_a_layout_is_shown() -> None:
@@ -63,18 +43,6 @@ def test_every_axis_of_a_layout_is_shown() -> None:
     assert ranks[0] == "0 0 rank 0 (stage 0, copy 0, data 0, context 0, tensor 0, experts 0) engine 0"
     assert ranks[13] == "1 5 rank 13 (stage 0, copy 1, data 3, context 0, tensor 1, experts 0) engine 13"
     assert ranks[-1] == "3 7 rank 31 (stage 1, copy 1, data 3, context 1, tensor 1, experts 1) engine 31"
-
-
-def test_dynamic_batching_is_said_in_tokens() -> None:
-    lines = lines_of("policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=2")
-    assert "micro-batches of similar lengths, padding counted, at most 1024 tokens; for logprobs alone 1024" in lines
-
-
-def test_cpu_workers() -> None:
-    text = describe_placement(build("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2"))
-    assert "CPU worker" in text and "GPU" not in text
-    assert "rank 1" in text and "engine 1" in text
-    assert "2 engines of 1 CPU worker, beside the policy" in text
 
 
 def test_no_gpu_names_the_cpu_config() -> None:
@@ -105,11 +73,6 @@ def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
     alone = build("cluster.gpus_per_node=1", f"+env.judge={judge}", "data.default.env_name=judge")
     with pytest.raises(ConfigError, match=r"2 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
         check_hardware(alone, num_gpus=1, environment={})
-
-
-def test_hidden_gpus_do_not_count() -> None:
-    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
 
 
 def test_the_shares_of_several_datasets_and_what_an_epoch_is() -> None:

@@ -10,16 +10,13 @@ import pytest
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
-from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.config.loader import build_config
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, keys_of_plan
 from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
 from tests.unit.config.run_configs import MINIMAL
-
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 BASE = (
     "ppo.num_prompts_per_step=2",
@@ -89,13 +86,6 @@ def test_a_step_runs_its_phases_in_order(tmp_path):
     assert rows[0]["train/global_valid_toks"] == 48  # both passes
 
 
-def test_a_run_without_reference_computes_none(tmp_path):
-    without = ("ppo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
-    run = Run(tmp_path, *without)
-    run.go()
-    assert "reference" not in run.policy.calls and "logprobs" in run.policy.calls
-
-
 def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     run = Run(tmp_path, "value.train_global_batch_size=2", value_ranks=2)
     run.go()
@@ -105,31 +95,6 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     assert policy.groups is not value.groups and sorted(keys_of_plan(policy)) == sorted(keys_of_plan(value))
     rewards = {(s.group, s.index): s.advantage for rank in value.ranks for batch in rank.logprobs for s in batch}
     assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
-
-
-def test_a_sample_too_long_for_the_value_model_names_its_section(tmp_path):
-    run = Run(tmp_path, "value.sequence_packing={enabled: true, train_mb_tokens: 600}")
-    assert run.trainer.value_batching.train.key == "value.sequence_packing"  # type: ignore[attr-defined]
-
-
-def test_failed_samples_are_left_out_of_both_losses(tmp_path):
-    run = Run(
-        tmp_path,
-        "ppo.max_failed_sample_fraction=0.5",
-        reward=lambda request, index: None if index == 0 else 1.0,
-    )
-    run.go()
-    for plan in (run.policy.plans[0], run.value.plans[0]):
-        masks = {s.index: s.mask for rank in plan.ranks for batch in rank.logprobs for s in batch}
-        assert masks == {0: 0.0, 1: 1.0}
-
-
-def test_both_models_are_restored(tmp_path):
-    Run(tmp_path).go()
-    again = Run(tmp_path, "ppo.max_num_steps=3")
-    again.go()
-    assert again.policy.calls[:2] == ["load_checkpoint", "value.load_checkpoint"]
-    assert again.policy.calls.count("collect") == 1
 
 
 def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_path):
@@ -173,9 +138,3 @@ def test_the_value_model_takes_after_the_policy():
     assert build("value.model_name=other").value.tokenizer.name == "other"
     # A section copied from `policy` may have its `generation`.
     build("+value.generation={max_new_tokens: 4}")
-
-
-@pytest.mark.parametrize("name", ["ppo_math_1B", "ppo_math_cpu"])
-def test_the_shipped_configurations_place_both_models(name):
-    text = describe_placement(load_config(PPOMasterConfig, CONFIGS / f"{name}.yaml", []))
-    assert "policy  value   generation" in text and "rank 0  rank 0  engine 0" in text

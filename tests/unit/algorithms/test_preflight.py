@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.setup.preflight import check_environments
-from nemo_rl.environments.config import LANGUAGES, RetrievalEnvironmentConfig
-from nemo_rl.environments.retrieval import PassageIndex
-from tests.unit.config.run_configs import build, problems_of
+from tests.unit.config.run_configs import build
 
 JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
 
@@ -51,18 +49,3 @@ def test_what_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check("type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'")
     check("type: python_tools, tools: [python, 'nemo_rl.environments.code.tools:calculator']")
     check(f"{JUDGE}, api_key_env: JUDGE_KEY")
-
-
-def test_the_sections_of_a_composite_are_looked_at() -> None:
-    whole = "type: composite, reward_functions: [{name: a, env: part}]"
-    env = build(f"+env.it={{{whole}}}", "+env.part={type: retrieval, dataset_name: 'nomod:f'}").env
-    with pytest.raises(ValueError, match=r"env\.part\.dataset_name"):
-        check_environments(env, ["it"])
-
-
-def test_the_languages_of_stopwords_are_those_that_there_are(tmp_path: Path) -> None:
-    for language in LANGUAGES:
-        section = RetrievalEnvironmentConfig(dataset_name="a:b", stopwords=language)
-        PassageIndex(["fox"], section, tmp_path)
-    text = problems_of("+env.it={type: retrieval, dataset_name: 'a:b', stopwords: klingon}")
-    assert "env.it.stopwords" in text and "english" in text

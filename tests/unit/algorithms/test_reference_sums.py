@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import numpy as np
@@ -55,18 +54,3 @@ def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():
     assert (found[0, 0], found[0, 1]) == (6.0, -6.0)
     assert (found[1, 2], found[1, 3]) == (4.0, -4.0)
     assert (found[3, 2], found[3, 3]) == (0.0, 0.0), "a copy of the shortest pair, in a group of its own"
-
-
-def test_a_row_that_was_never_scored_is_an_error():
-    made = handles(prompts("d", ROWS))
-    plan = plan_examples(made, num_ranks=1, batching=BATCHING)
-    with pytest.raises(KeyError, match="d:0"):
-        ReferenceSums({}).of(made, plan)
-
-
-def test_they_are_read_back_as_they_were_written(tmp_path):
-    sums = compute(1)
-    path = tmp_path / "new" / "reference_logprobs.npz"
-    sums.save(path)
-    assert ReferenceSums.load(path).sums == sums.sums
-    assert os.listdir(path.parent) == [path.name]

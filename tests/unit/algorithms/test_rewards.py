@@ -62,11 +62,6 @@ def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
     assert own.row_masks == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_shaping_off():
-    cfg = shaping(enabled=False, max_response_length=1, overlong_buffer_length=1)
-    assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 2.0
-
-
 def test_masks():
     kinds = [SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED, SampleStatus.PROMPT_TOO_LONG]
     assert [loss_mask(sample(1.0, kind), overlong_filtering=False) for kind in kinds] == [1.0, 1.0, 0.0, 0.0]
@@ -113,17 +108,6 @@ def test_dynamic_sampling_keeps_groups_with_variance_over_batches():
         "dynamic_sampling_num_zero_variance_groups": 1.0,
         "dynamic_sampling_num_discarded_valid_samples": 2.0,
     }
-
-
-def test_dynamic_sampling_ignores_rewards_of_failed_samples():
-    group = handle(sample(1.0), sample(1.0), sample(0.0, SampleStatus.FAILED))
-    assert not score_groups([group], grpo())[0].for_estimator().has_variance
-
-
-def test_dynamic_sampling_judges_shaped_rewards():
-    cfg = shaping(stop_properly_penalty_coef=0.5)
-    group = handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED))
-    assert score_groups([group], grpo(reward_shaping=cfg))[0].for_estimator().has_variance
 
 
 def test_dynamic_sampling_gives_up_with_advice():

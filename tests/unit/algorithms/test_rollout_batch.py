@@ -228,11 +228,6 @@ def test_fixed_sizes_share_lengths_evenly_and_neighbours_share_micro_batches():
     assert token_imbalance(plan) == 1.0
 
 
-def test_samples_that_no_size_divides_are_spread_over_the_fewest_micro_batches():
-    plan = plan_of(list(range(10, 17)), fixed(3, 7), num_ranks=1, global_batch_size=7)
-    assert lengths_of(plan.ranks[0].train[0]) == [[16, 15], [14, 13], [12, 11, 10]]
-
-
 def test_dynamic_batches_take_what_the_budget_of_padded_tokens_allows():
     plan = plan_of([64, 60, 33, 30, 16, 10, 9, 3], padded(128, 64, 16), num_ranks=1, global_batch_size=8)
     assert lengths_of(plan.ranks[0].train[0]) == [[64, 60], [33, 30], [16, 10, 9, 3]]
@@ -240,11 +235,6 @@ def test_dynamic_batches_take_what_the_budget_of_padded_tokens_allows():
     metrics = packing_metrics(plan, padded(128, 64, 16))
     assert metrics["packing/fill"] == pytest.approx(225 / (3 * 128))
     assert metrics["packing/padding_fraction"] == pytest.approx(1 - 225 / (2 * 64 + 2 * 48 + 4 * 16))
-
-
-def test_a_length_rounded_beyond_the_budget_counts_as_the_budget():
-    plan = plan_of([100, 50], padded(100, 100, 64), num_ranks=1, global_batch_size=2)
-    assert lengths_of(plan.ranks[0].train[0]) == [[100], [50]]
 
 
 def test_packed_batches_are_as_few_as_will_do_and_level():
@@ -256,14 +246,6 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
     # With room to spare the micro-batches are even, not the first full and the last empty.
     plan = plan_of(lengths, packed(300, 300), num_ranks=2, global_batch_size=16)
     assert [sorted(map(sum, lengths_of(rank.train[0]))) for rank in plan.ranks] == [[200, 200], [200, 200]]
-
-
-def test_a_smaller_budget_for_logprobs_than_for_training():
-    # One rank's three long samples could never be six micro-batches.
-    lengths = [100] * 3 + [51] * 7
-    plan = plan_of(lengths, packed(300, 100), num_ranks=2, global_batch_size=10)
-    assert [len(rank.logprobs) for rank in plan.ranks] == [5, 5]
-    assert len({len(rank.train[0]) for rank in plan.ranks}) == 1 and len(plan.ranks[0].train[0]) < 5
 
 
 def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
@@ -295,13 +277,6 @@ def test_batching_of_a_policy():
     packing = policy(**sizes, sequence_packing={"enabled": True, "train_mb_tokens": 4096})
     want = packed(4096, 3066, algorithm="modified_first_fit_decreasing")
     assert Batching.of(packing, quadratic_weight=0.01) == want
-
-
-def test_sequences_cut_over_context_parallel_ranks_take_a_multiple_of_the_chunks():
-    sizes = {"max_total_sequence_length": 1022, "train_micro_batch_size": 2, "logprob_batch_size": 3}
-    cut = policy(**sizes, sequence_packing={"enabled": True}, dtensor_cfg={"context_parallel_size": 4})
-    want = packed(2048, 3072, length_multiple=8, algorithm="modified_first_fit_decreasing")
-    assert Batching.of(cut, quadratic_weight=0.01) == want
 
 
 def problems(**changes: Any) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -12,15 +11,13 @@ import numpy as np
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
+from nemo_rl.algorithms.trainers.rollout_recorder import check_record, record_identity
 from nemo_rl.rollouts.collector import RecordedRollouts
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
-from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun, alternate
 from tests.unit.config.run_configs import build
-from tests.unit.rollouts import recorded
 
 BASE = (
     "grpo.num_prompts_per_step=2",
@@ -130,20 +127,6 @@ def test_every_step_is_recorded_with_what_was_trained(tmp_path):
     assert rows[0]["performance/recorded_bytes"] == 0 < rows[1]["performance/recorded_bytes"]
 
 
-def test_a_checkpoint_is_not_ahead_of_the_record(tmp_path):
-    run = Run(tmp_path, *recording(tmp_path / "record"), "grpo.max_num_steps=2")
-    seen = []
-    save = run.policy.save_checkpoint
-
-    def watched(directory: Path, request: SaveRequest) -> AllWritten:
-        seen.append(recorded_steps(tmp_path / "record"))
-        return save(directory, request)
-
-    run.policy.save_checkpoint = watched  # type: ignore[method-assign]
-    run.go()
-    assert seen == [[1, 2]]
-
-
 def test_a_run_that_goes_on_replaces_what_is_after_its_checkpoint(tmp_path):
     Run(tmp_path, *recording(tmp_path / "record")).go()
     for path in (tmp_path / "ckpt").glob("step_3"):
@@ -160,18 +143,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*temperature.*0\.5"):
         other.go()
     assert recorded_steps(tmp_path / "record") == [1, 2, 3]
-
-
-def test_a_folder_is_looked_at_before_a_run_starts(tmp_path):
-    key = "grpo.rollout_record.save_dir"
-    run = Run(tmp_path, *recording(tmp_path / "record"))
-    identity = record_identity(run.trainer.run, IDENTITY)
-    check_record_folder(tmp_path / "record", identity, key)  # there is none yet
-    run.go()
-    check_record_folder(tmp_path / "record", identity, key)
-    other = record_identity(run.trainer.run, {**IDENTITY, "policy.model": {"name": "large", "config_hash": "1"}})
-    with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*large"):
-        check_record_folder(tmp_path / "record", other, key)
 
 
 def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
@@ -231,20 +202,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
         check_record(record, same, "grpo.replay_from")
     with pytest.raises(FileNotFoundError, match="holds no recorded step"):
         check_record(tmp_path / "nowhere", same, "grpo.replay_from")
-
-
-def test_a_record_without_experts_is_refused_where_they_are_taken(tmp_path):
-    megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null")
-    plain = record_identity(build(*BASE, *megatron), IDENTITY)
-    taking = record_identity(build(*BASE, *megatron, "policy.router_replay.enabled=true"), IDENTITY)
-    for name, identity in (("plain", plain), ("with_experts", taking)):
-        groups = [recorded.group("1/0/d:0", 1.0)]
-        write_step(tmp_path / name, replace(recorded.index(1, groups), identity=identity), groups, ["math"])
-    check_record(tmp_path / "plain", plain, "grpo.replay_from")
-    check_record(tmp_path / "with_experts", taking, "grpo.replay_from")
-    check_record(tmp_path / "with_experts", plain, "grpo.replay_from")
-    with pytest.raises(ValueError, match=r"router_replay\.enabled: the record has '\(absent\)', this run True"):
-        check_record(tmp_path / "plain", taking, "grpo.replay_from")
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,8 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
 from nemo_rl.data.packing import PackingAlgorithm
-from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.types import TrainResult
 from tests.fakes import keys_of_plan
 from tests.unit.algorithms.example_runs import (
     ScoringPolicy,
@@ -141,12 +138,6 @@ def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
     assert "row d:7, column 'messages': empty_answer" in text
 
 
-def test_a_step_of_nothing_but_problems_is_a_step_without_loss(tmp_path):
-    rows = [{**row, "problem": "too_long"} for row in TWELVE]
-    logged = Run(tmp_path, "sft.max_num_steps=1", rows=rows).go()
-    assert logged[0]["train/loss"] == 0 and logged[0]["train/num_left_out"] == 4
-
-
 # -- the plan
 
 
@@ -203,18 +194,6 @@ def test_every_set_is_validated_under_its_name_and_their_losses_are_averaged_by_
     assert hard > easy + 0.1
     assert first["validation/val_loss"] == pytest.approx((2 * easy + 6 * hard) / 8)
     assert "validation/val_loss" not in step and last["validation/val_loss"] == first["validation/val_loss"]
-
-
-def test_the_losses_of_sets_of_pairs_are_averaged_by_pairs(tmp_path):
-    sets = {"short": [{"lengths": (4, 8)}] * 2, "long": [{"lengths": (20, 9)}] * 6}
-    config = dpo_config(
-        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=true", "dpo.val_period=0", "dpo.max_num_steps=1"
-    )
-    known = ReferenceSums({f"{name}:{i}": (float(i), 0.0) for name in ("short", "long", "d") for i in range(12)})
-    made = parts(config, PAIRS, sets)
-    first = go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, known))[0]
-    short, long = (first[f"validation/validation-{name}_loss"] for name in sets)
-    assert first["validation/val_loss"] == pytest.approx((2 * short + 6 * long) / 8) and short != long
 
 
 def test_what_validation_sets_leave_out_is_said_once_and_counted_every_time(tmp_path):
@@ -281,54 +260,4 @@ def test_a_run_that_is_continued_sees_the_rows_that_one_run_sees(tmp_path, is_st
     assert second.trainer.state == whole.trainer.state
 
 
-def test_a_run_that_is_over_takes_no_step_more(tmp_path):
-    Run(tmp_path, is_streamed=True).go()
-    again = Run(tmp_path, is_streamed=True)
-    again.go()
-    assert again.policy.calls == ["load_checkpoint"]
-    assert again.trainer.state.total_steps == 3
-
-
 # -- what goes wrong
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_rows_at_fault(tmp_path):
-    class Broken(ScoringPolicy):
-        def train(self, loss_fn, task):
-            metrics = {"loss": math.nan, "global_valid_toks": 8.0, "global_valid_seqs": 4.0}
-            return TrainResult(
-                losses=[math.nan],
-                grad_norms=[math.nan],
-                learning_rates=[0.1],
-                metrics=metrics,
-                num_skipped_steps=1,
-                nonfinite_samples=["d:3/0"],
-            )
-
-    run = Run(tmp_path)
-    run.trainer.policy = Broken()  # type: ignore[assignment]
-    run.trainer.policies = [run.trainer.policy]
-    with pytest.raises(NonFiniteLoss, match=r"step 1: loss nan.*nonfinite_step_1\.jsonl"):
-        run.go()
-    assert '"d:3/0"' in (tmp_path / "run" / "nonfinite_step_1.jsonl").read_text()
-
-
-def test_a_dead_worker_is_replaced_and_the_rows_come_again(tmp_path):
-    class Mortal(ScoringPolicy):
-        has_died = False
-
-        def train(self, loss_fn, task):
-            if len(self.plans) == 3 and not self.has_died:
-                self.has_died = True
-                raise WorkerDied("policy-0 died", worker="policy-0", rank=0, method="train")
-            return super().train(loss_fn, task)
-
-    run = Run(tmp_path, "+sft.max_num_epochs=2")
-    mortal = Mortal()
-    run.trainer.policy = mortal  # type: ignore[assignment]
-    run.trainer.policies = [run.trainer.policy]
-    run.trainer.replacements = {"policy": mortal.restart}
-    run.go()
-    assert mortal.calls.count("restart") == 1 and run.trainer.state.total_steps == 6
-    seen = trained(mortal)
-    assert seen[2] == seen[3] and sorted(chain(*seen[:2], seen[3])) == sorted(f"d:{i}/0" for i in range(12))

@@ -3,14 +3,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
-
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.rollouts import first_prompts
 from nemo_rl.algorithms.trainers.metrics import by_task, rollout_metrics, validation_metrics
-from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.unit.algorithms.fake_runs import FakeRun
@@ -72,15 +69,6 @@ def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_pa
     assert rows[0]["train/arithmetic/reward"] == 0.5
     assert sum(rows[0][f"train/{task}/num_samples"] for task in tasks) == 8
     assert math.isfinite(rows[0]["train/arithmetic#2/mean_gen_tokens_per_sample"])
-
-
-def test_a_checkpoint_may_be_chosen_by_one_task():
-    build("checkpointing.metric_name='val:arithmetic#2/accuracy'", "checkpointing.save_period=10", *TWO_TASKS)
-    build("checkpointing.metric_name=train:arithmetic/reward", *TWO_TASKS)
-    with pytest.raises(ConfigError, match="produces val:arithmetic/accuracy"):
-        build("checkpointing.metric_name=val:arithmetic/accuracy")
-    with pytest.raises(ConfigError, match=r"did you mean val:arithmetic/accuracy\?"):
-        build("checkpointing.metric_name=val:arithmetic/acuracy", *TWO_TASKS)
 
 
 def test_every_validation_dataset_has_its_part_of_a_short_validation():

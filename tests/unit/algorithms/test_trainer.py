@@ -114,13 +114,6 @@ def sound_steps(trainer: CountingTrainer) -> list[str]:
     return trainer.names()
 
 
-def test_without_async_save_a_checkpoint_is_there_before_the_next_step(tmp_path):
-    trainer = CountingTrainer(tmp_path, async_save=False)
-    trainer.train()
-    assert trainer.calls == ["write 3", "write 6"]
-    assert trainer.seen[4] == ["step_3"]
-
-
 def test_the_controllers_random_generators_continue_where_the_checkpoint_stands(tmp_path):
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -145,14 +138,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_appears_when_it_is_who
     assert [row["step"] for row in rows if "timing/train/checkpointing" in row] == [3, 6]
 
 
-def test_a_finished_write_becomes_visible_at_the_next_step_boundary(tmp_path):
-    trainer = CountingTrainer(tmp_path, polls=1, num_steps=6)
-    trainer.at_step = lambda step: wait_for_seal(trainer)
-    trainer.train()
-    assert trainer.seen[5] == ["tmp_step_3"], "written, and sealed during step 5"
-    assert trainer.seen[6] == ["step_3"]
-
-
 def test_one_save_at_a_time_the_next_waits(tmp_path):
     trainer = CountingTrainer(tmp_path, polls=100, save_period=1, num_steps=3)
     trainer.train()
@@ -168,17 +153,6 @@ def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_p
     with pytest.raises(DiskFullError, match=r"no space to save step 6 .*step_3 is untouched"):
         trainer.train()
     assert max(trainer.seen) == 7
-    assert sound_steps(trainer) == ["step_3"]
-
-
-def test_an_error_of_the_run_does_not_lose_the_checkpoint_that_is_being_written(tmp_path):
-    def fail(step: int) -> None:
-        if step == 4:
-            raise ValueError("the loss is not finite")
-
-    trainer = CountingTrainer(tmp_path, polls=100, at_step=fail)
-    with pytest.raises(ValueError, match="the loss is not finite"):
-        trainer.train()
     assert sound_steps(trainer) == ["step_3"]
 
 
@@ -225,22 +199,6 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
     trainer.train()
     assert trainer.calls[:4] == ["read whole 3", "start 6", "recover", f"read whole {resumed_after}"]
     assert sound_steps(trainer) == names
-
-
-def test_the_deadline_waits_for_the_save_that_runs_and_for_the_last_one(tmp_path):
-    trainer = CountingTrainer(tmp_path, polls=100, num_steps=100)
-
-    class NearTheEnd:
-        def check_save(self) -> bool:
-            return trainer.state.total_steps == 4
-
-        def start_iterations(self) -> None: ...
-        def mark_iteration(self) -> None: ...
-        def note_save(self, seconds: float) -> None: ...
-
-    trainer.deadline = NearTheEnd()  # type: ignore[assignment]
-    trainer.train()
-    assert sound_steps(trainer) == ["step_3", "step_4"]
 
 
 def test_a_run_that_is_continued_with_fewer_steps_than_it_has_takes_none(tmp_path):

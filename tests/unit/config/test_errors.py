@@ -72,13 +72,3 @@ def test_problems_come_in_reading_order_and_once() -> None:
         "  b: bad",
     ]
     assert str(ConfigError([early])) == "f.yaml:2: a.2: bad"
-
-
-def test_a_letter_left_out_of_any_key_of_the_training_backend_is_found() -> None:
-    config = build()
-    keys = known_keys(GRPOMasterConfig, config.model_dump())
-    sections = ("policy.dtensor_cfg.", "policy.sequence_packing.", "policy.dynamic_batching.")
-    asked = [key for key in keys if key.startswith(sections) and len(key.rpartition(".")[2]) > 3]
-    assert len(asked) > 30
-    missed = {key: typo for key in asked if nearest_key(typo := key[:-2] + key[-1], keys) != key}
-    assert not missed

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
 from nemo_rl.models.policy.megatron.transformer_config import fp8_fields, width_multiple
-from tests.unit.config.run_configs import build, problems_of
+from tests.unit.config.run_configs import problems_of
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy.models import save_model
 
@@ -26,20 +25,6 @@ def test_megatron_gets_its_fields() -> None:
     on = MegatronConfig(enabled=True, fp8_cfg=Fp8Config(enabled=True, fp8="hybrid", fp8_recipe="tensorwise"))
     assert fp8_fields(on, has_experts=False) == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     assert fp8_fields(on, has_experts=True)["moe_router_padding_for_quantization"] is True
-
-
-@pytest.mark.parametrize(
-    ("recipe", "tensor_size", "sequence_parallel", "multiple"),
-    [("blockwise", 1, False, 16), ("blockwise", 4, False, 16), ("delayed", 4, True, 64), ("mxfp8", 2, True, 64)],
-)
-def test_rows_are_as_wide_as_products_need(
-    recipe: Any, tensor_size: int, sequence_parallel: bool, multiple: int
-) -> None:
-    fp8 = Fp8Config(enabled=True, fp8_recipe=recipe)
-    settings = MegatronConfig(
-        enabled=True, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel, fp8_cfg=fp8
-    )
-    assert width_multiple(settings) == multiple
 
 
 @pytest.mark.parametrize(
@@ -74,13 +59,6 @@ def test_rows_are_as_wide_as_products_need(
 def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str, message: str) -> None:
     problem = problems_of(*overrides)
     assert key in problem and message in problem
-
-
-def test_engines_keep_fp8_and_get_bfloat16() -> None:
-    vllm = build(f"{VLLM}.precision=fp8", f"{VLLM}.kv_cache_dtype=fp8_e4m3").policy.generation.vllm_cfg
-    assert (vllm.dtype, vllm.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
-    plain = build(f"{VLLM}.kv_cache_dtype=null").policy.generation.vllm_cfg
-    assert (plain.dtype, plain.kv_cache_dtype) == ("bfloat16", "auto")
 
 
 @pytest.mark.slow

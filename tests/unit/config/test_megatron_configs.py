@@ -189,16 +189,3 @@ def size_of(weights: WeightMap) -> int:
     """Parameters of the whole model."""
     sources = [source for entry in weights.entries for source in entry.sources if not entry.is_buffer]
     return sum(math.prod(source.shape) for source in sources)
-
-
-def test_qwen3_235b_has_the_published_size() -> None:
-    path = ROOT / "examples" / "configs" / "recipes" / "llm" / "grpo-qwen3-235ba22b-24n8g.yaml"
-    assert size_of(weights_of(path)) == pytest.approx(235e9, rel=0.002)
-
-
-def test_deepseek_v3_has_the_published_size() -> None:
-    path = ROOT / "examples" / "configs" / "recipes" / "llm" / "grpo-deepseek-v3-32n8g.yaml"
-    assert size_of(weights_of(path)) == pytest.approx(671e9, rel=0.002)
-    held = parameters_per_rank(load_config(GRPOMasterConfig, path), weights_of(path))
-    host = 12 * (held[1, False] + held[1, True]) * 8 / 1e9
-    assert host == pytest.approx(558, abs=1), "GB of optimizer state on a node"

@@ -100,16 +100,6 @@ def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, mes
     assert message in str(error.value)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read: 'utf-8' codec"):
-        load_tree(tmp_path / "a.yaml")
-
-
-def test_an_empty_file_is_an_empty_tree(tmp_path: Path) -> None:
-    assert load_tree(write(tmp_path, "a.yaml", "# nothing\n")).values == {}
-
-
 def test_put_merges_mappings_and_replaces_everything_else() -> None:
     tree = SourcedTree({"a": {"x": 1, "items": [{"k": 1}]}})
     tree.put(("a",), {"y": 2}, Location("here"))

@@ -69,13 +69,3 @@ def test_wrong_options_are_named(kwargs, message):
     cfg = DatasetConfig(dataset_name="arithmetic", processor="default", env_name="math", kwargs=kwargs)
     with pytest.raises(ValueError, match=message):
         load_arithmetic(cfg)
-
-
-def test_an_empty_split_says_what_to_do():
-    with pytest.raises(ValueError, match="raise max_operand"):
-        arithmetic_space(max_operand=0, operators="+", split="validation")
-
-
-def test_a_file_beside_a_generated_dataset_is_refused():
-    with pytest.raises(ValueError, match="reads no data_path"):
-        load_arithmetic(DatasetConfig(dataset_name="arithmetic", data_path="a.jsonl", processor="p", env_name="math"))

@@ -215,14 +215,6 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
         )
 
 
-def test_a_conversation_without_an_answer_is_an_error_only_where_one_is_needed():
-    setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})), {"math": {}})
-    row = {"messages": [{"role": "user", "content": "5+7"}]}
-    prompt = Prompt(prompt_id="x:3", row=row, idx=0, task_name="arithmetic")
-    with pytest.raises(ValueError, match=r"row x:3 has no 'expected_answer'"):
-        PromptProcessor(setup.tasks, build_tiny_tokenizer(), 64)(prompt)
-
-
 def test_other_processors():
     from nemo_rl.data.interfaces import TaskDataSpec
     from nemo_rl.data.rows.processors import find_processor
@@ -240,13 +232,3 @@ def test_other_processors():
         "level": 3,
         "ground_truth": "2",
     }
-
-
-def test_the_shipped_prompt_file_is_a_template():
-    from pathlib import Path
-
-    from nemo_rl.data.interfaces import TaskDataSpec
-
-    spec = TaskDataSpec("t", Path(__file__).parents[3] / "examples/prompts/cot.txt")
-    assert "\\boxed{}" in spec.fill("1+1")
-    assert spec.fill("1+1").endswith("1+1")

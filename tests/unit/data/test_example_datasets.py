@@ -1,7 +1,6 @@
 """Datasets of conversations and preferences, from rows in their real columns."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -9,17 +8,14 @@ import pytest
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.examples import (
     chat_row,
-    conversations_row,
     helpsteer3_row,
     ranked_row,
     squad_row,
     tree_conversations,
     trees_of_messages,
 )
-from nemo_rl.data.datasets.files import JsonLines
 from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.interfaces import BAD_ROW
-from nemo_rl.data.rows.example_processors import split_preference
 
 
 def user(text):
@@ -90,14 +86,6 @@ def test_mathematics_has_the_answer_and_the_solution(write):
     gsm8k = write([{"question": "How many?", "answer": "Many.\n#### 1,024"}])
     (found,) = load_rows(sft(dataset_name="gsm8k", data_path=gsm8k))[0]
     assert (found["expected_answer"], found["messages"][1]["content"]) == ("1024", "Many.\n#### 1,024")
-
-
-def test_arithmetic_is_answered_in_a_box():
-    train, held_out = load_rows(sft(dataset_name="arithmetic", kwargs={"num_samples": 9}, split_validation_size=0.1))
-    assert len(train) == 9
-    for row in [*train, *held_out]:
-        assert row["messages"] == [user(row["problem"]), assistant(f"\\boxed{{{row['expected_answer']}}}")]
-    assert not {row["problem"] for row in train} & {row["problem"] for row in held_out}
 
 
 TREE_MESSAGES = [
@@ -276,23 +264,6 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     )
 
 
-def test_json_lines(write, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n\n{"b": "é"}\n  \n[1]\n{"c"\n')
-    rows = JsonLines(str(path))
-    assert len(rows) == 4
-    assert (rows[0], rows[1]) == ({"a": 1}, {"b": "é"})
-    with pytest.raises(ValueError, match=r"row 2 \(from 0\) is no JSON object"):
-        rows[2]
-    with pytest.raises(ValueError, match=r"row 3 \(from 0\) is no JSON:"):
-        rows[3]
-    path.write_text("\n\n")
-    with pytest.raises(ValueError, match="is empty"):
-        JsonLines(str(path))
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        JsonLines("nowhere.jsonl")
-
-
 def test_streams_give_the_rows_of_the_whole_table(write):
     chats = [{"messages": [user(str(i)), assistant("x")], "tools": None} for i in range(5)]
     path = write(chats)
@@ -330,17 +301,6 @@ def test_helpsteer3(preference, chosen):
     assert {found["chosen"], found["rejected"]} == {"one", "two"}
     assert "tie" not in found
     assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
-
-
-def test_tulu3_preference():
-    row = {
-        "id": "x",
-        "source": "y",
-        "prompt": "q",
-        "chosen": [user("q"), assistant("good")],
-        "rejected": [user("q"), assistant("bad")],
-    }
-    assert split_preference(conversations_row(row)) == ([user("q")], [assistant("good")], [assistant("bad")])
 
 
 def test_ranked_completions():
@@ -395,28 +355,3 @@ def test_generated_preferences():
     assert "margin" not in plain[0]
     with pytest.raises(ValueError, match="kwargs takes num_samples, max_operand, operators, margins"):
         load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"margin": True}))
-
-
-def test_generated_mistakes_of_any_size_are_equally_likely():
-    rows, _ = load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"num_samples": 2000, "max_mistake": 5}))
-    mistakes = []
-    for row in rows:
-        right, wrong = (int(row[key].removeprefix("\\boxed{").removesuffix("}")) for key in ("chosen", "rejected"))
-        mistakes.append(wrong - right)
-    counts = {mistake: mistakes.count(mistake) for mistake in set(mistakes)}
-    assert sorted(counts) == [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]
-    assert min(counts.values()) > 150 and max(counts.values()) < 250
-    with pytest.raises(ValueError, match="max_mistake"):
-        load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"max_mistake": 0}))
-
-
-def test_own_datasets_by_import_path(tmp_path, monkeypatch):
-    (tmp_path / "own_conversations_module.py").write_text(
-        "def make(cfg):\n"
-        "    word = cfg.kwargs['word']\n"
-        "    return [{'messages': [{'role': 'user', 'content': word}, {'role': 'assistant', 'content': '!'}]}]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    rows, _ = load_rows(sft(dataset_name="own_conversations_module:make", kwargs={"word": "hi"}))
-    assert rows[0]["messages"][0] == user("hi")
-    sys.modules.pop("own_conversations_module")

@@ -77,16 +77,6 @@ def test_the_next_batch_is_begun_when_one_is_handed_out():
     assert loader.next() is None
 
 
-def test_a_loaded_state_drops_what_was_made_ahead():
-    pool = FakePool()
-    loader = make_loader(pool)
-    start = loader.state_dict()
-    first = ids_of(loader.next() or [])
-    loader.load_state_dict(start)
-    assert ids_of(loader.next() or []) == first
-    assert pool.finished == [first, first]
-
-
 def test_after_an_error_the_state_is_that_of_the_last_batch_handed_out():
     whole = drain(make_loader(FakePool()))
     pool = FakePool(breaks_on=whole[1][0])
@@ -99,8 +89,3 @@ def test_after_an_error_the_state_is_that_of_the_last_batch_handed_out():
         assert loader.state_dict() == state
     pool.breaks_on = None
     assert drain(loader) == whole[1:3]
-
-
-def test_a_state_of_another_order_is_refused():
-    with pytest.raises(ValueError, match="seed: was 5, now 6"):
-        make_loader(FakePool(), seed=6).load_state_dict(make_loader(FakePool()).state_dict())

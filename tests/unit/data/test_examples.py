@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
+from nemo_rl.data.config import ExampleDataConfig
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.example_processors import sft_processor
 from nemo_rl.data.rows.examples import ExampleMaker, check_examples
-from nemo_rl.data.rows.processors import find_processor, register_processor
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task, setup_examples
 from nemo_rl.types import Prompt
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
@@ -90,27 +88,6 @@ def test_all_is_every_token_but_the_first():
     assert learned(final) == ["d<|im_end|>\n"]
 
 
-def test_the_same_mask_as_a_template_with_generation_blocks():
-    """What TRL's assistant_only_loss trains on, over random conversations."""
-    blocks = tokenizer_with(TEMPLATES["llama3_blocks"])
-    makers = [maker(tokenizer=blocks), maker(tokenizer=tokenizer_with(TEMPLATES["llama3"]))]
-    texts = st.text(st.sampled_from("ab \n"), min_size=1, max_size=5).filter(str.strip)
-
-    @settings(max_examples=25, deadline=None)
-    @given(st.lists(texts, min_size=1, max_size=3), st.booleans())
-    def check(contents, with_system):
-        turns = [{"role": role, "content": text} for text in contents for role in ("user", "assistant")]
-        messages = CONVERSATION[:1] * with_system + turns
-        theirs = blocks.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        for make in makers:
-            (example,), meta = make(prompt({"messages": messages}))
-            assert meta.problem is None
-            assert example.token_ids.tolist() == theirs["input_ids"]
-            assert example.token_mask.tolist() == [bool(m) for m in theirs["assistant_masks"]]
-
-    check()
-
-
 def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
     (tmp_path / "p.txt").write_text("Solve {}.")
     spec = TaskDataSpec("t", tmp_path / "p.txt")
@@ -166,12 +143,6 @@ def test_pairs_share_the_prompt_and_learn_the_answers(row):
     assert meta.num_loss_tokens == 4
     shared = int(np.flatnonzero(chosen.token_mask)[0])
     assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
-
-
-def test_earlier_answers_of_a_pair_are_prompt():
-    row = {"prompt": CONVERSATION[:4], "chosen": "yes", "rejected": "no"}
-    (chosen, rejected), _ = maker("preference_processor")(prompt(row))
-    assert (learned(chosen), learned(rejected)) == (["yes<|im_end|>"], ["no<|im_end|>"])
 
 
 USER, ANSWER = CONVERSATION[1], CONVERSATION[2]
@@ -232,11 +203,6 @@ def test_rows_that_cannot_be_trained_on_are_named_and_cut_short(processor, row, 
     assert not any(example.token_mask.any() for example in examples)
 
 
-def test_a_conversation_that_ends_with_a_user_who_is_learned_is_fine():
-    assert maker(roles_to_train_on="all")(prompt({"messages": [USER]}))[1].problem is None
-    assert maker(roles_to_train_on=["user"])(prompt({"messages": [USER]}))[1].problem is None
-
-
 def test_a_call_without_words_is_no_empty_answer():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     make = maker(tokenizer=tokenizer_with(TEMPLATES["thinking"]))
@@ -277,13 +243,6 @@ def test_what_is_wrong_with_every_row_is_an_error_that_names_row_and_column(proc
     )
     assert meta.lengths == tuple(len(example.token_ids) for example in examples)
     assert not any(example.token_mask.any() for example in examples)
-
-
-def test_a_role_the_template_leaves_out_names_the_row():
-    silent = tokenizer_with("{%- for m in messages if m.role != 'tool' -%}{{- m.role + m.content -}}{%- endfor -%}")
-    row = {"messages": [USER, {"role": "tool", "content": "x"}, ANSWER]}
-    with pytest.raises(ValueError, match=r"row rows:7: the chat template leaves out messages of the role 'tool'"):
-        maker(tokenizer=silent).make(prompt(row))
 
 
 def dataset(*rows):
@@ -401,59 +360,3 @@ def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(tmp_path, streamin
     _, meta = make(bad)
     assert meta.problem == "row rows:103: column 'output' has no value; fill it in or remove the row"
     assert meta.problem_kind == "bad_row"
-
-
-def test_setup_of_preferences_names_the_columns_of_the_file(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"q": "1+1", "good": "2", "bad": "2"}))
-    keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad", "processor": "preference_processor"}
-    train = {**keys, "dataset_name": "BinaryPreferenceDataset", "data_path": str(path)}
-    setup = setup_examples(
-        PreferenceDataConfig(train=[train], val_data_paths={"dev": str(path)}, max_input_seq_length=64)
-    )
-    assert set(setup.validation) == {"dev"}
-    make = ExampleMaker(setup.tasks, TOKENIZER, 64)
-    assert isinstance(setup.train, PromptDataset)
-    _, meta = make(setup.train[0])
-    assert meta.problem == "row pairs:0, column 'bad': the same answer as in column 'good'"
-    with pytest.raises(ValueError, match="not one of the 1 rows tried"):
-        check_examples(make, setup.train, "data.train")
-
-
-def test_setup_of_streams(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": [USER, {**ANSWER, "content": str(i)}]}) for i in range(40)))
-    train = {"data_path": str(path), "streaming": True, "processor": "sft_processor"}
-    setup = setup_examples(ExampleDataConfig(train=[train], max_input_seq_length=64))
-    assert isinstance(setup.train, list)
-    (stream,) = setup.train
-    assert (stream.name, stream.task_name) == ("rows", "rows")
-    make = ExampleMaker(setup.tasks, TOKENIZER, 64)
-    check_examples(make, setup.train, "data.train")
-    rows = [stream.convert(row) for row in stream.table]
-    assert [row["messages"][1]["content"] for row in rows] == [str(i) for i in range(40)], "trying rows moves nothing"
-
-
-def test_processors_of_prompts_and_of_examples_are_told_apart():
-    with pytest.raises(ValueError, match="already"):
-        register_processor("math_data_processor", lambda: None)
-    with pytest.raises(ValueError, match="does not take add_bos"):
-        find_processor("math_data_processor", of_examples=True)
-    with pytest.raises(ValueError, match="makes no prompts"):
-        find_processor("sft_processor")
-
-
-def test_a_row_of_a_thousand_tokens_takes_three_milliseconds():
-    """Twice as much is allowed: other work runs on these cores too."""
-    import time
-
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "x" * 110} for i in range(8)]
-    make, row = maker(max_length=4096), prompt({"messages": messages})
-    (example,), _ = make(row)
-    assert 900 < len(example.token_ids) < 1300
-    times = []
-    for _ in range(20):
-        start = time.process_time()
-        make(row)
-        times.append(time.process_time() - start)
-    assert min(times) < 0.006

@@ -1,13 +1,9 @@
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.chat import template as chat_template
 from nemo_rl.data.chat.messages import (
-    ObservationRenderer,
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,
     get_formatted_message_log,
@@ -97,23 +93,6 @@ def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_e
     check()
 
 
-@pytest.mark.parametrize("name", list(TEMPLATES))
-def test_one_rendering_finds_the_borders_that_replacing_each_message_finds(name):
-    tokenizer = tokenizer_with(TEMPLATES[name])
-
-    @settings(max_examples=30, deadline=None)
-    @given(conversations, st.booleans())
-    def check(conversation, prompt):
-        plain = [chat_template.plain_message(message) for message in conversation]
-        template = chat_template.ChatTemplate(tokenizer)
-        text, _ = template.render(plain, prompt=prompt)
-        fast = chat_template._layout(plain, template, prompt=prompt).boundaries(plain, text)
-        slow = chat_template._boundaries_one_by_one(plain, text, template, prompt=prompt)
-        assert fast is None or fast == slow
-
-    check()
-
-
 def test_thoughts_that_a_template_shows_in_the_last_turn_only():
     tokenizer = tokenizer_with(TEMPLATES["thinking"])
     log = [
@@ -129,14 +108,6 @@ def test_thoughts_that_a_template_shows_in_the_last_turn_only():
         "<think>\n\n</think>\nyes<|im_end|>",
     ]
     assert written(log, tokenizer)[1] == "<|im_start|>assistant\n2<|im_end|>"
-
-
-def test_a_header_that_begins_the_thought_is_given():
-    template = TEMPLATES["chatml"].replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")
-    log = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "<think>\nhm</think>2"}]
-    assert written(log, tokenizer_with(template), add_generation_prompt=True)[1] == "hm</think>2<|im_end|>"
-    log[1]["content"] = "<think>hm</think>2"
-    assert written(log, tokenizer_with(template), add_generation_prompt=True)[1] == "hm</think>2<|im_end|>"
 
 
 def test_a_special_token_is_never_shared_by_two_messages():
@@ -242,14 +213,6 @@ def test_calls_and_tools_that_the_template_does_not_show_are_refused():
         formatted(calls, [tool])
 
 
-def test_arguments_of_the_template():
-    tokenizer = tokenizer_with("{{- style | default('plain') -}}" + CHAT_TEMPLATE)
-    log = [{"role": "user", "content": "a"}]
-    kwargs = {"chat_template_kwargs": {"style": "bold"}}
-    assert render_chat(log, tokenizer, **kwargs) == "bold<|user|>a<eos>"
-    assert get_formatted_message_log(log, tokenizer, TaskDataSpec(), **kwargs)[0]["content"] == "bold<|user|>a<eos>"
-
-
 def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
     clock = "{%- if date_string is not defined -%}{%- set date_string = strftime_now('%d %b %Y %f') -%}{%- endif -%}"
     log = [{"role": "user", "content": "a"}]
@@ -271,25 +234,6 @@ def test_roles_the_template_does_not_know_are_named():
     )
     with pytest.raises(ValueError, match=r"refuses a conversation of the roles user, critic, assistant: only two"):
         get_formatted_message_log(log, strict, TaskDataSpec())
-
-
-def test_a_long_conversation_is_rendered_once():
-    """Of a shape that is known already."""
-    tokenizer = tokenizer_with(TEMPLATES["chatml"])
-    log = [{"role": ("user", "assistant")[i % 2], "content": f"message {i}"} for i in range(40)]
-    get_formatted_message_log(log, tokenizer, TaskDataSpec(), add_generation_prompt=True)
-    count = 0
-    original = chat_template.ChatTemplate.render
-
-    class Counting(chat_template.ChatTemplate):
-        def render(self, *args, **kwargs):
-            nonlocal count
-            count += 1
-            return original(self, *args, **kwargs)
-
-    other = [{**message, "content": message["content"] + "!"} for message in log]
-    chat_template.format_chat(other, Counting(tokenizer), add_bos=True, add_eos=True, add_generation_prompt=True)
-    assert count == 1
 
 
 def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
@@ -314,38 +258,6 @@ def test_prompt_texts_of_the_task_are_used(tmp_path):
     assert [message["unrendered"] for message in formatted] == ["Be brief.", "Solve 1+{} in \\boxed{}."]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("plain", "<|environment|>wrong<eos><|assistant|>"),
-        ("default_system", "\n[environment]wrong<eos>\n[assistant]"),
-        ("no_roles", "[user]wrong<eos>[assistant]"),
-    ],
-)
-def test_an_observation_continues_after_the_sampled_end_token(name, expected):
-    only_known = (
-        "{%- for m in messages if m.role in ('user', 'assistant') -%}"
-        + TEMPLATES["demands_a_user"].split("{%- for m in messages -%}")[1]
-    )
-    tokenizer = tokenizer_with(TEMPLATES.get(name, only_known))
-    render = pickle.loads(pickle.dumps(ObservationRenderer(tokenizer)))
-    observation = {"role": "environment", "content": "wrong"}
-    ended = [*tokenizer("right", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert tokenizer.decode(render(observation, sampled=ended)) == expected
-    assert tokenizer.decode(render(observation, sampled=ended[:-1])) == "<eos>" + expected, "the turn is ended first"
-
-
-def test_masks_follow_the_roles():
-    log = [
-        {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
-        {"role": "assistant", "content": "b", "token_ids": torch.tensor([3])},
-        {"role": "assistant", "content": "c", "token_ids": torch.tensor([4, 5])},
-    ]
-    for only_unmask_final, expected in ((False, [0, 0, 1, 1, 1]), (True, [0, 0, 0, 1, 1])):
-        add_loss_mask_to_message_log([log], only_unmask_final=only_unmask_final)
-        assert torch.cat([message["token_loss_mask"] for message in log]).tolist() == expected
-
-
 def test_flat_batches_are_right_padded_and_masked_by_role():
     log = [
         {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
@@ -365,12 +277,6 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("logs", [[], [[]], [[{"role": "user", "content": "a"}]]])
-def test_conversations_without_tokens_are_an_empty_batch(logs):
-    batch, lengths = batched_message_log_to_flat_message(logs)
-    assert (dict(batch), lengths.tolist(), lengths.dtype) == ({}, [], torch.int32)
-
-
 def test_dtypes_are_not_mixed():
     def log(*ids: torch.Tensor):
         return [{"role": "user", "content": "a", "token_ids": part} for part in ids]
@@ -379,11 +285,3 @@ def test_dtypes_are_not_mixed():
     for logs in ([log(whole, broken)], [log(whole), log(broken)]):
         with pytest.raises(ValueError, match=r"'token_ids' have different dtypes: torch\.float32, torch\.int64; cast"):
             batched_message_log_to_flat_message(logs)
-
-
-def test_keys_that_only_one_conversation_has():
-    plain = [{"role": "user", "token_ids": torch.tensor([1, 2])}]
-    sampled = [{"role": "assistant", "token_ids": torch.tensor([3]), "logprobs": torch.tensor([-0.5]), "name": "a"}]
-    batch, lengths = batched_message_log_to_flat_message([plain, sampled], {"logprobs": 9.0})
-    assert batch["logprobs"].tolist() == [[9.0], [-0.5]]
-    assert (batch["name"], lengths.tolist()) == ([None, ["a"]], [2, 1])

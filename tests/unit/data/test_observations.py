@@ -91,30 +91,9 @@ def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
     assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
 
 
-def test_an_empty_observation_still_has_its_place():
-    tokenizer = tokenizer_with(ONLY_USERS)
-    rendered = ObservationRenderer(tokenizer)({"role": "environment", "content": ""}, sampled=[])
-    assert tokenizer.decode(rendered) == "<eos>[user]<eos>[assistant]"
-
-
-def test_another_stop_token_than_the_templates_is_kept_and_the_turn_ended():
-    tokenizer = tokenizer_with(TEMPLATES["chatml"])
-    rendered = ObservationRenderer(tokenizer)(
-        {"role": "user", "content": "go on"}, sampled=[50, tokenizer.eos_token_id]
-    )
-    assert tokenizer.decode(rendered).startswith("<|im_end|>\n<|im_start|>user")
-
-
 def turns_of(template: str, max_turns: int = 2) -> None:
     config: Any = SimpleNamespace(rollout=SimpleNamespace(max_rollout_turns=max_turns))
     check_turns(config, tokenizer_with(template))
-
-
-@pytest.mark.parametrize("name", list(KEEPING))
-def test_nothing_is_said_of_templates_that_keep_turns(name, caplog):
-    with caplog.at_level(logging.WARNING):
-        turns_of(KEEPING[name][0])
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(("name", "what"), [("forgetful", "the thoughts of earlier turns"), ("thinking", "")])

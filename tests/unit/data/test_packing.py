@@ -128,35 +128,9 @@ def test_fast_searches_find_what_plain_ones_find(capacity, data):
     assert len(get_packer("modified_first_fit_decreasing", capacity).pack(lengths)) == naive_mffd(lengths, capacity)
 
 
-def test_modified_first_fit_decreasing_mends_the_worst_case_of_first_fit_decreasing():
-    # Johnson 1973: first fit decreasing needs 11 bins for every 9.
-    lengths = [510] * 60 + [270] * 60 + [260] * 60 + [230] * 120
-    assert sum(lengths) == 90 * 1000
-    assert len(get_packer("first_fit_decreasing", 1000).pack(lengths)) == 110
-    assert len(get_packer("modified_first_fit_decreasing", 1000).pack(lengths)) <= 96
-
-
-def test_names_in_any_case_and_wrong_ones():
-    for algorithm in ALGORITHMS:
-        assert type(get_packer(algorithm.name, 8)) is type(get_packer(algorithm.value, 8))
-    with pytest.raises(ValueError, match="best_fit"):
-        get_packer("best_fit", 8)
-
-
 def test_a_sequence_longer_than_a_bin_is_refused_by_name():
     with pytest.raises(ValueError, match=r"9 tokens.*policy\.sequence_packing\.train_mb_tokens.*at least 9"):
         get_packer("first_fit_decreasing", 8).pack([3, 9])
-
-
-def test_sequences_keep_their_order_when_concatenated():
-    assert get_packer("concatenative", 10).pack([4, 4, 4, 10, 1]) == [[0, 1], [2], [3], [4]]
-
-
-def test_the_seed_decides_the_order_of_a_shuffle():
-    lengths = long_tailed(100, 64, seed=0)
-    packers = [get_packer("first_fit_shuffle", 64, seed=seed) for seed in (1, 1, 2)]
-    first, same, other = (packer.pack(lengths) for packer in packers)
-    assert first == same != other
 
 
 def test_more_bins_come_from_splitting_the_fullest():

@@ -1,5 +1,4 @@
 import io
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -48,15 +47,6 @@ def test_without_colours_learned_tokens_are_in_brackets_and_borders_are_seen(tok
     assert text.plain == "<|user|>|1|+|2|<eos>[3][↵\n][<eos>]"
 
 
-def test_with_colours_the_text_stays_and_neighbours_differ(tokenizer):
-    text = token_text(example(tokenizer, "<|user|>12<eos>3<eos>", {4, 5}), tokenizer, coloured=True)
-    assert text.plain == "<|user|>12<eos>3<eos>"
-    styles = [str(span.style) for span in text.spans]
-    assert ["green" in style for style in styles] == [False] * 4 + [True] * 2
-    assert ["bold" in style for style in styles] == [True, False, False, True, False, True]
-    assert all(one != other for one, other in pairwise(styles))
-
-
 def shown(tokenizer, lengths, num_shown, note=""):
     def make(prompt):
         length = lengths[prompt.idx]
@@ -88,11 +78,6 @@ def test_rows_are_shown_and_all_are_summed_up(tokenizer):
     assert "3 tokens carry loss, 21.4% of all" in text
     assert "2 rows are left out:\n  2 too_long, e.g. row d:1" in text
     assert text.endswith("a note\n")
-
-
-def test_data_of_which_nothing_is_left_can_be_shown(tokenizer):
-    text = shown(tokenizer, [20], 0)
-    assert "1 of 50 rows, 0 sequences\n1 rows are left out" in text
 
 
 def test_a_prompt_is_shown_as_the_rollouts_see_it(tokenizer):

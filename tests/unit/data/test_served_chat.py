@@ -93,9 +93,3 @@ def test_what_is_no_conversation_is_refused(messages: list[dict[str, object]], m
     chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
     with pytest.raises(ValueError, match=match):
         chat.prompt(messages, None)
-
-
-def test_parts_of_a_text_and_the_role_developer_are_understood():
-    chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
-    in_parts = [{"role": "developer", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+2"}]}]
-    assert chat.prompt(in_parts, None) == chat.prompt([{"role": "system", "content": "1+2"}], None)

@@ -102,14 +102,6 @@ def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
     assert source.epoch == 2
 
 
-def test_rows_without_shuffle_keep_their_order():
-    source = StreamedPrompts([counted(2, "a"), counted(1, "b")], 3, shuffle=False)
-    (batch,) = list(source)
-    assert [prompt.prompt_id for prompt in batch] == ["a:0", "a:1", "b:0"]
-    assert [prompt.idx for prompt in batch] == [0, 1, 2]
-    assert batch[1].row == {"x": 1}
-
-
 def test_resuming_reads_one_block_and_nothing_before_it():
     def make(read):
         return StreamedPrompts([streamed(Resumable(100, read), "a")], 5, shuffle_block=20)
@@ -120,13 +112,6 @@ def test_resuming_reads_one_block_and_nothing_before_it():
     second.load_state_dict(first.state_dict())
     next(iter(second))
     assert read == list(range(40, 60))
-
-
-def test_memory_is_one_block():
-    read = []
-    source = StreamedPrompts([counted(1000, read=read)], 4, shuffle_block=20)
-    list(islice(source, 6))  # 24 rows
-    assert len(read) == 40
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -1,4 +1,3 @@
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from nemo_rl.data.tiny_model import (
     CHAT_TEMPLATE,
     TinyModelRecipe,
     build_tiny_tokenizer,
-    cache_root,
     ensure_tiny_model,
     resolve_model,
 )
@@ -50,28 +48,10 @@ def test_a_finished_directory_is_used_as_it_is(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.lock"]
 
 
-def test_a_failed_attempt_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="operators"):
-        ensure_tiny_model(tmp_path / "m", replace(SHORT, operators="%"))
-    assert [path.name for path in tmp_path.iterdir()] == ["m.lock"]
-
-
 def test_resolve_model_leaves_other_names_alone_and_names_the_nearest():
     assert resolve_model("Qwen/Qwen2.5-1.5B") == "Qwen/Qwen2.5-1.5B"
     with pytest.raises(ValueError, match="did you mean tiny:arithmetic"):
         resolve_model("tiny:aritmetic")
-
-
-def test_the_cache_folder_follows_the_environment(tmp_path):
-    before = os.environ.get("NEMO_RL_CACHE")
-    os.environ["NEMO_RL_CACHE"] = str(tmp_path)
-    try:
-        assert cache_root() == tmp_path
-    finally:
-        if before is None:
-            del os.environ["NEMO_RL_CACHE"]
-        else:
-            os.environ["NEMO_RL_CACHE"] = before
 
 
 def test_the_tokenizer_keeps_every_text_and_knows_the_box():
@@ -113,16 +93,3 @@ def test_sampled_answers_are_right_in_a_third_to_a_half_of_the_problems(tiny_mod
     texts = tokenizer.batch_decode(sampled[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     correct = [text == f"\\boxed{{{value}}}" for text, (_, value) in zip(texts, space, strict=True)]
     assert 0.3 < sum(correct) / len(correct) < 0.55
-
-
-def test_the_mixture_of_experts_loads_with_the_same_tokenizer(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    directory = ensure_tiny_model(tmp_path / "moe", replace(SHORT, num_experts=4))
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    assert model.config.model_type == "qwen3_moe"
-    assert (model.config.num_experts, model.config.num_experts_per_tok) == (4, 2)
-    assert sum(p.numel() for p in model.parameters()) < 1_000_000
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-    text = "<|user|>5+7<eos>\\boxed{1}"
-    assert AutoTokenizer.from_pretrained(directory)(text)["input_ids"] == build_tiny_tokenizer()(text)["input_ids"]

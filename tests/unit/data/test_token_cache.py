@@ -1,4 +1,3 @@
-import datetime
 import logging
 import multiprocessing
 import os
@@ -101,18 +100,6 @@ def test_another_row_task_order_of_keys_or_maker_is_another_entry(tmp_path):
     assert TokenCache("g", tmp_path).load([prompt(0, row)]) == [None]
 
 
-def test_values_without_an_exact_text_are_not_kept(tmp_path):
-    cache = TokenCache("f", tmp_path)
-    exact = [{"day": datetime.date(2026, 1, day)} for day in (1, 2)] + [{"v": np.arange(5000) + k} for k in (0, 1)]
-    for number, row in enumerate(exact):
-        assert cache.load([prompt(number, row)]) == [None]
-        cache.store([prompt(number, row)], [make(prompt(number))])
-    found = cache.load([prompt(number, row) for number, row in enumerate(exact)])
-    assert [row[1].lengths for row in found if row is not None] == [(3,), (4,), (5,), (6,)]
-    cache.store([prompt(9, {"image": object()})], [make(prompt(9))])
-    assert cache.load([prompt(9, {"image": object()})]) == [None]
-
-
 @pytest.mark.parametrize("damage", ["no database", "one value", "another format", "pages"])
 def test_a_damaged_file_is_put_aside_and_made_anew(tmp_path, caplog, damage):
     prompts = [prompt(i) for i in range(200)]
@@ -141,15 +128,6 @@ def test_a_damaged_file_is_put_aside_and_made_anew(tmp_path, caplog, damage):
     assert caplog.text.count("put aside as f.damaged-") == 1
 
 
-def test_a_cache_that_was_removed_or_replaced_meanwhile_is_left(tmp_path):
-    one = TokenCache("f", tmp_path)
-    one.store([prompt(0)], [make(prompt(0))])
-    one.path.unlink()
-    assert one.load([prompt(0)]) == [None]
-    one.store([prompt(1)], [make(prompt(1))])
-    assert TokenCache("f", tmp_path).load([prompt(1)]) != [None]
-
-
 def _write(directory, first, started):
     cache = TokenCache("f", directory)
     started.set()
@@ -174,11 +152,6 @@ def test_several_processes_write_at_once_and_one_is_killed(tmp_path):
     found = cache.load([prompt(number) for k in range(3) for number in range(1000 * k, 1000 * k + 200)])
     assert None not in found
     assert list(tmp_path.glob("*.damaged*")) == []
-
-
-def test_the_folder_is_that_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "here"))
-    assert TokenCache("f").path == tmp_path / "here" / "tokens" / "f.sqlite"
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(tmp_path):

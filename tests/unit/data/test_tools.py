@@ -46,19 +46,6 @@ def test_rows_without_tools_have_those_of_the_file(tmp_path):
     assert '"add"' not in text and metadata["tools"] == [other]
 
 
-@pytest.mark.parametrize("nothing", [None, [], ""])
-def test_a_row_without_tools_has_none(nothing):
-    text, metadata = prompt({**ROW, "tools": nothing})
-    assert text == "[user]1+1<eos>[assistant]" and metadata == {"ground_truth": "2"}
-
-
-@pytest.mark.parametrize("processor", [math_hf_data_processor, math_data_processor, conversation_processor])
-def test_a_processor_takes_either_form_of_a_row(processor):
-    for columns in (["messages"], ["problem", "expected_answer"]):
-        text, metadata = prompt({name: ROW[name] for name in columns}, processor=processor)
-        assert (text, metadata["ground_truth"]) == ("[user]1+1<eos>[assistant]", "2")
-
-
 @pytest.mark.parametrize("wrong", ["{", ["add"], {"name": "add"}])
 def test_what_is_no_list_of_tools_is_refused(wrong):
     with pytest.raises(ValueError, match="column 'tools'"):

@@ -1,10 +1,7 @@
 import asyncio
-import os
 import re
-import signal
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,6 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.algorithms.setup.rollout_parts import EpisodeEnvironment
-from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import (
@@ -34,18 +29,6 @@ from nemo_rl.environments.registry import (
     find_env_class,
     register_env,
     wait_for_envs,
-)
-from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
-from nemo_rl.types import (
-    Completion,
-    DatumSpec,
-    GroupHandle,
-    Prompt,
-    RolloutGroup,
-    SampleStatus,
-    SamplingParams,
-    StopReason,
 )
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
@@ -130,17 +113,6 @@ def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
     assert steps[1].observation == {"role": "environment", "content": "saw a"}
     assert steps[1].terminated is True
     assert steps[1].metadata == "a"
-
-
-def test_only_role_and_content_are_sent():
-    seen = []
-
-    def behave(logs, metadata):
-        seen.extend(logs)
-        return echo(logs, metadata)
-
-    asyncio.run(gathered(EnvironmentClient("e", FakeActor(behave), 5), ["x"]))
-    assert seen == [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]]
 
 
 def test_one_bad_conversation_fails_alone():
@@ -261,14 +233,6 @@ def test_several_rewards_are_kept_and_added_up():
     actor = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(rewards=torch.tensor([[0.5, 0.0, 1.0]])))
     (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
     assert (step.reward, step.reward_parts) == (1.5, [0.5, 0.0, 1.0])
-
-
-def test_returns_without_answers_or_with_one_reward_column_are_fine():
-    five = FakeActor(lambda logs, metadata: tuple(echo(logs, metadata))[:5])
-    column = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(rewards=torch.ones(len(logs), 1)))
-    for actor in (five, column):
-        (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
-        assert step.reward == 1.0
 
 
 def test_registry_names_what_is_missing():
@@ -425,113 +389,6 @@ def test_the_dataset_and_processor_of_the_guide_run(import_folder):
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
-
-
-STOPPABLE = textwrap.dedent(
-    """
-    import os
-    import torch
-    from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-
-    class Stoppable(EnvironmentInterface):
-        def __init__(self, cfg):
-            pass
-
-        def step(self, message_log_batch, metadata):
-            n = len(message_log_batch)
-            observations = [{"role": "environment", "content": str(os.getpid())}] * n
-            return EnvironmentReturn(observations, metadata, [None] * n, torch.ones(n), torch.ones(n))
-
-        def global_post_process_and_metrics(self, batch):
-            return batch, {}
-    """
-)
-
-
-class TalkingWorker(RolloutWorker):
-    """A rollout worker whose engine says one token."""
-
-    async def generate(self, prompt_token_ids, sampling, seed):
-        return Completion(token_ids=[7], logprobs=[-0.5], stop_reason=StopReason.STOP, weight_version=0)
-
-
-class Keeper:
-    def __init__(self):
-        self.groups: list[RolloutGroup] = []
-        self.keep = self
-
-    async def remote(self, group):
-        self.groups.append(group)
-        return [None]
-
-
-@pytest.mark.slow
-def test_a_stopped_environment_is_ended_after_its_time_limit_and_its_samples_have_failed(ray_local, import_folder):
-    """SIGSTOP: the process is there and says nothing."""
-    import ray
-
-    (import_folder / "stoppable.py").write_text(STOPPABLE)
-    actor = create_env("stoppable", {"type": "stoppable:Stoppable"})
-    ray.get(actor.__ray_ready__.remote(), timeout=60)
-
-    def datum(prompt: Prompt) -> DatumSpec:
-        message = {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2])}
-        return DatumSpec(message_log=[message], length=2, extra_env_info={}, loss_multiplier=1.0, idx=0)
-
-    async def play():
-        pool = EnvironmentPool("stoppable", [actor], 2)
-        worker_settings = RolloutWorkerSettings(
-            process=datum,
-            survives_text=bool,
-            decode=lambda token_ids: "x",
-            render=lambda observation, *, sampled: [],
-            connect_environments=lambda: {"t": EpisodeEnvironment(pool)},
-            limits=EpisodeLimits(max_turns=1, max_total_tokens=16),
-            run_seed=1,
-        )
-        keeper = Keeper()
-        worker = TalkingWorker(worker_settings, [], keeper)
-
-        async def collect(number: int) -> RolloutGroup:
-            prompt = Prompt(prompt_id=f"d:{number}", row={}, idx=number, task_name="t")
-            request = GroupRequest(
-                group_id=f"0/{number}/d:{number}",
-                prompt=prompt,
-                num_generations=3,
-                sampling=SamplingParams(max_new_tokens=4),
-                seed_step=0,
-            )
-            handle = await worker.collect(request)
-            assert [sample.reward for sample in handle.samples] == [s.meta.reward for s in keeper.groups[-1].samples]
-            return keeper.groups[-1]
-
-        before = await collect(0)
-        pid = int((await pool.step(said("x"), None, sample_id="0/0/d:0/0")).observation["content"])
-        os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
-        stopped = await collect(1)
-        took = time.monotonic() - began
-        after = await collect(2)
-        new_pid = int((await pool.step(said("x"), None, sample_id="0/0/d:0/0")).observation["content"])
-        return before, stopped, after, took, pid, new_pid
-
-    before, stopped, after, took, pid, new_pid = asyncio.run(play())
-    assert [sample.meta.reward for sample in before.samples + after.samples] == [1.0] * 6
-    assert took < 20
-    for index, sample in enumerate(stopped.samples):
-        assert sample.meta.status is SampleStatus.FAILED and not sample.meta.has_reward
-        told = f"environment 'stoppable' did not answer 3 conversations within 2 s.*sample 0/1/d:1/{index}"
-        assert re.search(told, str(sample.meta.failure))
-    # In the baseline of a group, none of them counts as a reward of zero.
-    metas = [*before.samples, *stopped.samples]
-    handle = GroupHandle(group_id="g", prompt_id="p", task_name="t", ref=None, samples=[s.meta for s in metas])
-    assert rollout_metrics([handle], current_weight_version=0)["reward"] == 1.0
-    assert new_pid != pid
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
-        assert time.monotonic() < deadline, "the stopped process is still there"
-        time.sleep(0.2)
-    ray.kill(actor)
 
 
 def test_half_characters_of_an_observation_are_replaced():

@@ -1,12 +1,8 @@
 """Rewards of programs, by tests and by output."""
 
-import random
-
 import pytest
 
-from nemo_rl.data.datasets.arithmetic import demonstrate_code_arithmetic
 from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests, same_output, shorten
-from nemo_rl.environments.config import OURS
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
 
@@ -106,29 +102,7 @@ def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
     assert result.terminateds.all()
 
 
-def test_a_hung_program_has_no_effect_on_the_others(environments) -> None:
-    logs = [said("<code>while True: pass</code>"), *[said("<code>print(1)</code>")] * 5]
-    result = environments["all"].step(logs, [{"ground_truth": "1"}] * 6)
-    assert result.rewards.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert "seconds" in result.observations[0]["content"]
-
-
 @pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": [{"in": "1"}]}, {"tests": [3]}])
 def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
     with pytest.raises(ValueError, match=r"tests|a test is"):
         read_tests(row)
-
-
-def test_demonstrations_of_the_tiny_model_are_right_unless_mistaken(environments) -> None:
-    rng = random.Random(0)
-    for mistake in (0.0, 1.0):
-        talks = [demonstrate_code_arithmetic(rng, mistake) for _ in range(4)]
-        rows = [{"ground_truth": str(eval(talk[0]["content"]))} for talk in talks]
-        assert environments["all"].step(talks, rows).rewards.tolist() == [1.0 - mistake] * 4
-
-
-def test_the_section_reaches_the_constructor_as_a_dictionary() -> None:
-    config = OURS["code"](num_workers=1, sandbox={"allow_weaker": ["reads"]})
-    assert type(config)(**config.model_dump(exclude={"type"})) == config
-    with pytest.raises(ValueError, match="allow_weaker"):
-        OURS["code"](sandbox={"allow_weaker": ["everything"]})

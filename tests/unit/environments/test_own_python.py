@@ -13,10 +13,9 @@ import pytest
 import six
 import torch
 
-from nemo_rl.environments.agents.runner import AgentRunner
-from nemo_rl.environments.config import AgentEnvironmentConfig, EnvironmentConfig
+from nemo_rl.environments.config import EnvironmentConfig
 from nemo_rl.environments.own_python import python_of
-from nemo_rl.environments.registry import class_and_arguments, create_env, wait_for_envs
+from nemo_rl.environments.registry import create_env, wait_for_envs
 from nemo_rl.utils.venvs import VenvBuildError
 
 KEY = "env.mine.py_executable"
@@ -92,12 +91,6 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     assert returned.observations[0]["content"] == "found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
     assert importlib.metadata.version("six") != "99.1"
-
-
-def test_a_runner_of_agents_is_the_class_of_its_actors_whatever_their_python() -> None:
-    section = AgentEnvironmentConfig(run="mine:solve", py_executable=["chess"])
-    env_class, (options,) = class_and_arguments("mine", section)
-    assert env_class is AgentRunner and options["run"] == "mine:solve"
 
 
 def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:

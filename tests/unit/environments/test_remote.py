@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import ray
 import torch
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, split_return
-from nemo_rl.environments.config import EnvironmentConfig, RemoteEnvironmentConfig
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.math.environment import MathEnvironment
-from nemo_rl.environments.registry import find_env_class, new_environment
 from nemo_rl.environments.remote import protocol
-from nemo_rl.environments.remote.environment import RemoteEnvironment, _equally_many_rewards
+from nemo_rl.environments.remote.environment import RemoteEnvironment
 from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
 
@@ -69,9 +64,6 @@ class Counting(EnvironmentInterface[Any]):
         return batch, {"mean": batch["rewards"].float().mean().item(), "n": len(batch["message_log"])}
 
 
-Decorated = ray.remote(Counting)
-
-
 @contextmanager
 def serving(environment: Any, token: str | None = None, **options: Any) -> Iterator[RemoteEnvironment]:
     with served(EnvironmentServer(environment, "env", token).app()) as url:
@@ -104,36 +96,6 @@ def test_mathematics_is_the_same_from_a_server():
         _, metrics = remote.global_post_process_and_metrics(batch)
         assert metrics == environment.global_post_process_and_metrics(BatchedDataDict({**batch}))[1]
     environment.shutdown()
-
-
-class Graded(Counting):
-    """Several rewards; one of the conversations has a failure."""
-
-    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        returned = super().step(message_log_batch, metadata)
-        parts = torch.stack([returned.rewards, returned.rewards * 2, -returned.rewards], dim=1)
-        failures = ["tired" if log[-1]["content"] == "tired" else None for log in message_log_batch]
-        return returned._replace(rewards=parts, failures=failures)
-
-
-def test_several_rewards_come_as_they_are():
-    with serving(Graded()) as remote:
-        returned = remote.step([log(text) for text in ("ab", "tired", "c")], [{"turn": 0} for _ in range(3)])
-        assert returned.rewards.tolist() == [[2.0, 4.0, -2.0], [0.0, 0.0, 0.0], [1.0, 2.0, -1.0]]
-        steps = split_return(returned, 3, "far")
-        assert isinstance(steps[1], EnvironmentFailure)
-        assert [steps[i].reward_parts for i in (0, 2)] == [[2.0, 4.0, -2.0], [1.0, 2.0, -1.0]]
-
-
-def test_a_server_that_counts_its_rewards_differently_fails_those():
-    lists = {name: values * 3 for name, values in GOOD.items() if name != "protocol"}
-    answer = {**lists, "protocol": 1, "rewards": [[1, 2], 3, [4, 5]]}
-    outcomes = _equally_many_rewards(protocol.read_steps(answer, 3), RemoteEnvironmentConfig(base_url="http://far"))
-    assert [getattr(step, "reward_parts", str(step)) for step in outcomes] == [
-        [1, 2],
-        "http://far/step: the server sent 1 rewards for this conversation, and 2 for another",
-        [4, 5],
-    ]
 
 
 def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
@@ -383,40 +345,3 @@ def test_what_is_written_is_read_again(rows, failed):
     read = protocol.read_steps(json.loads(json.dumps(protocol.write_steps(steps), allow_nan=False)), len(steps))
     for step, found in zip(steps, read, strict=True):
         assert str(found) == "why" if isinstance(step, EnvironmentFailure) else found == step
-
-
-@settings(max_examples=60, deadline=None)
-@given(json_values)
-def test_json_is_known_when_it_is_seen(value):
-    assert protocol.not_json(value, "x") is None
-    assert json.loads(json.dumps(value, allow_nan=False)) == value
-    for bad in (float("inf"), {1: 2}, {"a": [value, b"x"]}, object()):
-        assert protocol.not_json(bad, "x") is not None
-
-
-def test_an_environment_of_ray_or_of_a_path_can_be_served():
-    section = EnvironmentConfig(type="tests.unit.environments.test_remote:Counting")
-    assert isinstance(new_environment("mine", section), EnvironmentInterface)
-    decorated = new_environment("mine", {"type": "tests.unit.environments.test_remote:Decorated"})
-    assert decorated.step([log("ab")], [{"turn": 0}]).rewards.tolist() == [2.0]
-
-
-def test_requests_that_come_together_are_stepped_one_at_a_time():
-    environment = Counting()
-    with serving(environment) as remote:
-        results: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: results.append(remote.step([log("ab")], [{"turn": 0}]))) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-    assert [result.rewards.tolist() for result in results] == [[2.0]] * 4 and environment.calls == [1] * 4
-
-
-@pytest.mark.parametrize("env_type", ["composite", "llm_judge", "remote"])
-def test_an_environment_has_no_coroutine_of_its_own(env_type):
-    """Ray would run its constructor and its steps in an event loop, where they cannot start another."""
-    methods = inspect.getmembers(find_env_class(env_type), inspect.iscoroutinefunction)
-    assert methods == []

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import random
 import re
 from itertools import pairwise
 
@@ -14,11 +13,8 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import lookup
 from nemo_rl.data.datasets.registry import load_rows
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.rows.processors import find_processor
-from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.config import OURS, RetrievalEnvironmentConfig
+from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.retrieval import (
     NEITHER,
     NO_SEARCHES_LEFT,
@@ -85,12 +81,6 @@ def test_the_ranking_is_that_of_the_formula_and_ties_go_by_number(tmp_path_facto
     assert all(scores[number] > best_left_out - 1e-5 for number in found)
 
 
-def test_equal_passages_come_in_their_order(tmp_path):
-    index = index_of(["blue dog", "red fox", "red fox", "red fox"], tmp_path)
-    assert index.search("FOX!", 2) == [1, 2]
-    assert index.search("cat", 2) == index.search("", 2) == []
-
-
 def test_an_index_is_made_once_and_mapped_and_another_for_other_settings(tmp_path):
     index = index_of(["red fox", "dog"], tmp_path)
     made = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
@@ -103,28 +93,6 @@ def test_an_index_is_made_once_and_mapped_and_another_for_other_settings(tmp_pat
         index_of(["red fox", "dog"], tmp_path, stopwords="en").folder,
     ]
     assert len({index.folder, *others}) == 4
-
-
-def test_a_large_corpus_is_read_in_batches(tmp_path):
-    class OnDisk(list):
-        num_reads = 0
-
-        def __getitem__(self, key):
-            self.num_reads += 1
-            return super().__getitem__(key)
-
-        def __iter__(self):
-            raise AssertionError("row by row")
-
-    texts = OnDisk(f"fox{number}" for number in range(2500))
-    assert index_of(texts, tmp_path).search("fox2499", 1) == [2499]
-    assert texts.num_reads == 6  # for the digest, then for the index
-
-
-def test_common_words_are_left_out_on_request(tmp_path):
-    texts = ["the fox", "the dog"]
-    assert index_of(texts, tmp_path).search("the", 3) == [0, 1]
-    assert index_of(texts, tmp_path, stopwords="en").search("the", 3) == []
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
@@ -217,18 +185,6 @@ def test_what_is_shown_is_bounded():
     assert shown == "[1] The code of Acc\n[2] The c"
 
 
-def test_f1_rewards_and_a_reward_between():
-    told, _ = play(environment(reward="f1"), ["<answer>red big fox</answer>"], "the red fox")
-    assert told == [("not right", pytest.approx(0.8), True)]
-
-
-def test_configuration():
-    assert OURS["retrieval"] is RetrievalEnvironmentConfig
-    with pytest.raises(ValueError, match="dataset_kwargs"):
-        RetrievalEnvironmentConfig(dataset_name="corpus.jsonl", dataset_kwargs={"seed": 1})
-    assert RetrievalEnvironmentConfig(dataset_name="my_corpus:rows", dataset_kwargs={"seed": 1}).num_actors == 1
-
-
 # -- the generated questions
 
 
@@ -248,26 +204,6 @@ def test_questions_have_their_answers_in_the_corpus_and_splits_share_no_place():
     assert len({row["problem"] for row in rows}) + len(held_out) == len(lookup.PLACES)
     with pytest.raises(ValueError, match="split must be one of"):
         load_rows(lookup_section(split="test"))
-
-
-def test_the_processor_gives_answers_and_stop_strings():
-    process = find_processor("retrieval_data_processor")
-    tokenizer, spec = build_tiny_tokenizer(), TaskDataSpec("lookup", None, None)
-    datum = process({"problem": "Code of Lima?", "expected_answer": "482"}, spec, tokenizer, 99, 0)
-    assert datum["extra_env_info"] == {"ground_truth": "482"} and datum.get("stop_strings") == STOP_STRINGS
-    several = {"problem": "Who?", "expected_answer": "x", "answers": ["a", "b"]}
-    assert process(several, spec, tokenizer, 99, 0)["extra_env_info"] == {"ground_truth": ["a", "b"]}
-
-
-def test_demonstrations_are_answered_by_the_environment_as_they_say():
-    rng = random.Random(1)
-    for mistake in (0.0, 1.0):
-        user, search, found, answer = lookup.demonstrate_lookup(rng, mistake)
-        query = find_action(search["content"]).query
-        assert query is not None and query in found["content"]
-        said = find_action(answer["content"]).answer
-        assert said is not None and said in found["content"]
-        assert (query in user["content"]) or mistake
 
 
 def test_one_turn_is_refused_for_it_leaves_none_to_answer():

@@ -16,10 +16,8 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
-from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.reward_model import RewardModelEnvironment, find_reward_model
+from nemo_rl.environments.reward_model import RewardModelEnvironment
 from nemo_rl.models.policy.config import TokenizerConfig
 
 CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
@@ -133,14 +131,6 @@ def test_a_checkpoint_of_a_run_is_a_reward_model(model_directory, tmp_path, file
         RewardModelEnvironment(config(model_directory, checkpoint_path=str(tmp_path)))
 
 
-def test_adapters_alone_are_no_reward_model(tmp_path):
-    policy = tmp_path / "policy"
-    tiny_classifier().config.save_pretrained(policy)
-    dcp.save({"model.layers.0.mlp.up_proj.lora_A": torch.zeros(2, 2)}, checkpoint_id=policy / "weights", no_dist=True)
-    with pytest.raises(ValueError, match=r"adapters without their base model.*save_consolidated=true"):
-        find_reward_model(str(tmp_path))
-
-
 def test_what_is_no_reward_model_is_refused(tmp_path):
     build_tiny_tokenizer().save_pretrained(tmp_path)
     tiny_classifier(num_labels=3).save_pretrained(tmp_path)
@@ -167,28 +157,6 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
     )
     with pytest.raises(ValueError, match=r"refuses the roles user, assistant: only poems"):
         RewardModelEnvironment(strict).step(logs, metadata)
-
-
-def test_the_template_of_a_reward_model_has_no_clock(model_directory):
-    template = "{{- strftime_now('%Y-%f') -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
-    tokenizer = TokenizerConfig(name=str(model_directory), chat_template=template)
-    environment = RewardModelEnvironment(config(model_directory, tokenizer=tokenizer))
-    ids = environment.tokenize([{"role": "user", "content": "1"}])
-    assert environment.tokenizer.decode(ids).startswith("2024-0000001")
-
-
-def test_metrics_are_those_of_the_rewards(model_directory):
-    environment = RewardModelEnvironment(config(model_directory))
-    batch = BatchedDataDict(
-        rewards=torch.tensor([1.0, -3.0]), is_end=torch.tensor([1, 0]), generation_lengths=torch.tensor([4, 6])
-    )
-    _, metrics = environment.global_post_process_and_metrics(batch)
-    assert metrics["reward_mean"] == -1.0 and metrics["reward_std"] == 2.0
-    assert metrics["reward_min"] == -3.0 and metrics["generation_lengths"] == 5.0
-
-
-def test_it_is_registered():
-    assert find_env_class("reward_model") is RewardModelEnvironment
 
 
 def test_the_prompt_is_what_comes_before_the_last_answer():

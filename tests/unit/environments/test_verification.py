@@ -19,7 +19,6 @@ from nemo_rl.environments.math.verification import (
     exact_integer,
     hf_math_verify,
     multilingual_multichoice,
-    normalize_answer,
 )
 
 # Written out, this number has a third of a billion digits.
@@ -92,11 +91,6 @@ def test_math_verify(response, ground_truth, correct):
 )
 def test_dapo_rule(response, ground_truth, correct):
     assert dapo_math_verify(response, ground_truth)[0] is correct
-
-
-def test_normalized_answers():
-    assert normalize_answer("  $ 1,234 $. ") == "1234"
-    assert normalize_answer("(1,2)") == "(1,2)"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +198,6 @@ def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_lo
         env.global_post_process_and_metrics(BatchedDataDict(batch))[1]["num_verifications_timed_out"] for _ in range(2)
     ]
     assert counts == [1.0, 0.0]
-
-
-def test_an_unknown_verifier_is_no_wrong_answer():
-    pool = VerifierPool(1, timeout_s=30.0)
-    (result,) = pool.run([check("hf_math_verfy", "7", "7")])
-    pool.close()
-    assert result.failure == "died"
 
 
 def test_metrics_of_a_batch():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_evaluation
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config
@@ -85,20 +82,3 @@ def test_each_dataset_has_its_processor_and_its_judge():
     assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_evaluation(config)
     one = load("data.dataset_name=gpqa", "env.math.verifier_type=english_multichoice", "~env.multichoice")
     assert one.environment_of(one.data.chosen[0]) == "math"
-
-
-def test_the_gpu_of_a_judge_counts_beside_those_of_the_engines():
-    judge = "+env.judge={type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
-    on_gpus = load("cluster.gpus_per_node=2", judge)
-    check_hardware(on_gpus, num_gpus=2, environment={})  # no dataset names it
-    judged = load("cluster.gpus_per_node=2", judge, "data.env_name=judge")
-    check_hardware(judged, num_gpus=3, environment={})
-    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*set cluster\.gpus_per_node=1,"):
-        check_hardware(judged, num_gpus=2, environment={})
-
-
-def test_reading_it_loads_no_heavy_package():
-    heavy = {"torch", "ray", "datasets", "transformers"}
-    code = f"import sys, nemo_rl.algorithms.setup.placement; print(*{heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stdout + done.stderr

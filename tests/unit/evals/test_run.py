@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,15 @@ import pytest
 
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import load_config
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.inputs import EvalData, load_eval_data
 from nemo_rl.evals.metrics import show_results
 from nemo_rl.evals.run import Inputs, _Writer, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
-from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
-from tests.unit.evals import rollouts
 
 CPU = Path(__file__).parents[3] / "examples" / "configs" / "evals" / "eval_cpu.yaml"
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
@@ -161,46 +153,6 @@ def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
     with pytest.raises(WorkerError):
         ask_all(writer(folder), collector)
     assert collector.num_asked < 6
-
-
-class KillsItsWorker(RolloutCollector):
-    """The worker dies just before what was said is fetched: the fetches of these numbers."""
-
-    deaths: frozenset[int] = frozenset({1, 4})
-    num_fetches = 0
-
-    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
-        self.num_fetches += 1
-        if self.num_fetches in self.deaths:
-            identity = self.group.members[0].identity
-            assert identity is not None
-            os.kill(identity.pid, signal.SIGKILL)
-        return super().conversations(groups)
-
-
-@pytest.mark.slow
-def test_a_rollout_worker_that_dies_costs_no_prompt(folder, ray_local):
-    """With real processes: what lay in the memory of the dead one is played again by the next."""
-    settings = RolloutWorkerSettings(
-        process=rollouts.process,
-        survives_text=bool,
-        decode=rollouts.decode,
-        render=rollouts.render,
-        connect_environments=rollouts.no_environments,
-        limits=EpisodeLimits(max_turns=1, max_total_tokens=rollouts.LENGTH),
-        run_seed=0,
-    )
-    accelerator = Accelerator(exclusive=False)
-    accelerator.register(GENERATION, lambda: None, lambda: None)
-    chosen = writer(folder)
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        collector = KillsItsWorker(cluster, settings, [], accelerator, timeout_s=60)
-        try:
-            ask_all(chosen, collector)
-        finally:
-            collector.shutdown()
-    assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
-    assert len(list(folder.records())) == 12 and collector.num_fetches > max(collector.deaths)
 
 
 def test_a_vote_needs_answers(folder):

@@ -33,16 +33,6 @@ def test_of_groups_all_over_the_plan_the_best_and_the_worst_are_reported():
     assert len(chosen_rows(plan, rewards, 1000)) == 16
 
 
-def test_of_equal_rewards_two_different_samples_are_reported():
-    assert chosen_rows([planned(0, index) for index in range(4)], [[1.0] * 4], 2) == [(0, 0), (0, 3)]
-    assert chosen_rows([planned(0, 0)], [[1.0]], 2) == [(0, 0)]
-
-
-def test_branches_of_samples_and_copies_that_fill_up_are_not_reported():
-    plan = [planned(0, index) for index in (0, 1, 2, -3)]
-    assert chosen_rows(plan, [[0.0, 1.0]], 8) == [(0, 1), (0, 0)]
-
-
 def test_pairs_are_reported_whole_and_rows_without_loss_not():
     plan = [planned(0, 2 * number, num_rows=2, mask=float(number != 1)) for number in range(4)]
     assert chosen_rows(plan, None, 5) == [(0, 0), (0, 1), (0, 4), (0, 5)]
@@ -79,15 +69,6 @@ def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
     }
 
 
-def test_a_sample_that_was_stopped_by_time_is_late_and_not_truncated(tmp_path):
-    ends = ["completed", "truncated", "timed_out", "agent_hung", "failed", "agent_crashed", "agent_silent"]
-    samples = [sample_meta(f"g/{end}", 0.0, status=SampleStatus(end)) for end in ends]
-    group = GroupHandle(group_id="g", prompt_id="p:1", task_name="math", ref=None, samples=samples)
-    own, _ = recorder(tmp_path)
-    own.groups(1, [group], [], BatchPlan(groups=[], ranks=[]))
-    assert json.loads((tmp_path / "groups.jsonl").read_text())["groups"][0]["status"] == "ctllfff"
-
-
 def test_the_times_of_the_phases_are_written(tmp_path):
     own, _ = recorder(tmp_path)
     with own.phase("generation"), own.phase("inner"):
@@ -116,12 +97,6 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     (run / "config.yaml").write_text("a: [")  # cannot be read
     own.close()
     assert "the report goes without report.html" in text.getvalue()
-
-
-def test_nothing_is_made_before_there_is_a_line_of_metrics(tmp_path):
-    own, _ = recorder(tmp_path)
-    own.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_this_process_is_alive_and_another_with_its_number_is_not():

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.report.run_files import find_run
-from nemo_rl.report.watch import Watch, sparkline
+from nemo_rl.report.watch import Watch
 from tests.unit.report.runs import append, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -51,13 +51,6 @@ def test_a_dead_run_is_called_dead_and_the_age_of_its_last_line_is_said(tmp_path
     assert "dead: its process is gone; last line 3 min ago" in drawn(watch, now=watch.run.written_at + 180)
 
 
-def test_a_run_without_a_step_says_so(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    watch = Watch(tmp_path)
-    watch.update()
-    assert "no step is finished yet" in drawn(watch)
-
-
 def test_the_last_samples_are_shown_turn_by_turn(tmp_path):
     folder = write_run(tmp_path / "exp_000")
     messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "x" * 5000 + "THE END"}]
@@ -66,13 +59,6 @@ def test_the_last_samples_are_shown_turn_by_turn(tmp_path):
     (folder / "samples" / "policy-0_000003.js").write_text(f"nemo_rl_sample({json.dumps(sample)});\n")
     text = drawn(Watch(folder))
     assert "3/0/p:1/0" in text and "2+2" in text and "[…]" in text and "THE END" in text
-
-
-def test_a_sparkline_shows_the_course_and_skips_what_is_no_number():
-    assert sparkline([0, 1, 2, 3], 10) == "▁▃▆█"
-    assert sparkline([0.0, float("nan"), 7.0], 10) == "▁ █"
-    assert sparkline([1.0] * 100, 20) == "▁" * 20
-    assert sparkline([float("nan")], 5) == " "
 
 
 def test_the_newest_run_of_a_folder_is_taken(tmp_path):

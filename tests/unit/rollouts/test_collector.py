@@ -211,21 +211,6 @@ def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(kind, exce
     assert raised.value.is_of(KEEPER)
 
 
-class Mute(FakeGroup):
-    """Dies over every call that is no group."""
-
-    def call_one(self, index: int, method: str, *args: Any) -> Any:
-        raise error(WorkerDied, "rollout-0")
-
-
-def test_a_rollout_worker_that_dies_over_a_question_is_asked_again():
-    collector = OverFakes(Mute())
-    collector.submit(requests(2))
-    collector.use_generation(["engine 1"])
-    assert len(collector.groups) == 2 and collector.groups[1].asked[-2:] == ["g0", "g1"]
-    assert collector.groups[1].generations == [["engine 1"]] * 2
-
-
 class Playing(FakeGroup):
     """Groups whose first is done."""
 
@@ -248,52 +233,6 @@ def test_beside_training_engines_are_left_alone(synced):
     assert len(collector.finished(wait=False)) == 2
 
 
-def test_beside_training_a_rollout_worker_that_keeps_dying_ends_the_run():
-    collector = OverFakes(Playing(failures={0: error(WorkerDied, "rollout-0")}))
-    collector.submit(requests(2))
-    collector.poll()
-    assert len(collector.groups) == 2 and collector.groups[1].asked == ["g0", "g1"]
-    for _ in range(2):
-        collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
-        collector.poll()
-    collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
-    with pytest.raises(WorkerDied):
-        collector.poll()
-
-
-class Once(FakeGroup):
-    """A call is waited for once, whether it failed or not."""
-
-    def done(self, refs: Sequence[str]) -> list[str]:
-        return list(refs)
-
-    def wait(self, refs: Sequence[str]) -> list[str]:
-        for ref in refs:
-            del self.open[ref]
-        return super().wait(refs)
-
-    def start_one(self, index: int, method: str, request: GroupRequest) -> str:
-        ref = super().start_one(index, method, request)
-        self.open[ref] = None
-        return ref
-
-    open: dict[str, None]
-
-
-def test_poll_does_nothing_while_an_engine_is_replaced():
-    group = Once(failures={1: error(WorkerError, "rollout-0", "EngineDied")})
-    group.open = {}
-    collector = OverFakes(group)
-
-    def restart() -> list[str]:
-        collector.poll()  # the policy is waited for
-        return ["engine, started again"]
-
-    collector.restart_generation = restart
-    assert sorted(played(collector, 4, 2)) == ["g0", "g1", "g2", "g3"]
-    assert group.generations == [["engine, started again"]]
-
-
 def test_an_engine_that_does_not_start_is_tried_once():
     collector, starts = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")})), []
 
@@ -305,33 +244,6 @@ def test_an_engine_that_does_not_start_is_tried_once():
     with pytest.raises(WorkerError, match="generation-0-0 failed"):
         played(collector, 5, 2)
     assert starts == ["engine"]
-
-
-def test_the_device_is_free_while_an_engine_is_replaced():
-    collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
-    moves: list[str] = []
-    collector._accelerator = Accelerator(exclusive=True)
-    for name in (GENERATION, "refit"):
-        collector._accelerator.register(
-            name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}")
-        )
-
-    def restart() -> list[str]:
-        with collector._accelerator.hold("refit"):
-            return ["engine, started again"]
-
-    collector.restart_generation = restart
-    assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
-    assert moves == [f"+{GENERATION}", f"-{GENERATION}", "+refit", "-refit", f"+{GENERATION}"]
-
-
-def test_what_a_dead_rollout_worker_asked_of_the_engines_is_forgotten():
-    told: list[Any] = []
-    collector = OverFakes(FakeGroup(failures={2: error(WorkerDied, "rollout-0")}))
-    collector.abandon_requests = lambda: told.append("abandon")
-    collector.on_new_generation = told.append
-    assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
-    assert told == ["abandon", ["engine"]], "whoever else asks the engines asks again"
 
 
 def test_groups_are_held_as_long_as_anybody_has_their_handles():

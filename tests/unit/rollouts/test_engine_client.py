@@ -71,17 +71,6 @@ def test_a_request_that_nobody_waits_for_takes_no_slot_of_the_engine(wait):
     run(test())
 
 
-def test_an_answer_is_not_aborted():
-    async def test() -> None:
-        replica = FakeReplica()
-        engines = engines_of(replica)
-        await asyncio.gather(*(ask(engines, [1]) for _ in range(4)))
-        await settle()
-        assert replica.aborted == []
-
-    run(test())
-
-
 def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
     class Refuses(FakeReplica):
         async def drain(self) -> list[GenerationAnswer]:
@@ -153,21 +142,6 @@ def test_requests_wait_for_new_engines_and_are_asked_the_same_again():
         await settle()
         assert not died.done(), "the new ones live"
         died.cancel()
-
-    run(test())
-
-
-def test_a_living_replica_that_was_told_to_forget_is_asked_again():
-    async def test() -> None:
-        replica, other = FakeReplica(never), FakeReplica(never)
-        engines = engines_of(replica, other)
-        asked = ask(engines, [1])
-        await settle()
-        replica.answers = numbers
-        engines.replace([replica, FakeReplica()])
-        assert (await asked).token_ids == [11, 3]
-        await settle()
-        assert len(replica.asked) == 2 and replica.aborted == [replica.asked[0].request_id]
 
     run(test())
 

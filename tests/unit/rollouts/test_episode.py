@@ -133,33 +133,6 @@ def test_a_sample_has_the_answer_and_the_metrics_of_its_last_turn():
     assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([outcome(1.0, True)])).meta.answer is None
 
 
-def test_a_completion_at_its_token_limit_is_truncated_but_answered():
-    env = FakeEnvironment([outcome(1.0, True)])
-    sample = play(FakeEngine([([10] * 8, StopReason.LENGTH)]), env)
-    assert (sample.meta.status, sample.meta.reward) == (SampleStatus.TRUNCATED, 1.0)
-
-
-def test_an_episode_never_outgrows_its_limits():
-    engine = FakeEngine([([10] * 4, StopReason.STOP)] * 9)
-    sample = play(engine, FakeEnvironment([outcome(0.0, False)] * 9), max_total=12)
-    assert sample.meta.length <= 12 and sample.meta.status is SampleStatus.TRUNCATED
-    assert [params.max_new_tokens for _, params, _ in engine.asked] == [8, 3]
-    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([outcome(0.0, False)] * 2), max_turns=2)
-    assert (sample.meta.num_turns, sample.meta.status) == (2, SampleStatus.TRUNCATED)
-    assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10], "no observation after the last turn"
-
-
-def test_each_turn_is_noted():
-    engine = FakeEngine([([10, 11], StopReason.STOP), ([20] * 8, StopReason.LENGTH)])
-    meta = play(engine, FakeEnvironment([outcome(0.25, False), outcome(0.5, False)])).meta
-    first, second = meta.turns
-    assert (first.num_generated_tokens, first.num_env_tokens, first.reward) == (2, 2, 0.25)
-    assert (second.num_generated_tokens, second.num_env_tokens, second.reward) == (8, 0, 0.5)
-    assert (first.stop_reason, second.stop_reason) == (StopReason.STOP, StopReason.LENGTH)
-    assert (first.weight_version, second.weight_version) == (4, 5) and meta.weight_version == 4
-    assert all(turn.generation_s >= 0 and turn.env_s >= 0 for turn in meta.turns)
-
-
 @pytest.mark.parametrize(
     ("engine", "outcomes", "max_turns", "max_total", "limits"),
     [
@@ -175,13 +148,6 @@ def test_what_cut_an_episode_is_told(engine, outcomes, max_turns, max_total, lim
     meta = play(FakeEngine(engine), env, max_turns=max_turns, max_total=max_total).meta
     assert meta.status is SampleStatus.TRUNCATED and meta.num_turns == outcomes
     assert (meta.hit_turn_limit, meta.hit_total_token_limit) == limits
-
-
-def test_an_observation_without_room_behind_it_is_left_away():
-    sample = play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([outcome(0.0, False)]), max_total=6)
-    assert sample.token_ids.tolist() == [1, 2, 3, 10] and sample.meta.turns[0].num_env_tokens == 0
-    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([outcome(0.0, False)] * 2), max_total=7)
-    assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10]
 
 
 @pytest.mark.parametrize(
@@ -235,12 +201,6 @@ def test_an_answer_that_repeats_itself_to_its_end_is_a_loop():
     assert not ends_in_loop([*text, *text, *text])
     assert not ends_in_loop([*[7] * 40, *text])
     assert not ends_in_loop([])
-
-
-def test_a_turn_knows_that_it_ended_in_a_loop():
-    engine = FakeEngine([([5] * 40, StopReason.STOP), ([6, 7], StopReason.STOP)])
-    sample = play(engine, FakeEnvironment([outcome(0.0, False), outcome(1.0, True)]), max_new_tokens=40)
-    assert [turn.ends_in_loop for turn in sample.meta.turns] == [True, False] and sample.meta.ends_in_loop
 
 
 def test_a_sampled_image_token_is_counted_and_carries_no_loss():

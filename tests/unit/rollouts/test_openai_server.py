@@ -164,15 +164,6 @@ def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
     with_server(Engine(CALL), use)
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call"])
-def test_what_is_no_call_stays_text(text: str):
-    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
-        answer: Any = await client.chat.completions.create(model="any", messages=HELLO, tools=TOOLS)
-        assert answer.choices[0].message.content == text and not answer.choices[0].message.tool_calls
-
-    with_server(Engine(text), use)
-
-
 def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
     async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         answer: Any = await client.chat.completions.create(model="any", messages=HELLO, stop="=", logprobs=True)
@@ -230,20 +221,6 @@ def test_what_it_cannot_do_is_refused_by_name(request_body: dict[str, Any], name
     async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         with pytest.raises(openai.BadRequestError, match=named):
             await client.chat.completions.create(**{"model": "any", "messages": HELLO, **request_body})
-
-    with_server(Engine(), use)
-
-
-def test_what_asks_for_nothing_is_accepted():
-    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
-        await client.chat.completions.create(
-            model="any",
-            messages=HELLO,
-            frequency_penalty=0,
-            user="me",
-            response_format={"type": "text"},
-            max_tokens=None,
-        )
 
     with_server(Engine(), use)
 

@@ -93,18 +93,3 @@ def test_nobody_is_sampled_for_who_went_away():
             await server.stop()
 
     asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def test_a_port_that_is_taken_is_an_error():
-    async def main() -> None:
-        first = OpenAIServer(settings(), [])
-        port = await first.listen()
-        with pytest.raises(OSError):
-            await OpenAIServer(settings(port), []).listen()
-        await first.stop()
-
-    asyncio.run(main())
-
-
-def test_the_token_is_in_no_message():
-    assert "secret" not in repr(settings())

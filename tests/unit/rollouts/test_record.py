@@ -14,7 +14,6 @@ from nemo_rl.rollouts.records import (
     read_index,
     recorded_steps,
     step_folder,
-    steps_text,
     write_groups,
     write_step,
 )
@@ -69,14 +68,6 @@ def test_whatever_was_said_comes_back(tmp_path):
     assert read_groups(step_folder(tmp_path, 1))[0][0].samples[0].messages == groups[0].samples[0].messages
 
 
-def test_a_step_that_could_not_be_written_is_not_there(tmp_path):
-    record(tmp_path, 1)
-    groups = [group("1/0/d:0", 1.0, float("nan"))]  # breaks the writing in the middle of a line
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_step(tmp_path, index(2, groups), groups, ["math"])
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"] and recorded_steps(tmp_path) == [1]
-
-
 def test_what_a_killed_process_left_is_not_read_and_written_over(tmp_path):
     record(tmp_path, 1)
     (tmp_path / "tmp_step_000002").mkdir()
@@ -98,18 +89,6 @@ def test_a_damaged_step_is_refused(tmp_path):
         read_index(tmp_path, 1)
 
 
-def test_a_step_that_is_taken_again_replaces_the_first(tmp_path):
-    record(tmp_path, 1)
-    groups = [group("9/9/d:9", 1.0)]
-    write_step(tmp_path, index(1, groups), groups, ["math"])
-    assert read_index(tmp_path, 1).group_ids == ["9/9/d:9"]
-
-
-def test_the_newest_steps_are_kept(tmp_path):
-    record(tmp_path, 9, 10, 11, keep=2)
-    assert recorded_steps(tmp_path) == [10, 11]
-
-
 def test_later_steps_of_an_earlier_run_are_put_aside(tmp_path):
     record(tmp_path, 1, 2, 3)
     assert put_aside(tmp_path, 3) is None
@@ -118,12 +97,3 @@ def test_later_steps_of_an_earlier_run_are_put_aside(tmp_path):
     record(tmp_path, 2)
     again = put_aside(tmp_path, 0)
     assert again not in (None, aside) and recorded_steps(tmp_path) == []
-
-
-def test_steps_for_people():
-    assert [steps_text(steps) for steps in ([], [1], [1, 2, 3], [1, 3, 4, 7])] == [
-        "no step",
-        "1",
-        "1 to 3",
-        "1, 3 to 4, 7",
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,13 +58,6 @@ def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
     assert taken(buffer, 1, 2) == ["0"] and taken(buffer, 1, 3) == ["3"]
 
 
-def test_groups_that_would_all_be_due_at_once_are_due_earlier():
-    buffer = ReplayBuffer(groups_per_step=1, max_age=2, open_steps=3, order="arrival")
-    buffer.dispatch(requests(0, 3), 0)
-    buffer.finish([handle("1"), handle("2")])
-    assert taken(buffer, 1, 0) is None, "three of version 0 have three steps: one must be trained in each"
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 4),
@@ -109,9 +101,3 @@ def test_none_too_old_none_lost_none_twice(
     assert left.isdisjoint(trained) and left | set(trained) == set(dispatched_at)
     if order == "in_order":
         assert trained == sorted(trained, key=int)
-
-
-def test_more_than_the_window_has_room_for_is_our_mistake():
-    buffer = ReplayBuffer(groups_per_step=1, max_age=1, open_steps=2, order="in_order")
-    with pytest.raises(AssertionError, match="window of versions"):
-        buffer.dispatch(requests(0, 3), 0)

@@ -10,7 +10,6 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.group_keeper import GroupKeeper
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
@@ -107,16 +106,6 @@ def last_turn_of(num_generations: int) -> Any:
     return lambda request: None if len(request.prompt_token_ids) == 2 + 3 * (TURNS - 1) else numbers(request)
 
 
-def test_groups_that_end_together_are_stored_in_one_call():
-    async def test() -> None:
-        playing, keeper = worker(FakeReplica())
-        handles = await asyncio.gather(*(playing.collect(group(n)) for n in range(5)))
-        assert [handle.group_id for handle in handles] == [stored.group_id for stored in keeper.groups]
-        assert keeper.num_calls == 1
-
-    run(test())
-
-
 def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
     async def test() -> None:
         old = FakeReplica(last_turn_of(4))
@@ -180,20 +169,3 @@ def test_what_is_abandoned_leaves_the_engine():
         assert (await playing.collect(group())).group_id == "g0", "the same group may be asked for anew"
 
     run(test())
-
-
-class Ref:
-    """A reference with an id."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def hex(self) -> str:
-        return self.name
-
-
-def test_a_group_that_was_played_again_is_not_forgotten_for_the_first():
-    keeper = GroupKeeper()
-    keeper.groups = {"a": Ref("second"), "b": Ref("only")}  # type: ignore[dict-item]
-    asyncio.run(keeper.forget([("a", "first"), ("b", "only"), ("c", "unknown")]))
-    assert list(keeper.groups) == ["a"]

@@ -60,13 +60,6 @@ def test_the_worst_group_has_the_smallest_mean_reward_and_failures_are_no_zeros(
     assert "sample 1: failed, no reward" in text and "the environment was out" in text and "advantage" not in text
 
 
-def test_tokens_are_coloured_by_their_probability():
-    text = token_text(sample("s", 1.0), lambda ids: chr(ids[0]))
-    assert text.plain == "tokens: A[65] B[66] C[67 0.000] D[68 -2.000] E[69 -4.000]"
-    styles = [str(span.style) for span in text.spans]
-    assert styles[-3:] == ["not bold green", "not bold yellow", "bold red"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [("--group", "nobody"), ("--filter", "weather=bad"), ("--sample", "9"), ("--filter", "status=truncated")],

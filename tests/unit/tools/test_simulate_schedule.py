@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.rollouts.recorded import record
 from tools.simulate_schedule import (
     Engines,
     Measured,
-    Pool,
-    Prediction,
     Schedule,
     Simulation,
     main,
-    read_group_times,
     read_metrics,
-    recommended,
 )
 
 BALANCED = Measured(
@@ -43,23 +37,6 @@ def test_synchronous_is_the_sum_and_one_step_off_the_longer_of_the_two(generatio
         assert step_s(measured, one_off) == pytest.approx(max(generation_s, training_s) + sync_s)
 
 
-def test_idle_times_of_both_sides():
-    found = Simulation(replace(BALANCED, training_s=30.0), Engines(), replace(APART, max_age=1)).run()
-    assert found.step_s == pytest.approx(30) and found.training_idle == pytest.approx(0)
-    assert found.generation_idle == pytest.approx(2 / 3)
-    found = Simulation(replace(BALANCED, generation_s=30.0), Engines(), replace(APART, max_age=1)).run()
-    assert found.training_idle == pytest.approx(2 / 3) and found.generation_idle == pytest.approx(0)
-
-
-def test_other_numbers_of_devices():
-    assert step_s(BALANCED, replace(IN_TURNS, training_devices=8, generation_devices=8)) == pytest.approx(10)
-    # Half as many engines take twice as long; a lone group gets no faster than `lone_speedup`.
-    assert step_s(BALANCED, replace(APART, max_age=1, generation_devices=2)) == pytest.approx(20)
-    many = replace(APART, generation_devices=40)
-    assert step_s(BALANCED, many, Engines(lone_speedup=2.0)) == pytest.approx(15)
-    assert step_s(BALANCED, many, Engines(lone_speedup=1.0)) == pytest.approx(20)
-
-
 def test_a_straggler_holds_up_who_waits_for_it_and_nobody_else():
     """One group of eight takes ten times as long."""
     straggling = replace(BALANCED, group_s=(1.0,) * 7 + (10.0,), generation_s=10.0, groups_per_step=64, training_s=3.0)
@@ -70,33 +47,6 @@ def test_a_straggler_holds_up_who_waits_for_it_and_nobody_else():
     assert step_s(straggling, deep, engines) == pytest.approx(3, rel=0.05)
     arrival = replace(APART, max_age=4, in_flight=True, order="arrival")
     assert step_s(straggling, arrival, engines) <= step_s(straggling, replace(arrival, order="in_order"), engines)
-
-
-def test_the_measured_batch_takes_as_long_as_measured():
-    rng = random.Random(0)
-    measured = replace(BALANCED, group_s=tuple(rng.uniform(2, 9) for _ in range(50)), generation_s=12.0)
-    assert step_s(measured, IN_TURNS) == pytest.approx(22, rel=0.03)
-
-
-def test_groups_that_play_at_once_share_the_engines():
-    pool = Pool(capacity=2, max_speed=1.5)
-    pool.submit("long", 6.0)
-    assert pool.until(2.0) == []  # alone: 3 of 6 are done
-    for name in ("a", "b", "c"):
-        pool.submit(name, 1.0)
-    assert pool.until(4.0) == ["a", "b", "c"] and pool.now == 4.0  # four at speed 1/2
-    assert pool.next() == ["long"] and pool.now == pytest.approx(4.0 + 2.0 / 1.5)
-    assert pool.busy_s == pytest.approx(pool.now)
-
-
-def test_the_simplest_of_those_that_are_as_fast_is_recommended():
-    def prediction(seconds: float, **what: object) -> Prediction:
-        schedule = replace(APART, **what)  # type: ignore[arg-type]
-        return Prediction(schedule=schedule, step_s=seconds, training_idle=0.0, generation_idle=0.0)
-
-    slow, one, two = prediction(20), prediction(10.2, max_age=1), prediction(10, max_age=2)
-    assert recommended([slow, two, one]) is one
-    assert recommended([slow, two, prediction(11, max_age=1)]) is two
 
 
 def row(**metrics: float) -> dict[str, float]:
@@ -123,13 +73,6 @@ def test_phases_are_read_from_both_kinds_of_runs(tmp_path):
     file.write_text('{"step": 1}')
     with pytest.raises(ValueError, match="no run that samples"):
         read_metrics(file)
-
-
-def test_group_times_are_those_of_the_longest_sample(tmp_path):
-    record(tmp_path, 1, 2)
-    assert read_group_times(tmp_path) == ((1.25,) * 4, 2)
-    with pytest.raises(ValueError, match="no recorded step"):
-        read_group_times(tmp_path / "elsewhere")
 
 
 def test_the_command_prints_a_table_and_what_to_set(capsys):

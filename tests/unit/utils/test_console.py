@@ -54,20 +54,6 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
         assert text in shown
 
 
-def test_time_left_is_from_the_latest_steps():
-    clock = FakeClock()
-    with RunConsole(num_steps=100, file=io.StringIO(), clock=clock) as console:
-        assert console.seconds_left(0) == 0.0
-        for step, seconds in enumerate([1000.0] + [2.0] * 30, start=1):
-            clock.now += seconds
-            console.finish_step(step, {})
-        assert console.seconds_left(50) == pytest.approx(100.0)
-
-
-def test_a_healthy_step_raises_no_alarm():
-    assert alarms(METRICS) == []
-
-
 def test_samples_of_older_weights_disagree_by_design():
     stale = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
     assert (

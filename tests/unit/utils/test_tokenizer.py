@@ -73,8 +73,3 @@ def test_a_missing_template_says_what_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.tokenizer\.chat_template"):
         load(tmp_path)
     assert render(load(tmp_path, None)) == "ab"
-
-
-def test_an_unknown_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load(tmp_path / "nothing")

@@ -164,12 +164,6 @@ def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
     ]
 
 
-def test_a_defect_is_no_absent_server():
-    guarded = GuardedTracker("fake", FailingTracker, FailingTracker.failures())
-    with pytest.raises(ZeroDivisionError):
-        guarded.send(lambda tracker: 1 // 0)
-
-
 def test_a_missing_package_is_refused_by_key():
     with pytest.raises(ValueError, match=r"logger\.mlflow_enabled=true: mlflow is not installed.*--extra trackers"):
         check_packages(LoggerConfig(mlflow_enabled=True), find=lambda name: None)

@@ -79,16 +79,6 @@ def test_the_projects_own_extras_are_found() -> None:
         unmet_requirements("vlm", find_project_root())
 
 
-def test_drivers_environment_is_used_when_it_has_the_extra(project: Path) -> None:
-    assert python_executable_for("here", project) == sys.executable
-    assert not (project / "venvs").exists()
-
-
-def test_unmet_requirements_are_named(project: Path) -> None:
-    (unmet,) = unmet_requirements("broken", project)
-    assert unmet.startswith("six==0.0.0.1 (") and unmet.endswith(" is installed)")
-
-
 def test_made_once_and_again_when_the_project_changes(project: Path, fake_uv: Path) -> None:
     python = ensure_venv("old", project)
     assert python == str(project / "venvs" / "old" / "bin" / "python")
@@ -130,11 +120,6 @@ def test_two_drivers_build_once(project: Path, fake_uv: Path) -> None:
     for thread in threads:
         thread.join()
     assert num_calls(fake_uv) == 1
-
-
-def test_place_can_be_chosen(project: Path, fake_uv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(project / "elsewhere"))
-    assert ensure_venv("old", project) == str(project / "elsewhere" / "old" / "bin" / "python")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import split_return
-from nemo_rl.environments.config import EnvSection, SlidingPuzzleEnvironmentConfig
-from nemo_rl.environments.registry import find_env_class
 from nemo_rl.environments.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.utils.sliding_puzzle import reachable, render, solve
 
@@ -66,18 +64,6 @@ def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not()
     assert step.terminated and step.metadata["max_moves"] == 1
 
 
-def test_the_last_move_may_solve_it():
-    (step,) = steps(SlidingPuzzleEnv(OPTIONS), [log("<action>left</action>")], [begin([[1, 2], [0, 3]], num_moves=2)])
-    assert (step.reward, step.terminated) == (1.0, True)
-
-
-def test_a_step_depends_on_its_arguments_alone_and_leaves_them_alone():
-    env, metadata = SlidingPuzzleEnv(OPTIONS), begin([[0, 2], [1, 3]])
-    first = steps(env, [log("<action>left</action>")], [metadata])
-    assert metadata == begin([[0, 2], [1, 3]])
-    assert steps(env, [log("<action>left</action>")], [metadata]) == first
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -109,17 +95,3 @@ def test_success_and_moves_of_finished_games():
     }
     batch["rewards"] = torch.zeros(4)
     assert env.global_post_process_and_metrics(batch)[1]["moves_of_solved_games"] == 0.0
-
-
-def test_the_section_is_known_by_its_name_and_checked():
-    from pydantic import TypeAdapter
-
-    section = TypeAdapter(EnvSection).validate_python(
-        {"sliding_puzzle_game": {"type": "sliding_puzzle_game", "cfg": {"max_moves": 7}}}
-    )["sliding_puzzle_game"]
-    assert isinstance(section, SlidingPuzzleEnvironmentConfig)
-    assert (section.cfg.max_moves, section.cfg.game_config.size, section.cfg.game_config.shuffle_moves) == (7, 5, 10)
-    assert SlidingPuzzleEnv(section.model_dump(exclude={"type"})).max_moves == 7
-    assert find_env_class("sliding_puzzle_game") is SlidingPuzzleEnv
-    with pytest.raises(ValueError, match="size of a sliding puzzle"):
-        SlidingPuzzleEnvironmentConfig(cfg={"game_config": {"size": 1}})  # pyright: ignore[reportArgumentType]

@@ -28,14 +28,6 @@ def test_it_agrees_with_python(expression: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
-    [("2^10", "1024"), ("8/2", "4"), ("sqrt(2)**2", "2.0000000000000004"), ("-(3+4)", "-7"), ("max(1, 2) + pi*0", "2")],
-)
-def test_values(expression: str, value: str) -> None:
-    assert calculate(expression) == value
-
-
-@pytest.mark.parametrize(
     "expression",
     [
         "__import__('os').system('true')",

@@ -253,21 +253,6 @@ def test_a_function_that_hangs_takes_no_place_from_others():
     assert "the verifier" in judged.failure
 
 
-def test_an_abandoned_episode_stops_its_agent():
-    async def waits(task: AgentTask) -> None:
-        await asyncio.Event().wait()
-
-    async def main() -> AgentOutcome:
-        runner = AgentRunner({"run": f"{__name__}:hangs"})
-        runner.agent = waits
-        running = asyncio.create_task(runner.run(task_of(0)))
-        await asyncio.sleep(0.1)
-        await runner.stop(task_of(0).base_url)
-        return await asyncio.wait_for(running, 10.0)
-
-    assert asyncio.run(main()).end is AgentEnd.HUNG
-
-
 def task_of(number: int) -> AgentTask:
     return AgentTask(
         base_url=f"http://127.0.0.1:9/s/{number}/v1",

@@ -64,17 +64,6 @@ def test_rows_share_the_advantage_of_their_episode_whatever_their_number():
     assert advantages(scored) == [0.5, -0.5, 0.5, 0.25]
 
 
-def test_branches_with_rewards_of_their_own_are_compared_with_each_other():
-    played = group(episode("a", 1.0, [3, 4]), episode("b", 0.0, [2]))
-    for row, reward in zip(handle_of(played).rows, (1.0, 0.0, 0.5), strict=True):
-        row.own_reward = reward
-    [scored] = score_groups([handle_of(played)], GRPO)
-    assert scored.for_estimator().rewards == [1.0, 0.5, 0.0]  # by episode
-    assert advantages(scored) == [0.5, -0.5, 0.0]
-    scored.masks[0] = 0.0  # as `overlong_filtering` does
-    assert scored.for_estimator().num_loss_tokens == [0, 0, 2]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=8, max_size=8),

@@ -117,17 +117,6 @@ def test_the_order_of_arrival_does_not_change_the_rows(seed):
     assert rows == again
 
 
-def test_appending_makes_one_row():
-    tree = CallTree()
-    tree.add([1, 2], completion([3, 4], 0, 0))
-    tree.add([1, 2, 3, 4, 5], completion([6], 1, 1))
-    [row] = tree.branches()
-    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert row.token_mask.tolist() == [False, False, True, True, False, True]
-    assert [turn.weight_version for turn in row.turns] == [0, 1]
-    assert [turn.num_env_tokens for turn in row.turns] == [1, 0]
-
-
 @pytest.mark.parametrize("edited", [[1, 2, 3, 9, 5], [7, 2, 3, 4, 5], [1, 2, 3]])
 def test_what_the_model_did_not_sample_there_is_context(edited: list[int]):
     """An edited answer, an edited prompt, and an answer that was cut off."""
@@ -139,14 +128,3 @@ def test_what_the_model_did_not_sample_there_is_context(edited: list[int]):
         (1, 2, 3, 4): [False, False, True, True],
         (*edited, 6): [False] * len(edited) + [True],
     }
-
-
-def test_parallel_calls_share_a_prefix_that_is_trained_once():
-    tree = CallTree()
-    tree.add([1], completion([2], 0, 0))
-    for n in range(3):
-        tree.add([1, 2, 10 + n], completion([5], 0, n + 1))
-    rows = tree.branches()
-    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 10, 5], [1, 2, 11, 5], [1, 2, 12, 5]]
-    assert [row.token_mask.tolist()[1] for row in rows] == [True, False, False]
-    assert [row.num_prompt_tokens for row in rows] == [1, 3, 3]
