@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrain
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
 from nemo_rl.utils.checkpoint.manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
+from tests.tables import cases, pattern
 
 MINE = "data.default.env_name=mine"
 
@@ -73,40 +73,32 @@ def test_training_data(tmp_path, content, overrides, told):
         prepared(*SMALL, f"data.train.dataset_name={path}", *overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("data.train.dataset_name=arithmetics",), "did you mean arithmetic"),
-        (("data.train={dataset_name: arithmetic, kwargs: {samples: 3}}",), "num_samples, max_operand, operators; samp"),
-        (("data.default.processor=math_processor",), "did you mean math_data_processor"),
-        (("env.math.type=maths",), "did you mean math"),
-        (("+env.mine={type: nowhere.envs:MyEnv}", MINE), "no module 'nowhere' can be imported"),
-        (("policy.model_name=tiny:arithmetics",), "did you mean tiny:arithmetic"),
-        (("policy.model_name=./no/such",), r"policy\.model_name: directory './no/such' does not exist"),
-        (("policy.max_total_sequence_length=4096",), r"the 2048 positions .* policy.max_total_sequence_length=2048 or"),
-        (
-            (
-                "cluster.cpu_workers_per_node=8",
-                "policy.train_micro_batch_size=32",
-                "policy.generation.vllm_cfg.tensor_parallel_size=8",
-            ),
-            "does not divide the 4 attention heads of 'tiny:arithmetic'; these would: 1, 2, 4",
-        ),
-        (("policy.optimizer.name=torch.optim.Adamm",), r"policy\.optimizer\.name .torch.optim.Adamm.: module"),
-        (("policy.optimizer.kwargs.lr=abc",), r"policy\.optimizer\.kwargs: AdamW refuses .*'lr': 'abc'"),
-        (("+policy.hf_config_overrides={rope_theta: 500}",), r"has no rope_theta, so .* rope_parameters: \{rope_type"),
-        (("checkpointing.checkpoint_dir=taken/c",), r"checkpointing\.checkpoint_dir: cannot write to '.*taken/c'"),
-        (("logger.log_dir=taken",), r"logger\.log_dir: cannot write to 'taken'"),
-        (
-            ("+env.reward_model={model_name: rm}", "data.default.env_name=reward_model"),
-            r"reward model env\.reward_model, .* set processor: conversation_processor",
-        ),
-    ],
-)
-def test_names_sizes_and_folders(tmp_path, overrides, told):
+REFUSED = """
+data.train.dataset_name=arithmetics -> did you mean arithmetic
+data.train={dataset_name: arithmetic, kwargs: {samples: 3}} -> num_samples, max_operand, operators; samp
+data.default.processor=math_processor -> did you mean math_data_processor
+env.math.type=maths -> did you mean math
++env.mine={type: nowhere.envs:MyEnv} & data.default.env_name=mine -> no module 'nowhere' can be imported
+policy.model_name=tiny:arithmetics -> did you mean tiny:arithmetic
+policy.model_name=./no/such -> policy.model_name: directory './no/such' does not exist
+policy.max_total_sequence_length=4096 -> the 2048 positions ... policy.max_total_sequence_length=2048 or
+cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32 & policy.generation.vllm_cfg.tensor_parallel_size=8
+    -> does not divide the 4 attention heads of 'tiny:arithmetic'; these would: 1, 2, 4
+policy.optimizer.name=torch.optim.Adamm -> policy.optimizer.name 'torch.optim.Adamm': module
+policy.optimizer.kwargs.lr=abc -> policy.optimizer.kwargs: AdamW refuses ... 'lr': 'abc'
++policy.hf_config_overrides={rope_theta: 500} -> has no rope_theta, so ... rope_parameters: {rope_type
+checkpointing.checkpoint_dir=taken/c -> checkpointing.checkpoint_dir: cannot write to ' ... taken/c'
+logger.log_dir=taken -> logger.log_dir: cannot write to 'taken'
++env.reward_model={model_name: rm} & data.default.env_name=reward_model
+    -> reward model env.reward_model, ... set processor: conversation_processor
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED))
+def test_names_sizes_and_folders(tmp_path, given, told):
     (tmp_path / "taken").touch()
-    with pytest.raises(USER_ERRORS, match=told):
-        prepared(*overrides)
+    with pytest.raises(USER_ERRORS, match=pattern(told)):
+        prepared(*given)
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -216,52 +208,52 @@ def ranks(number: int) -> tuple[str, ...]:
     return (f"cluster.cpu_workers_per_node={number}", "policy.train_micro_batch_size=32")
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "told"),
-    [
-        ("narrow", (), r"policy\.tokenizer\.name: .* has 264 tokens, more than the 100 of '.*narrow'"),
-        # tensor parallel
-        (
-            "gptj",
-            (*ranks(2), f"{D}.tensor_parallel_size=2"),
-            r"no tensor-parallel plan is known for GPTJ.*write one and ",
-        ),
-        (None, (*ranks(4), f"{D}.tensor_parallel_size=4"), r"not divide the 2 key/value heads .* these would: 1, 2"),
-        (
-            None,
-            (*ranks(2), f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=nowhere.plans:plan"),
-            "no module .nowhere. can be imported .* importable where the job is started and on every node",
-        ),
-        # context parallel, packing
-        ("gemma2", (*ranks(2), f"{D}.context_parallel_size=2"), "cannot be cut over ranks, because .* soft-capped"),
-        ("gemma2", (PACKED,), r"cannot lie end to end, because .* soft-capped.*dynamic_batching\.enabled=true"),
-        ("gemma2", ("policy.padding_free=true",), r"policy\.padding_free=true: .* set it to null or false"),
-        # pipeline
-        (
-            None,
-            (*ranks(2), f"{D}.pipeline_parallel_size=2"),
-            "shares one matrix between its embeddings .* and its head",
-        ),
-        ("untied", (*ranks(4), f"{D}.pipeline_parallel_size=4"), "has 2 layers; use at most 2 stages"),
-        # experts
-        (None, (*ranks(2), f"{D}.expert_parallel_size=2"), "dense model and has no experts to spread; set it to 1"),
-        ("moe", (*ranks(8), f"{D}.expert_parallel_size=8"), "not divide the 4 experts .* these would: 1, 2, 4"),
-        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no metrics of exper"),
-        # adapters
-        (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_projj]"), "matches no linear .* mean 'q_proj'"),
-        (None, (LORA, f"{D}.lora_cfg.exclude_modules=['*.attn.*']"), r"exclude_modules: '\*\.attn\.\*' matches no"),
-        (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[lm_head]"), "the output head, which cannot be adapted"),
-        (
-            None,
-            (LORA, f"{D}.lora_cfg.dim=100"),
-            r"dim=100 is more than the full rank 64 of k_proj, v_proj; set .*dim=64",
-        ),
-        (None, (LORA, f"{D}.lora_cfg.adapter_path=nowhere"), "nowhere is no adapter in PEFT's format: adapter_config"),
-    ],
-)
-def test_layouts_and_adapters_that_the_model_cannot_have(families, family, overrides, told):
-    model = () if family is None else (f"policy.model_name={families / family}",)
-    with pytest.raises(ValueError, match=told):
+OF_MODELS = """
+narrow -> policy.tokenizer.name: ... has 264 tokens, more than the 100 of ' ... narrow'
+gptj & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=2
+    -> no tensor-parallel plan is known for GPTJ ... write one and
+tiny & cluster.cpu_workers_per_node=4 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=4
+    -> not divide the 2 key/value heads ... these would: 1, 2
+tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=2
+    & policy.dtensor_cfg.custom_parallel_plan=nowhere.plans:plan
+    -> no module 'nowhere' can be imported ... importable where the job is started and on every node
+gemma2 & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32
+    & policy.dtensor_cfg.context_parallel_size=2
+    -> cannot be cut over ranks, because ... soft-capped
+gemma2 & policy.sequence_packing.enabled=true
+    -> cannot lie end to end, because ... soft-capped ... dynamic_batching.enabled=true
+gemma2 & policy.padding_free=true -> policy.padding_free=true: ... set it to null or false
+tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.pipeline_parallel_size=2
+    -> shares one matrix between its embeddings ... and its head
+untied & cluster.cpu_workers_per_node=4 & policy.train_micro_batch_size=32
+    & policy.dtensor_cfg.pipeline_parallel_size=4
+    -> has 2 layers; use at most 2 stages
+tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.expert_parallel_size=2
+    -> dense model and has no experts to spread; set it to 1
+moe & cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.expert_parallel_size=8
+    -> not divide the 4 experts ... these would: 1, 2, 4
+tiny & checkpointing.metric_name=train:moe/router_entropy -> is a dense model and has no metrics of exper
+tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.match_all_linear=false
+    & policy.dtensor_cfg.lora_cfg.target_modules=[q_projj]
+    -> matches no linear ... mean 'q_proj'
+tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.exclude_modules=['*.attn.*']
+    -> exclude_modules: '*.attn.*' matches no
+tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.match_all_linear=false
+    & policy.dtensor_cfg.lora_cfg.target_modules=[lm_head]
+    -> the output head, which cannot be adapted
+tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.dim=100
+    -> dim=100 is more than the full rank 64 of k_proj, v_proj; set ... dim=64
+tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.adapter_path=nowhere
+    -> nowhere is no adapter in PEFT's format: adapter_config
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(OF_MODELS))
+def test_layouts_and_adapters_that_the_model_cannot_have(families, given, told):
+    """Of each case: a family of models, then what the command line adds."""
+    family, *overrides = given
+    model = () if family == "tiny" else (f"policy.model_name={families / family}",)
+    with pytest.raises(ValueError, match=pattern(told)):
         prepared(*model, *overrides)
 
 
@@ -382,11 +374,9 @@ def test_the_command_ends_with_status_2_and_one_message(tmp_path, monkeypatch, a
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert time.monotonic() - started < 30
     text = done.stdout + done.stderr
     assert done.returncode == 2, text
     assert told in text and "Traceback" not in text

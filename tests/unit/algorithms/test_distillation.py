@@ -23,6 +23,7 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
 from tests.fakes import FakePolicy, keys_of_plan, sample_meta
+from tests.tables import cases, pattern
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.config.run_configs import MINIMAL
 
@@ -181,40 +182,34 @@ def test_every_task_has_one_teacher(tasks, message):
         tasks_by_teacher(build(sections=TWO), tasks)
 
 
-@pytest.mark.parametrize(
-    ("sections", "overrides", "message"),
-    [
-        ({}, (), r"teacher: is required, e.g. .* or name several in `teachers`"),
-        (ONE | TWO, (), r"teacher.model_name: there is one teacher, or several"),
-        (ONE, ("+distillation.task_to_teacher={a: b}",), r"`teacher` teaches everything"),
-        (TWO, ("distillation.task_to_teacher.sums=algebr",), r"no section teachers.algebr; did you mean algebra\?"),
-        (TWO, ("distillation.task_to_teacher.sums=geometry",), r"teachers.algebra.model_name: teaches nothing"),
-        (TWO, ("distillation.topk_logits_k=null",), r"null with several teachers; use 64"),
-        (ONE, ("distillation.topk_logits_k=null", "loss_fn.zero_outside_topk=true"), r"nothing is outside"),
-        (ONE, ("policy.generation.top_p=0.9",), r"policy.generation.top_p.*set top_p=1 and top_k=null"),
-        (ONE, ("teacher.max_total_sequence_length=100",), r"100 is less than policy.max_total_sequence_length=512"),
-        (ONE, ("teacher.reward_model_cfg.enabled=true",), r"a teacher has the head of a language model"),
-        (
-            ONE,
-            ("teacher.sequence_packing={enabled: true, logprob_mb_tokens: 100}",),
-            r"teacher.sequence_packing.logprob_mb_tokens.*too little for teacher.max_total_sequence_length=512",
-        ),
-        (
-            TWO,
-            ("teachers.algebra.dynamic_batching={enabled: true, logprob_mb_tokens: 100}",),
-            r"teachers.algebra.dynamic_batching.logprob_mb_tokens.*use at least 512",
-        ),
-        (ONE, ("teacher.dtensor_cfg.tensor_parallel_size=2",), r"teacher.dtensor_cfg.tensor_parallel_size"),
-        (
-            ONE,
-            ("distillation.teacher_resources={gpus_per_node: 3}",),
-            r"the 128 samples of a step cannot be shared by the 3 data ranks of teacher; make them a multiple of 3",
-        ),
-        (ONE, ("checkpointing.metric_name=train:reverse_k",), r"did you mean train:reverse_kl\?"),
-    ],
-)
-def test_what_cannot_work_is_named(sections, overrides, message):
-    with pytest.raises(ConfigError, match=message):
+REFUSED = """
+nobody -> teacher: is required, e.g. ... or name several in `teachers`
+both -> teacher.model_name: there is one teacher, or several
+one & +distillation.task_to_teacher={a: b} -> `teacher` teaches everything
+two & distillation.task_to_teacher.sums=algebr -> no section teachers.algebr; did you mean algebra?
+two & distillation.task_to_teacher.sums=geometry -> teachers.algebra.model_name: teaches nothing
+two & distillation.topk_logits_k=null -> null with several teachers; use 64
+one & distillation.topk_logits_k=null & loss_fn.zero_outside_topk=true -> nothing is outside
+one & policy.generation.top_p=0.9 -> policy.generation.top_p ... set top_p=1 and top_k=null
+one & teacher.max_total_sequence_length=100 -> 100 is less than policy.max_total_sequence_length=512
+one & teacher.reward_model_cfg.enabled=true -> a teacher has the head of a language model
+one & teacher.sequence_packing={enabled: true, logprob_mb_tokens: 100}
+    -> teacher.sequence_packing.logprob_mb_tokens ... too little for teacher.max_total_sequence_length=512
+two & teachers.algebra.dynamic_batching={enabled: true, logprob_mb_tokens: 100}
+    -> teachers.algebra.dynamic_batching.logprob_mb_tokens ... use at least 512
+one & teacher.dtensor_cfg.tensor_parallel_size=2 -> teacher.dtensor_cfg.tensor_parallel_size
+one & distillation.teacher_resources={gpus_per_node: 3}
+    -> the 128 samples of a step cannot be shared by the 3 data ranks of teacher; make them a multiple of 3
+one & checkpointing.metric_name=train:reverse_k -> did you mean train:reverse_kl?
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED))
+def test_what_cannot_work_is_named(given, told):
+    """Of each case: who teaches, then what the command line adds."""
+    who, *overrides = given
+    sections = {"nobody": {}, "one": ONE, "two": TWO, "both": ONE | TWO}[who]
+    with pytest.raises(ConfigError, match=pattern(told)):
         build(*overrides, sections=sections)
 
 

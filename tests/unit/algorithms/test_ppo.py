@@ -15,6 +15,7 @@ from nemo_rl.config.loader import build_config
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, keys_of_plan
+from tests.tables import cases, pattern
 from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
 from tests.unit.config.run_configs import MINIMAL
 
@@ -103,30 +104,26 @@ def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_pa
     assert run.policy.calls == ["value.restart"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("value.train_global_batch_size=3",), r"value.train_global_batch_size=3: 3 does not divide the 512 samples"),
-        (("value.dtensor_cfg.tensor_parallel_size=2",), r"value.dtensor_cfg.tensor_parallel_size"),
-        (("value.reward_model_cfg.enabled=false",), r"value.reward_model_cfg.*reward_model_type: regression"),
-        (("value.max_total_sequence_length=100",), r"value.max_total_sequence_length=100: 100 is less than policy"),
-        (
-            ("value.sequence_packing={enabled: true, train_mb_tokens: 100}",),
-            r"value.sequence_packing.train_mb_tokens.*too little for value.max_total_sequence_length=512",
-        ),
-        (("value.nonfinite_action=skip",), r"value.nonfinite_action=skip: must equal policy.nonfinite_action=stop"),
-        (("loss_fn.force_on_policy_ratio=true",), r"force_on_policy_ratio.*there are 4; .*ppo.ppo_epochs=1"),
-        (
-            ("ppo.skip_reference_policy_logprobs_calculation=true",),
-            r"ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them",
-        ),
-        (("ppo.use_dynamic_sampling=true",), r"not supported yet: ppo.use_dynamic_sampling"),
-        (("checkpointing.metric_name=train:value/los",), r"did you mean train:value/loss\?"),
-    ],
-)
-def test_what_cannot_work_is_named(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        build(*overrides)
+REFUSED = """
+value.train_global_batch_size=3 -> value.train_global_batch_size=3: 3 does not divide the 512 samples
+value.dtensor_cfg.tensor_parallel_size=2 -> value.dtensor_cfg.tensor_parallel_size
+value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_model_type: regression
+value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
+value.sequence_packing={enabled: true, train_mb_tokens: 100}
+    -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
+value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action=stop
+loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
+ppo.skip_reference_policy_logprobs_calculation=true
+    -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
+ppo.use_dynamic_sampling=true -> not supported yet: ppo.use_dynamic_sampling
+checkpointing.metric_name=train:value/los -> did you mean train:value/loss?
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED))
+def test_what_cannot_work_is_named(given, told):
+    with pytest.raises(ConfigError, match=pattern(told)):
+        build(*given)
 
 
 def test_the_value_model_takes_after_the_policy():

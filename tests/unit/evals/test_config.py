@@ -11,6 +11,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.generation.config import GenerationConfig
+from tests.tables import cases, pattern
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "examples" / "configs" / "evals").glob("*.yaml"))
@@ -43,31 +44,29 @@ def test_what_follows_from_what():
     assert config.generation.vllm_cfg.gpu_memory_utilization == 0.9
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["eval.k_value=9"], r"eval.k_value.*9 is more than num_tests_per_prompt=8"),
-        (["generation.temperature=0"], r"generation.temperature.*0 gives 8 equal samples of each prompt"),
-        (["generation.val_temperature=0.5"], r"generation.val_temperature.*for validation during training"),
-        (["generation.num_prompts_per_step=0"], r"num_prompts_per_step.*must be 1 or more, or -1"),
-        (["eval.k_valu=2"], "the nearest valid key is eval.k_value"),
-        (["eval.metric=maj@k"], r"eval.metric.*must be 'pass@k' or 'cons@k'"),
-        (["data.dataset_name=null"], r"data.dataset_name.*name a dataset"),
-        (["data.datasets=[{dataset_name: gsm8k}]"], r"data.datasets.*both set"),
-        (["data.dataset_name=gsm8k", "data.solution_key=a"], r"data.solution_key.*gsm8k has columns of its own"),
-        (["data.env_name=mth"], r"data.env_name.*no section env.mth; did you mean math\?"),
-        (["data.dataset_name=mmlu", "~env.multichoice"], r"no math environment judges the answers of mmlu: add"),
-        (["data.max_input_seq_length=99"], r"more than generation.vllm_cfg.max_model_len=48"),
-        (["generation.vllm_cfg.tensor_parallel_size=2"], "engines of 2 do not fill nodes of 1 CPU workers"),
-        (
-            ["eval.metric=cons@k", "+env.rm={type: reward_model, model_name: m}", "data.env_name=rm"],
-            r"cons@k takes a vote on answers, and env.rm \(reward_model\) finds none",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(overrides, told):
-    with pytest.raises(ConfigError, match=told):
-        load(*overrides)
+REFUSED = """
+eval.k_value=9 -> eval.k_value ... 9 is more than num_tests_per_prompt=8
+generation.temperature=0 -> generation.temperature ... 0 gives 8 equal samples of each prompt
+generation.val_temperature=0.5 -> generation.val_temperature ... for validation during training
+generation.num_prompts_per_step=0 -> num_prompts_per_step ... must be 1 or more, or -1
+eval.k_valu=2 -> the nearest valid key is eval.k_value
+eval.metric=maj@k -> eval.metric ... must be 'pass@k' or 'cons@k'
+data.dataset_name=null -> data.dataset_name ... name a dataset
+data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
+data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has columns of its own
+data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
+data.dataset_name=mmlu & ~env.multichoice -> no math environment judges the answers of mmlu: add
+data.max_input_seq_length=99 -> more than generation.vllm_cfg.max_model_len=48
+generation.vllm_cfg.tensor_parallel_size=2 -> engines of 2 do not fill nodes of 1 CPU workers
+eval.metric=cons@k & +env.rm={type: reward_model, model_name: m} & data.env_name=rm
+    -> cons@k takes a vote on answers, and env.rm (reward_model) finds none
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED))
+def test_what_cannot_work_is_refused(given, told):
+    with pytest.raises(ConfigError, match=pattern(told)):
+        load(*given)
 
 
 def test_each_dataset_has_its_processor_and_its_judge():

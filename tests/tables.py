@@ -1,0 +1,32 @@
+"""Tables of what a user can write and what is said of it, as text.
+
+    grpo.seed=x & policy.precision=int7 -> grpo.seed ... must be a valid integer
+    grpo.seed=7 -> fine
+
+A line is overrides with `&` between them, and parts of the message in their order with ` ... ` between them. What
+begins with `->`, `&` or `...` goes on with the line before.
+"""
+
+from __future__ import annotations
+
+import re
+
+FINE = "fine"
+
+
+def cases(text: str) -> list[tuple[tuple[str, ...], str]]:
+    """(overrides, message) of every line."""
+    lines = re.sub(r"\s*\n\s*(?=->|&|\.\.\.)", " ", text).splitlines()
+    rows = [line.strip().partition(" -> ") for line in lines if line.strip()]
+    assert all(message for _, _, message in rows), rows
+    return [(tuple(left.split(" & ")), message) for left, _, message in rows]
+
+
+def pattern(message: str) -> str:
+    """A regular expression for a message of a table."""
+    return "(?s)" + ".*".join(re.escape(part) for part in message.split(" ... "))
+
+
+def said_once(message: str, text: str) -> None:
+    """One line of an error has the parts of the message."""
+    assert sum(re.search(pattern(message), line) is not None for line in text.splitlines()) == 1, text
