@@ -64,9 +64,8 @@ GROUPS = {
         ("nemo_rl/data/packing.py", "nemo_rl/algorithms/plan/batch.py"),
         (
             "tests/unit/data/test_packing.py",
-            "tests/unit/data/test_balancing.py",
             "tests/unit/algorithms/test_rollout_batch.py",
-            "tests/unit/algorithms/test_optimizer_steps.py",
+            "tests/unit/algorithms/test_trainer.py",
         ),
     ),
     "weight transfer": Group(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,34 +117,44 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def small(section: str) -> tuple[str, ...]:
-    """`SMALL` for another algorithm that samples; every checkpoint also holds its models as Hugging Face has them."""
-    return (*(text.replace("grpo.", f"{section}.") for text in SMALL), "checkpointing.save_consolidated=true")
+    """`SMALL` for another algorithm that samples."""
+    return tuple(text.replace("grpo.", f"{section}.") for text in SMALL)
 
 
-def resumes_bit_for_bit(
-    folder: Path, script: Path, config: Path, overrides: tuple[str, ...], *models: str, at_once: bool = False
-) -> None:
-    """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command.
+def continues_bit_for_bit(
+    folder: Path,
+    *overrides: str,
+    script: Path = SCRIPT,
+    config: Path = CPU_CONFIG,
+    killed_in: int = 5,
+    save_period: int = 2,
+    models: Sequence[str] = ("policy",),
+) -> tuple[list[dict[str, Any]], Finished]:
+    """kill -9 of the driver in a step; the newest checkpoint is put aside; then the same command.
 
-    `models` are folders of the checkpoint of step 4, somewhere under `results`, whose weights are compared. `at_once`:
-    the run that is left alone goes on beside the one that is killed, which is for small ones.
+    It goes on from the checkpoint before. The steps that it takes again and the models of the newest checkpoint are
+    those of the first run, to the bit. Returns the rows of the steps that were not taken again, and the second run.
     """
-    alone = start(folder / "whole", *overrides, script=script, config=config)
-    whole = None if at_once else end(alone, folder / "whole")
-    process = run_until(folder / "killed", "step 3/4", *overrides, script=script, config=config)
+    overrides = (*overrides, "++checkpointing.save_consolidated=true")
+    process = run_until(folder, f"step {killed_in}/", *overrides, script=script, config=config)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = whole or end(alone, folder / "whole")
-    assert whole.status == 0, whole.output[-4000:]
-    again = run(folder / "killed", *overrides, script=script, config=config)
+    before = Finished(status=process.returncode, output="", folder=folder).metrics
+    newest = killed_in // save_period * save_period
+    start = newest - save_period
+    (put_aside,) = folder.glob(f"results/*/step_{newest}")
+    want = {model: weights_of(put_aside, model) for model in models}
+    put_aside.rename(folder / "put_aside")
+    again = run(folder, *overrides, script=script, config=config)
     assert again.status == 0, again.output[-4000:]
-    assert "step_2 after step 2" in again.output
-    assert comparable(again.metrics) == [row for row in comparable(whole.metrics) if row["step"] > 2]
-    (step_4,) = (folder / "whole").glob("results/*/step_4")
+    assert f"step_{start} after step {start}" in again.output
+    repeated = [row for row in before if row["step"] > start]
+    assert comparable(again.metrics)[: len(repeated)] == comparable(repeated) and len(repeated) > save_period
     for model in models:
-        directories = (step_4, folder / "killed" / step_4.relative_to(folder / "whole"))
-        want, got = (weights_of(step, model) for step in directories)
-        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), model
+        got = weights_of(put_aside, model)
+        assert want[model].keys() == got.keys(), model
+        assert all(torch.equal(want[model][name], got[name]) for name in got), model
+    return before[: len(before) - len(repeated)], again
 
 
 def weights_of(step: Path, model: str) -> dict[str, torch.Tensor]:

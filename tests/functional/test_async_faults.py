@@ -88,15 +88,12 @@ def killings(*roles: str) -> list[Fault]:
     return faults
 
 
-@pytest.mark.over_20s("a run whose engine is replaced twice, which takes what a start takes")
-def test_engines_that_are_killed_in_an_asynchronous_run_are_replaced(tmp_path: Path):
-    """Weights arrive in flight; the engine alone in one phase, its whole worker in another."""
-    faults = [
-        Fault(step=2, phase="exposed_generation", role="engine", after_s=0.02),
-        Fault(step=4, phase="weight_sync", role="generation", after_s=0.02),
-    ]
-    finished = play(tmp_path, faults, "grpo.max_num_steps=6")
-    check_healed(finished, faults, 6, 2)
+@pytest.mark.over_20s("a run whose engine is replaced, which takes what a start takes")
+def test_an_engine_that_is_killed_in_an_asynchronous_run_is_replaced(tmp_path: Path):
+    """Weights arrive in flight."""
+    faults = [Fault(step=2, phase="exposed_generation", role="engine", after_s=0.02)]
+    finished = play(tmp_path, faults, "grpo.max_num_steps=3")
+    check_healed(finished, faults, 3, 2)
     assert max(row["train/weight_version_lag/max"] for row in finished.metrics if row["step"] > 0) > 0
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.functional.cli import ROOT, resumes_bit_for_bit, run, small
+from tests.functional.cli import ROOT, continues_bit_for_bit, run, small
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -33,7 +33,9 @@ def test_the_student_learns_what_the_teacher_knows(tmp_path):
 
 
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, small("distillation"), "policy", at_once=True)
+    continues_bit_for_bit(
+        tmp_path, *small("distillation"), "distillation.max_num_steps=6", script=SCRIPT, config=CPU_CONFIG
+    )
 
 
 def test_two_teachers_apart_from_the_student(tmp_path):

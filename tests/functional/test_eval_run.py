@@ -41,32 +41,43 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["prompt_id"], line["sample_index"]))
 
 
-@pytest.mark.over_20s("two starts of an engine")
+ASKED = "data.kwargs.num_samples=120"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an evaluation."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, ASKED)
+    return folder
+
+
+@pytest.mark.over_20s("a start of an engine")
 @pytest.mark.timeout(600)
-def test_what_a_kill_leaves_is_completed_with_the_same_samples(tmp_path):
-    """The file ends in the middle of a line, as kill -9 leaves it; then other metrics of what is there."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole, "data.kwargs.num_samples=120")
-    shutil.copytree(whole, killed, symlinks=True)
-    (killed / "results.json").unlink()
-    written = (whole / "samples.jsonl").read_bytes()
-    (killed / "samples.jsonl").write_bytes(written[: len(written) // 2])
-    num_left = (killed / "samples.jsonl").read_bytes().count(b"\n") // 8
-    output = run(killed, "data.kwargs.num_samples=120")
-    assert f"{num_left} of 120 prompts are there already" in output and 30 < num_left < 90
-    assert samples(killed) == samples(whole) and len(samples(whole)) == 960
-    results = json.loads((whole / "results.json").read_text())
-    assert json.loads((killed / "results.json").read_text())["overall"] == results["overall"]
-    overall = results["overall"]
+def test_an_evaluation_and_other_metrics_of_what_is_there(whole):
+    overall = json.loads((whole / "results.json").read_text())["overall"]
+    assert len(samples(whole)) == 960
     assert 0.3 < overall["mean"] < 0.5 and overall["mean_ci95"][0] < overall["mean"] < overall["mean_ci95"][1]
     assert overall["pass_at"]["1"] == pytest.approx(overall["mean"]) and overall["score"] == overall["pass_at"]["4"]
     assert overall["pass_at"]["1"] < overall["pass_at"]["4"] < overall["pass_at"]["8"]
     right = [line for line in samples(whole) if line["reward"] == 1.0]
     assert all(line["answer"] == line["expected_answer"] for line in right)
-
-    output = run(whole, "data.kwargs.num_samples=120", "eval.metric=cons@k", "eval.k_value=8")
-    assert "is finished" in output and "cons@8" in output and "Starting Ray" not in output.rpartition("is finished")[2]
+    output = run(whole, ASKED, "eval.metric=cons@k", "eval.k_value=8").rpartition("is finished")[2]
+    assert "cons@8" in output and "Starting Ray" not in output
     assert json.loads((whole / "results.json").read_text())["metric"] == "cons@8"
+
+
+@pytest.mark.slow
+def test_what_a_kill_leaves_is_completed_with_the_same_samples(whole, tmp_path):
+    """The file ends in the middle of a line, as kill -9 leaves it."""
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    (tmp_path / "results.json").unlink()
+    written = (whole / "samples.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").write_bytes(written[: len(written) // 2])
+    num_left = (tmp_path / "samples.jsonl").read_bytes().count(b"\n") // 8
+    output = run(tmp_path, ASKED)
+    assert f"{num_left} of 120 prompts are there already" in output and 30 < num_left < 90
+    assert samples(tmp_path) == samples(whole)
 
 
 # -- before anything starts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL, Finished, resumes_bit_for_bit, run, small
+from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, Finished, continues_bit_for_bit, run, small
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -87,8 +87,7 @@ def test_weights_of_experts_on_two_ranks_reach_the_engine(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    overrides = (*SMALL, "checkpointing.save_consolidated=true")
-    resumes_bit_for_bit(tmp_path, SCRIPT, MEGATRON_CONFIG, overrides, "policy", at_once=True)
+    continues_bit_for_bit(tmp_path, *SMALL, "grpo.max_num_steps=6", config=MEGATRON_CONFIG)
 
 
 SUPERVISED = {

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.functional.cli import ROOT, resumes_bit_for_bit, run, small
+from tests.functional.cli import ROOT, continues_bit_for_bit, run, small
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -39,10 +39,12 @@ def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     """With the reference policy, and a value model in micro-batches of its own."""
     overrides = (
         *small("ppo"),
+        "ppo.max_num_steps=6",
         "ppo.skip_reference_policy_logprobs_calculation=false",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "loss_fn.use_kl_in_reward=true",
         "value.train_global_batch_size=8",
         "value.train_micro_batch_size=4",
     )
-    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, overrides, "policy", "value", at_once=True)
+    models = ("policy", "value")
+    continues_bit_for_bit(tmp_path, *overrides, script=SCRIPT, config=CPU_CONFIG, models=models)

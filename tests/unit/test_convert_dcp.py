@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -207,13 +205,10 @@ def test_a_damaged_step_is_refused_by_file(tmp_path):
         convert(step, tmp_path / "out")
 
 
-def test_what_is_no_checkpoint_ends_with_status_2_and_what_to_give(tmp_path):
+def test_what_is_no_checkpoint_ends_with_status_2_and_what_to_give(tmp_path, capsys):
     (tmp_path / "c" / "policy" / "weights").mkdir(parents=True)
-    script = Path(__file__).parents[2] / "examples" / "converters" / "convert_dcp_to_hf.py"
-    command = [sys.executable, str(script), "--checkpoint", str(tmp_path / "c"), "--hf-ckpt-path", str(tmp_path / "o")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert "holds no policy/weights; give a step_N directory" in ended.stderr and "Traceback" not in ended.stderr
+    assert convert_dcp_to_hf.main([f"--checkpoint={tmp_path}/c", f"--hf-ckpt-path={tmp_path}/o"]) == 2
+    assert "holds no policy/weights; give a step_N directory" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
 

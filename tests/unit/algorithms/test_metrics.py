@@ -1,13 +1,31 @@
+"""Metrics of rollouts, validation, tasks and devices, and their names in the configuration."""
+
+from __future__ import annotations
+
 import dataclasses
+import math
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.algorithms.config import metric_names
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl.algorithms.config.metric_names import NUM_TURNS_REPORTED, turns
+from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
+from nemo_rl.algorithms.setup.rollouts import first_prompts
 from nemo_rl.algorithms.trainers.metrics import (
     best_of_k,
+    by_task,
+    idle_metrics,
+    idle_verdict,
     pass_at_k,
     performance_metrics,
     rollout_metrics,
@@ -15,8 +33,12 @@ from nemo_rl.algorithms.trainers.metrics import (
     turn_seconds,
     validation_metrics,
 )
-from nemo_rl.types import SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
+from nemo_rl.rollouts.rollout_worker import GenerationUse
+from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus, StopReason, TurnMeta
+from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.algorithms.handles import handle, rewarded, sample
+from tests.unit.config.run_configs import build
 
 
 def test_rollout_metrics_by_hand():
@@ -169,3 +191,149 @@ def test_performance_metrics_by_hand():
     assert apart["tokens_per_sec_per_gpu"] == 25.0
     replayed = performance_metrics(timings, **{**sizes, "generation_s": 0.0}, **devices, num_devices=2)
     assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
+
+
+def one_group(num_samples: int) -> GroupHandle:
+    samples = [
+        SampleMeta(
+            sample_id=f"0/{index}",
+            status=SampleStatus.COMPLETED,
+            length=5,
+            num_prompt_tokens=2,
+            num_generated_tokens=3,
+            num_turns=1,
+            reward=float(index % 2),
+            weight_version=0,
+        )
+        for index in range(num_samples)
+    ]
+    return GroupHandle(group_id="0", prompt_id="p", task_name="math", ref=None, samples=samples)
+
+
+def test_validation_metrics() -> None:
+    config = build("grpo.val_num_generations_per_prompt=6")
+    computed = validation_metrics([one_group(6)], k_values=config.grpo.val_k_values)
+    assert config.val_metrics == set(computed)
+
+
+def test_rollout_metrics() -> None:
+    assert set(rollout_metrics([one_group(2)], current_weight_version=0)) <= build().train_metrics
+
+
+@pytest.mark.parametrize("section", [None, "sequence_packing", "dynamic_batching"])
+def test_packing_metrics(section: str | None) -> None:
+    switch = () if section is None else (f"policy.{section}.enabled=true",)
+    batching = Batching.of(build(*switch).policy, quadratic_weight=1e-4)
+    plan = plan_batch([one_group(4)], [[0.0] * 4], [[1.0] * 4], num_ranks=1, global_batch_size=4, batching=batching)
+    assert set(packing_metrics(plan, batching)) <= build().train_metrics
+
+
+def test_loss_metrics() -> None:
+    ones = torch.ones(1, 3)
+    inputs = PolicyGradientInputs(
+        input_ids=torch.zeros(1, 3, dtype=torch.int64),
+        token_mask=ones,
+        sample_mask=torch.ones(1),
+        advantages=ones,
+        prev_logprobs=-ones,
+        generation_logprobs=-ones,
+        reference_policy_logprobs=-ones,
+    )
+    _, metrics = ClippedPGLoss(ClippedPGLossConfig())(-ones, inputs, torch.tensor(1.0), torch.tensor(3.0))
+    assert set(metrics) <= build().train_metrics
+
+
+def use(busy_s: float) -> GenerationUse:
+    return GenerationUse(busy_s=busy_s, window_s=10.0, num_tokens=0)
+
+
+def test_in_turns_each_side_idles_while_the_other_works():
+    seconds = {"generation": 6.0, "policy_training": 3.5, "weight_sync": 0.5, "total_step_time": 10.0}
+    assert idle_metrics(seconds, use(6.0)) == pytest.approx(
+        {"training_idle_fraction": 0.6, "generation_idle_fraction": 0.4, "exposed_generation_s": 6.0}
+    )
+
+
+def test_side_by_side_only_what_is_waited_for_is_exposed():
+    seconds = {"exposed_generation": 1.0, "wait_for_rollouts": 0.5, "policy_training": 8.5, "total_step_time": 10.0}
+    metrics = idle_metrics(seconds, use(5.9))
+    assert metrics["exposed_generation_s"] == 1.5 and metrics["training_idle_fraction"] == pytest.approx(0.15)
+    assert idle_verdict(metrics) == "generation starves: 41% idle"
+
+
+def test_the_verdict_names_the_side_that_waits():
+    seconds = {"exposed_generation": 3.5, "policy_training": 6.5, "total_step_time": 10.0}
+    assert idle_verdict(idle_metrics(seconds, use(10.0))) == "training waits for rollouts 35%"
+    assert idle_verdict(idle_metrics(seconds, use(6.2))) == "training idle 35%, generation 38%"
+
+
+TWO_TASKS = (
+    "data.train=[{dataset_name: arithmetic, weight: 3.0}, {dataset_name: arithmetic, env_name: other, weight: 1.0}]",
+    "data.validation=[{dataset_name: arithmetic}, {dataset_name: arithmetic, env_name: other}]",
+    "+env.other.type=math",
+)
+
+
+def of_task(task: str, group: GroupHandle) -> GroupHandle:
+    return replace(group, task_name=task)
+
+
+def test_each_task_is_told_apart_by_hand():
+    groups = [
+        of_task("sums", rewarded(1.0, 0.0)),
+        of_task("codes", handle(sample(1.0, generated=4, turns=3), sample(0.0, SampleStatus.TRUNCATED, generated=8))),
+        of_task("codes", handle(sample(0.0, SampleStatus.FAILED), sample(0.0, SampleStatus.FAILED))),
+    ]
+    of_rollouts = partial(rollout_metrics, current_weight_version=0)
+    metrics = by_task(of_rollouts, groups, ["sums", "codes", "absent"], metric_names.TASK)
+    assert {name: value for name, value in metrics.items() if name.startswith("codes/")} == {
+        "codes/num_samples": 4.0,
+        "codes/reward": 0.5,
+        "codes/truncation_rate": 0.5,
+        "codes/failed_sample_rate": 0.5,
+        "codes/mean_gen_tokens_per_sample": 6.0,
+        "codes/avg_turns_per_sample": 2.0,
+    }
+    assert metrics["sums/reward"] == 0.5
+    assert {name for name in metrics if name.startswith("absent/")} == {"absent/num_samples"}
+    validated = by_task(partial(validation_metrics, k_values=[1]), groups, ["sums", "codes"])
+    assert validated["codes/accuracy"] == 0.5 and validated["sums/pass_at_1"] == 0.5
+    assert by_task(of_rollouts, groups, ["sums"]) == {}
+
+
+def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_path):
+    config: GRPOMasterConfig = build(
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=2",
+        "policy.train_global_batch_size=8",
+        "policy.train_micro_batch_size=8",
+        "grpo.max_num_steps=2",
+        "grpo.val_period=1",
+        "checkpointing.enabled=false",
+        *TWO_TASKS,
+    )
+    tasks = ("arithmetic", "arithmetic#2")
+    calls: list[str] = []
+    run = FakeRun(tmp_path, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=calls, tasks=tasks)
+    rows: list[dict[str, Any]] = run.go()
+    found = {name.removeprefix("train/") for name in rows[0] if name.startswith(tuple(f"train/{t}/" for t in tasks))}
+    assert found == config.task_metrics
+    assert config.task_metrics <= config.train_metrics
+    assert rows[0]["train/arithmetic/reward"] == 0.5
+    assert sum(rows[0][f"train/{task}/num_samples"] for task in tasks) == 8
+    assert math.isfinite(rows[0]["train/arithmetic#2/mean_gen_tokens_per_sample"])
+
+
+def test_every_validation_dataset_has_its_part_of_a_short_validation():
+    def part(name: str, size: int) -> NamedRows:
+        return NamedRows(name=name, task_name=name, rows=[{"problem": str(i)} for i in range(size)])
+
+    data = PromptDataset([part("a", 10), part("b", 2), part("c", 10)])
+    assert [prompt.prompt_id for prompt in first_prompts(data, 8)] == [
+        *(f"a:{i}" for i in range(3)),
+        "b:0",
+        "b:1",
+        *(f"c:{i}" for i in range(3)),
+    ]
+    assert len(first_prompts(data, 99)) == 22
+    assert first_prompts(None, 3) == []

@@ -1,13 +1,15 @@
-"""What --dry-run says about a run, and the check for GPUs."""
+"""What --dry-run says of a run, which machines train and generate, and layouts that cannot be."""
 
 from __future__ import annotations
 
 import pytest
 
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
-from tests.unit.config.run_configs import build
+from tests.tables import cases, said_once
+from tests.unit.config.run_configs import build, problems_of
 
 
 def lines_of(*overrides: str) -> list[str]:
@@ -95,3 +97,214 @@ def test_a_replay_starts_no_engine(tmp_path) -> None:
         lines = lines_of("cluster.gpus_per_node=1", *replay, *apart, "checkpointing.metric_name=null")
         assert f"generation recorded rollouts from {tmp_path}; no engine starts" in lines
         assert lines[-2:] == ["node GPU policy", "0 0 rank 0"], lines
+
+
+APART = "policy.generation.colocated.enabled=false"
+RESOURCES = "policy.generation.colocated.resources"
+CPU = "cluster.gpus_per_node=0"
+
+
+def ranks(config: GRPOMasterConfig) -> tuple[int, int]:
+    return config.training_cluster.num_workers, config.generation_cluster.num_workers
+
+
+def test_colocated_sides_share_all_machines() -> None:
+    assert ranks(build("cluster.gpus_per_node=4", "cluster.num_nodes=2")) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=6", "policy.train_micro_batch_size=4"), (2, 6)),
+        ((CPU, "cluster.cpu_workers_per_node=3", f"{RESOURCES}.cpu_workers_per_node=1"), (2, 1)),
+        (("cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{RESOURCES}.num_nodes=2"), (16, 16)),
+        (("cluster.gpus_per_node=2", "cluster.num_nodes=5", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}"), (8, 2)),
+        ((CPU, "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1"), (2, 2)),
+    ],
+)
+def test_one_node_is_divided_and_several_are_shared_out_whole(
+    overrides: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    config = build(APART, *overrides, "cluster.worker_timeout_s=77")
+    assert ranks(config) == expected
+    assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
+
+
+REFUSED = """
+policy.generation.colocated.resources.num_nodes=1
+    -> policy.generation.colocated.resources ... num_nodes only count for generation on its own resources; leave
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=8
+    -> policy.generation.colocated.resources.gpus_per_node ... is required: how many of the node's 8 GPUs ge
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=1
+    -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=8
+    & policy.generation.colocated.resources.gpus_per_node=8
+    -> policy.generation.colocated.resources.gpus_per_node
+       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2
+    & policy.generation.colocated.resources.gpus_per_node=1
+    -> policy.generation.colocated.resources.gpus_per_node
+       ... the cluster has no GPUs; set policy.generation.colocated.resources.cpu_workers_per_node instead
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=2
+    & policy.generation.colocated.resources.cpu_workers_per_node=1
+    -> policy.generation.colocated.resources.cpu_workers_per_node
+       ... the cluster uses GPUs; set policy.generation.colocated.resources.gpus_per_node instead
+policy.generation.colocated.enabled=false & cluster.gpus_per_node=2
+    & policy.generation.colocated.resources={gpus_per_node: 1, num_nodes: 2}
+    -> policy.generation.colocated.resources.num_nodes
+       ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
+policy.generation.colocated.enabled=false & cluster.num_nodes=4
+    -> policy.generation.colocated.resources.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
+policy.generation.colocated.enabled=false & cluster.num_nodes=2 & policy.generation.colocated.resources.num_nodes=2
+    -> policy.generation.colocated.resources.num_nodes
+       ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
+policy.generation.colocated.enabled=false & cluster.num_nodes=2 & cluster.gpus_per_node=8
+    & policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 4}
+    -> policy.generation.colocated.resources.gpus_per_node
+       ... whole ones generate, with all their 8 GPUs; leave it out
+"""
+
+
+@pytest.mark.parametrize(("overrides", "said"), cases(REFUSED))
+def test_a_division_that_cannot_be_is_refused_with_what_would_work(overrides: tuple[str, ...], said: str) -> None:
+    said_once(said, problems_of(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=1"),
+            "64 cannot be shared by 5 training ranks",
+        ),
+        (("policy.dtensor_cfg.tensor_parallel_size=2",), "2 does not divide the 5 training ranks; these would: 1, 5"),
+        (
+            ("policy.generation.vllm_cfg.tensor_parallel_size=2",),
+            "2 does not divide the 3 GPUs that generate; these would: 1, 3",
+        ),
+        (
+            ("policy.generation.vllm_cfg={tensor_parallel_size: 1, pipeline_parallel_size: 2}",),
+            "pipeline_parallel_size: 2 x tensor_parallel_size=1 = 2 does not divide the 3 GPUs that generate",
+        ),
+    ],
+)
+def test_each_side_is_checked_by_its_own_ranks(overrides: tuple[str, ...], message: str) -> None:
+    assert message in problems_of(APART, "cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=3", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "num_nodes", "message"),
+    [
+        (4, 2, 2, None),
+        (2, 4, 4, None),
+        (8, 1, 2, "8 devices that share every layer have to be on one node of 4 GPUs; set it to one of 1, 2, 4"),
+        (2, 3, 3, "3 x tensor_parallel_size=2 = 6 does not fill nodes of 4 GPUs; make it a multiple of 4"),
+    ],
+)
+def test_the_stages_of_an_engine_may_lie_on_several_nodes(
+    tensor: int, pipeline: int, num_nodes: int, message: str | None
+) -> None:
+    settings = (
+        f"policy.generation.vllm_cfg={{tensor_parallel_size: {tensor}, pipeline_parallel_size: {pipeline}}}",
+        "cluster.gpus_per_node=4",
+        f"{RESOURCES}.num_nodes={num_nodes}",
+        f"cluster.num_nodes={num_nodes + 1}",
+        "policy.train_micro_batch_size=1",
+    )
+    if message is None:
+        assert build(APART, *settings).policy.generation.vllm_cfg.engine_size == 8
+    else:
+        assert message in problems_of(APART, *settings)
+
+
+def megatron_lines(model: str, *layout: str) -> list[str]:
+    overrides = [f"policy.megatron_cfg.{key}" for key in layout]
+    cfg = build(
+        f"policy.model_name={model}",
+        "policy.megatron_cfg.enabled=true",
+        "policy.dtensor_cfg.enabled=false",
+        "cluster.gpus_per_node=8",
+        *overrides,
+    )
+    return [" ".join(line.split()) for line in describe_placement(cfg).splitlines()]
+
+
+@pytest.mark.parametrize(
+    "model, layout, message",
+    [
+        (
+            "tiny:arithmetic",
+            ["pipeline_model_parallel_size=4"],
+            "pipeline_model_parallel_size=4: the model has 2 layers",
+        ),
+        ("tiny:arithmetic", ["tensor_model_parallel_size=8"], "tensor_model_parallel_size=8 does not divide the 4 "),
+        ("tiny:arithmetic", ["expert_model_parallel_size=2"], "is a dense model and has no experts"),
+        (
+            "tiny:arithmetic-moe",
+            ["expert_model_parallel_size=8"],
+            "expert_model_parallel_size=8 does not divide the 4 ",
+        ),
+        ("tiny:arithmetik", [], "did you mean tiny:arithmetic"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_have_is_refused(model: str, layout: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        megatron_lines(model, *layout)
+
+
+def test_a_tiny_model_is_known_before_it_is_made(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
+    lines = megatron_lines("tiny:arithmetic", "pipeline_model_parallel_size=2")
+    assert "stages 0: layer 0; 1: layer 1" in lines
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["nobody/has-this-model", "/on/another/machine"])
+def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
+    lines = megatron_lines(model, "pipeline_model_parallel_size=4")
+    assert "model not checked against the layout: its config.json is not on this machine" in lines
+
+
+def test_a_model_of_the_hub_is_read_from_the_cache(monkeypatch, tmp_path) -> None:
+    from huggingface_hub import constants
+
+    from nemo_rl.data.tiny_model import tiny_model_config
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some--model"
+    tiny_model_config("tiny:arithmetic").save_pretrained(folder / "snapshots" / "0123")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    with pytest.raises(ConfigError, match="the model has 2 layers"):
+        megatron_lines("some/model", "pipeline_model_parallel_size=4")
+
+
+HF = "policy.generation.backend=hf"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (["policy.dtensor_cfg.context_parallel_size=2"], "sequences cut over ranks"),
+        (["policy.dtensor_cfg.pipeline_parallel_size=2"], "pipeline stages"),
+        (["policy.dtensor_cfg.expert_parallel_size=2"], "experts on different ranks"),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"],
+            "single tokens cut over ranks",
+        ),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "cut as policy.dtensor_cfg says"),
+        (["policy.generation.vllm_cfg.precision=bfloat16"], "in policy.precision=float32"),
+        (["+policy.generation.vllm_kwargs.block_size=32"], "know none of {.block_size.: 32}"),
+        (["grpo.async_grpo.enabled=true"], "nothing samples while the policy trains"),
+    ],
+)
+def test_it_is_refused_by_name_before_anything_starts(changes: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build(HF, "cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2", "policy.precision=float32", *changes)
+
+
+def test_data_and_tensor_parallel_layouts_are_not() -> None:
+    config = build(
+        HF, "cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"
+    )
+    assert "by the policy's own workers" in describe_placement(config)

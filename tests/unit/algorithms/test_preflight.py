@@ -1,13 +1,29 @@
-"""What environments need from outside is looked for before anything starts."""
+"""What is looked for before anything starts: models, environments, servers, and what a checkpoint shares with a run."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic_core import ErrorDetails
 
-from nemo_rl.algorithms.setup.preflight import check_environments
-from tests.unit.config.run_configs import build
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
+from nemo_rl.algorithms.setup.serve import is_loopback, write_address
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import _explain, load_config
+from nemo_rl.config.sources import SourcedTree
+from nemo_rl.environments.config import ENV_REGISTRY, OURS
+from nemo_rl.environments.registry import register_env
+from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from tests.unit.config.run_configs import build, problems_of
+from tests.unit.rollouts.test_openai_server import settings
 
 JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
 
@@ -49,3 +65,205 @@ def test_what_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check("type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'")
     check("type: python_tools, tools: [python, 'nemo_rl.environments.code.tools:calculator']")
     check(f"{JUDGE}, api_key_env: JUDGE_KEY")
+
+
+LORA = "policy.dtensor_cfg.lora_cfg"
+ON = f"{LORA}.enabled=true"
+NAMED = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj]")
+
+
+def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
+    config = build(f"policy.model_name={model}", *overrides)
+    return json.loads(json.dumps(prepare_model(config.policy, config.checkpointing).identity))
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "differences"),
+    [
+        ((ON,), (ON, f"{LORA}.dim=16"), ["dim: the checkpoint has 8, this run 16"]),
+        ((ON,), (ON, f"{LORA}.alpha=16"), ["alpha: the checkpoint has 32.0, this run 16.0"]),
+        ((ON,), (ON, *NAMED), ["target_modules: the checkpoint has 'all', this run ['q_proj', 'v_proj']"]),
+        (
+            (ON,),
+            (ON, f"{LORA}.exclude_modules=[o_proj]"),
+            ["exclude_modules: the checkpoint has [], this run ['o_proj']"],
+        ),
+        ((ON,), (), ["enabled: the checkpoint has True, this run '(absent)'", "dim: the checkpoint has 8"]),
+    ],
+)
+def test_adapters_of_another_kind_are_another_run(
+    tiny_model_dir: Path, saved: tuple[str, ...], current: tuple[str, ...], differences: list[str]
+) -> None:
+    with pytest.raises(CheckpointIdentityError) as raised:
+        check_identity(identity_of(tiny_model_dir, *saved), identity_of(tiny_model_dir, *current))
+    for difference in differences:
+        assert f"{LORA}.{difference}" in str(raised.value)
+
+
+def test_another_model_or_tokenizer_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model_dir, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    before, after = identity_of(tiny_model_dir), identity_of(copy)
+    assert before["policy.model"]["config_hash"] != after["policy.model"]["config_hash"]
+    assert before["policy.tokenizer"] == after["policy.tokenizer"]
+    other = identity_of(tiny_model_dir, "policy.tokenizer.chat_template='{{ messages }}'")
+    assert before["policy.tokenizer"]["vocabulary_hash"] == other["policy.tokenizer"]["vocabulary_hash"]
+    assert before["policy.tokenizer"]["chat_template_hash"] != other["policy.tokenizer"]["chat_template_hash"]
+
+
+def test_an_adapter_to_begin_with_needs_adapters() -> None:
+    with pytest.raises(ValueError, match=r"adapter_path.*set enabled=true"):
+        build(f"{LORA}.adapter_path=there")
+
+
+def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
+    there = tmp_path / "policy.model_name"
+    config = build(f"policy.model_name={there}")
+    with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
+        prepare_model(config.policy.at("value"), config.checkpointing)
+
+
+USED = "data.train={dataset_name: gsm8k, split_validation_size: 0.1, env_name: it}"
+PUZZLES = "data.train={dataset_name: sliding_puzzle, split_validation_size: 0.1, env_name: it}"
+TOOLS = "+env.it={type: python_tools}"
+PUZZLE = "+env.it={type: sliding_puzzle_game}"
+
+
+@pytest.mark.parametrize("name", [*OURS, "other"])
+def test_the_tag_of_a_section_is_no_part_of_a_key(name: str) -> None:
+    tree = SourcedTree({"env": {"it": {"type": name, "list": [1]}}})
+    loc = ("env", "it", name)
+
+    def key(kind: str, *more: str | int) -> tuple[str | int, ...]:
+        details = ErrorDetails(type=kind, loc=(*loc, *more), msg="wrong", input=1)
+        return _explain(details, tree, [])[0].path
+
+    assert key("value_error") == ("env", "it")
+    assert key("value_error", "list", 0) == ("env", "it", "list", 0)
+    assert key("value_error", "list", "list[int]") == ("env", "it", "list")
+    assert key("missing", "absent") == ("env", "it", "absent")
+
+
+def test_a_cross_check_of_a_section_names_its_key() -> None:
+    assert "env.judge.base_url: name either" in problems_of("+env.judge={type: llm_judge}")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("composit", "composite"), ("remot", "remote"), ("judge", "llm_judge"), ("Math", "math")]
+)
+def test_a_mistyped_environment_is_refused_where_it_is_used(name: str, near: str) -> None:
+    section = f"+env.it={{type: {name}}}"
+    assert f"env.it.type: no environment '{name}'; did you mean {near}?" in problems_of(section, USED)
+    build(section)
+
+
+def test_agents_are_no_part_of_a_composite() -> None:
+    both = "+env.it={type: composite, reward_functions: [{name: a, env: part}]}"
+    agents = "+env.part={type: agent, run: 'mine:solve'}"
+    assert "env.part has agents, which play episodes" in problems_of(both, agents)
+
+
+def test_registered_names_and_import_paths_are_environments() -> None:
+    register_env("registered here", "a.B")
+    build("+env.it={type: registered here}", USED)
+    del ENV_REGISTRY["registered here"]
+    for path in ("a.B", "a:B"):
+        build(f"+env.it={{type: '{path}'}}", USED)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((TOOLS, USED), "grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it"),
+        ((PUZZLE, PUZZLES, "grpo.max_rollout_turns=29"), "29 cuts games of env.it off before their 30 moves are made"),
+        (
+            (PUZZLE, PUZZLES[:-1] + ", kwargs: {max_moves: 40}}", "grpo.max_rollout_turns=30"),
+            "set it to at least 40",
+        ),
+    ],
+)
+def test_episodes_that_cannot_end_in_their_turns_are_refused(overrides: tuple[str, ...], said: str) -> None:
+    assert said in problems_of(*overrides)
+
+
+def test_episodes_that_can_end_in_their_turns_are_not() -> None:
+    build(TOOLS, USED, "grpo.max_rollout_turns=2")
+    build(PUZZLE, PUZZLES, "grpo.max_rollout_turns=30")
+    build(PUZZLE, PUZZLES[:-1] + ", kwargs: {max_moves: 4}}", "grpo.max_rollout_turns=4")
+    build(TOOLS, PUZZLE.replace("it", "unused"))
+
+
+@pytest.mark.parametrize(
+    ("boards", "key"),
+    [
+        ("shuffle_moves: -1", "shuffle_moves: shuffle_moves is a number from 1"),
+        ("shuffle_moves: [9, 3]", "shuffle_moves: shuffle_moves is a number from 1"),
+        ("shuffle_moves: [1, 2, 3]", "shuffle_moves: shuffle_moves is a number from 1"),
+        ("size: 9999", "size: the size of a sliding puzzle is a number from 2 to 20"),
+    ],
+)
+def test_boards_that_cannot_be_made_are_refused_by_the_section(boards: str, key: str) -> None:
+    section = f"+env.it={{type: sliding_puzzle_game, cfg: {{game_config: {{{boards}}}}}}}"
+    assert f"env.it.cfg.game_config.{key}" in problems_of(section)
+
+
+@pytest.mark.parametrize("section", ["type: remote", "type: llm_judge, model: m"])
+def test_an_address_needs_its_scheme(section: str) -> None:
+    said = problems_of(f"+env.it={{{section}, base_url: '127.0.0.1:8000'}}")
+    assert "env.it.base_url: must begin with http:// or https:// (got 127.0.0.1:8000)" in said
+    assert "must be an address without query" in problems_of(f"+env.it={{{section}, base_url: 'http://a/?b=1'}}")
+    build(f"+env.it={{{section}, base_url: 'https://a:1/v1'}}")
+
+
+CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
+VLLM = "policy.generation.vllm_cfg"
+EXPOSED = f"{VLLM}.expose_http_server=true"
+GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16")
+
+
+def load(*overrides: str) -> GRPOMasterConfig:
+    return load_config(GRPOMasterConfig, CPU_CONFIG, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("policy.generation.backend=hf",), "policy.generation.backend=vllm"),
+        (("grpo.replay_from=somewhere", "grpo.val_period=0", "grpo.val_at_start=false"), "replay_from"),
+        (GPUS, "policy.generation.colocated.enabled=false"),
+        ((f"{VLLM}.http_server.port=70000",), "http_server.port"),
+        ((f"{VLLM}.http_server_serving_chat_kwargs.tool_parser=pythonic",), "tool_parser"),
+        ((f"{VLLM}.http_server_serving_chat_kwargs.reasoning_parser=r1",), "reasoning_parser"),
+    ],
+)
+def test_what_does_not_work_is_refused_before_anything_starts(overrides: tuple[str, ...], said: str):
+    with pytest.raises(ConfigError, match=said):
+        load(EXPOSED, *overrides)
+
+
+def test_the_token_is_random_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    random, another = (http_server_token(HttpServerConfig()) for _ in range(2))
+    assert len(random) >= 32 and random != another
+    named = HttpServerConfig(token_env="AGENT_TOKEN")
+    monkeypatch.delenv("AGENT_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"http_server\.token_env: .*AGENT_TOKEN"):
+        http_server_token(named)
+    monkeypatch.setenv("AGENT_TOKEN", "geheim\n")
+    assert http_server_token(named) == "geheim"
+
+
+def test_the_file_is_for_its_owner_alone(tmp_path: Path):
+    path = write_address(tmp_path, "http://127.0.0.1:1/v1", settings())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text()) == {"base_url": "http://127.0.0.1:1/v1", "api_key": "secret", "model": "tiny"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.3", False), ("box", False)],
+)
+def test_who_else_reaches_an_address(host: str, expected: bool):
+    assert is_loopback(host) is expected

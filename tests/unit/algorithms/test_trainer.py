@@ -1,28 +1,33 @@
-"""Checkpoints in the background: when they become visible, and what ends them."""
+"""Checkpoints in the background, several policies of one run, and the end of a run that is good enough."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import math
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.config.loop import LoopConfig
-from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
+from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
-from tests.fakes import NoData
+from tests.fakes import FakePolicy, NoData
 
 
 class Write:
@@ -207,3 +212,243 @@ def test_a_run_that_is_continued_with_fewer_steps_than_it_has_takes_none(tmp_pat
     assert shorter.resume() and shorter.state.total_steps == 6
     shorter.train()
     assert shorter.seen == {}
+
+
+class Position:
+    """Data of which one piece is taken per step."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class TwoPolicies(Trainer):
+    """A policy and a critic, which raises `error` once, in step 3."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_steps: int = 4,
+        error: Exception | None = None,
+        action: str = "stop",
+        results: dict[str, list[TrainResult]] | None = None,
+        is_async: bool = False,
+    ) -> None:
+        self.calls: list[str] = []
+        self.text = io.StringIO()
+        self.error = error
+        self.policy, self.value = (
+            FakePolicy(
+                **({"results": results[name]} if results and name in results else {}),
+                calls=self.calls,
+                name_prefix=name,
+            )
+            for name in ("policy", "value")
+        )
+        self.position = Position()
+        checkpoints = {
+            "checkpoint_dir": str(folder / "c"),
+            "save_period": 2,
+            "metric_name": None,
+            "async_save": is_async,
+        }
+        super().__init__(
+            LoopConfig(val_period=0),
+            RunTools(
+                logger=Logger(LoggerConfig(), folder / "run"),
+                console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
+                checkpointing=CheckpointingConfig.model_validate(checkpoints),
+                resolved_config_yaml="",
+                identity={},
+            ),
+            num_steps=num_steps,
+            policies=[self.policy, self.value],  # type: ignore[list-item]
+            data=self.position,
+            nonfinite_action=action,
+        )
+
+    def step(self) -> None:
+        if self.state.total_steps == 2 and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.position.taken += 1
+        for policy in (self.policy, self.value):
+            self.take_steps(policy, NLLLoss(), Logprobs(filtered=False))  # type: ignore[arg-type]
+
+    def validate(self) -> dict[str, float]:
+        return {}
+
+
+def result(loss: float = 0.5, norm: float = 1.0, skipped: int = 0, samples: tuple[str, ...] = ()) -> TrainResult:
+    return TrainResult(
+        losses=[loss],
+        grad_norms=[norm],
+        learning_rates=[0.1],
+        metrics={"loss": loss, "global_valid_toks": 24.0},
+        num_skipped_steps=skipped,
+        nonfinite_samples=list(samples),
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_all_policies_and_the_place_in_the_data_are_saved_and_restored(tmp_path, is_async):
+    first = TwoPolicies(tmp_path, num_steps=2, is_async=is_async)
+    first.train()
+    assert first.calls == [*["train", "value.train"] * 2, "save", "value.save"]
+    again = TwoPolicies(tmp_path, is_async=is_async)
+    assert again.resume()
+    assert again.calls == ["load_checkpoint", "value.load_checkpoint"]
+    assert again.position.taken == 2 and again.state.total_steps == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {name for name in rows[0] if name.endswith("/grad_norm")} == {"train/grad_norm", "train/value/grad_norm"}
+
+
+def died(worker: str) -> WorkerDied:
+    return WorkerDied(f"{worker} died in train", worker=worker, rank=0, method="train")
+
+
+@pytest.mark.parametrize(("worker", "restarted"), [("policy-0", "restart"), ("value-1", "value.restart")])
+def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint(tmp_path, worker, restarted):
+    trainer = TwoPolicies(tmp_path, error=died(worker))
+    trainer.train()
+    step = ["train", "value.train"]
+    saved = [*step * 2, "save", "value.save"]
+    assert trainer.calls == [*saved, restarted, "load_checkpoint", "value.load_checkpoint", *saved]
+    assert trainer.position.taken == 4
+
+
+def test_what_cannot_be_replaced_ends_the_run(tmp_path):
+    with pytest.raises(WorkerDied, match="policy-extra-0"):
+        TwoPolicies(tmp_path, error=died("policy-extra-0")).train()
+
+
+def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_path):
+    broken = result(math.nan, math.nan, 1, ("d:3", "d:1"))
+    trainer = TwoPolicies(tmp_path, results={"value": [result(), broken]})
+    with pytest.raises(NonFiniteLoss, match=r"step 2: loss nan.*value_nonfinite_step_2\.jsonl.*nonfinite_action=skip"):
+        trainer.train()
+    records = (tmp_path / "run" / "value_nonfinite_step_2.jsonl").read_text().splitlines()
+    assert [json.loads(record)["sample_id"] for record in records] == ["d:1", "d:3"]
+
+
+def test_several_passes_stop_at_the_first_that_is_not_finite(tmp_path):
+    trainer = TwoPolicies(tmp_path, results={"policy": [result(), result(math.nan, math.nan, 1, ("d:3",)), result()]})
+    with pytest.raises(NonFiniteLoss):
+        trainer.take_steps(trainer.policy, NLLLoss(), Logprobs(filtered=False), num_passes=3)  # type: ignore[arg-type]
+    assert trainer.calls == ["train", "train"]
+
+
+def test_passes_are_merged_into_one_result():
+    found = merge_results([result(1.0, 2.0), result(3.0, 4.0, 1, ("b", "a")), result(5.0, 6.0, 1, ("a",))])
+    assert (found.losses, found.grad_norms) == ([1.0, 3.0, 5.0], [2.0, 4.0, 6.0])
+    assert found.metrics == {"loss": 3.0, "global_valid_toks": 72.0}
+    assert found.num_skipped_steps == 2 and found.nonfinite_samples == ["a", "b"]
+
+
+class ScriptedTrainer(Trainer):
+    """Validates after every step; the values are given."""
+
+    def __init__(self, folder: Path, values: list[float], *, val_at_start: bool = False, **stopping: object) -> None:
+        self.text = io.StringIO()
+        settings = {"metric_name": "val:val_loss"} | stopping
+        super().__init__(
+            LoopConfig(
+                val_period=1,
+                val_at_start=val_at_start,
+                early_stopping=EarlyStoppingConfig.model_validate(settings),
+            ),
+            RunTools(
+                logger=Logger(LoggerConfig(), folder / "run"),
+                console=RunConsole(num_steps=len(values), file=self.text, force_terminal=False),
+                checkpointing=CheckpointingConfig.model_validate(
+                    {"checkpoint_dir": str(folder / "c"), "save_period": 100, "metric_name": None}
+                ),
+                resolved_config_yaml="",
+                identity={},
+            ),
+            num_steps=len(values) - val_at_start,
+            policies=[],
+            data=NoData(),
+            nonfinite_action="stop",
+        )
+        self.values = list(values)
+
+    def step(self) -> None:
+        pass
+
+    def validate(self) -> dict[str, float]:
+        value = self.values[self.state.total_steps]
+        return {"val_loss": value}
+
+    def write_state(self, directory: Path) -> AllWritten:
+        return AllWritten()
+
+    def read_state(self, directory: Path) -> None:
+        pass
+
+
+def steps(trainer: ScriptedTrainer) -> int:
+    """Steps that the run takes; the value of step n is number n of `values`."""
+    trainer.values = [math.inf, *trainer.values]
+    trainer.train()
+    return trainer.state.total_steps
+
+
+@pytest.mark.parametrize(
+    ("values", "stopping", "taken"),
+    [
+        ([5, 4, 3, 2, 1, 0], {}, 6),
+        ([3, 4, 5, 6, 7, 8], {"patience": 3}, 4),
+        ([3, 4, 5, 2, 7, 8, 9, 1], {"patience": 3}, 7),
+        ([5, 4.9, 4.8, 4.7, 4.6], {"patience": 2, "min_delta": 0.5}, 3),
+        ([5, 4.7, 4.4, 4.3, 4.2], {"patience": 2, "min_delta": 0.5}, 5),
+        ([1, 2, 3, 2, 2], {"patience": 2, "higher_is_better": True}, 5),
+        ([3, 2, 1, 4], {"patience": 2, "higher_is_better": True}, 3),
+        ([5, 4, 3, 2], {"patience": None, "threshold": 4}, 2),
+        ([1, 2, 3, 2], {"patience": None, "threshold": 3, "higher_is_better": True}, 3),
+        ([5, 6, 7, 8, 9, 10], {"patience": None, "threshold": 1}, 6),
+        ([5, 6, 7, 1], {"patience": 2, "threshold": 6}, 1),
+        ([math.nan, math.nan, 1, 2], {"patience": 2}, 2),
+        ([math.nan, 3, 2, 1], {"patience": 2}, 4),
+        ([9, 9, 9, 9], {"metric_name": None, "patience": 1}, 4),
+    ],
+)
+def test_steps_until_the_run_ends(tmp_path, values, stopping, taken):
+    trainer = ScriptedTrainer(tmp_path, values, **stopping)
+    assert steps(trainer) == taken
+    assert ("is good enough or gets no better" in trainer.text.getvalue()) == trainer.state.stopped_early
+
+
+def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
+    values = [3.0, 4, 5, 6, 7, 8]
+    assert steps(ScriptedTrainer(tmp_path, values, patience=2)) == 3
+    again = ScriptedTrainer(tmp_path, values, patience=2)
+    again.resume()
+    assert steps(again) == 3
+    assert "early_stopping.metric_name=null would go on" in again.text.getvalue()
+    on = ScriptedTrainer(tmp_path, values, metric_name=None)
+    on.resume()
+    assert steps(on) == 6
+
+
+def test_patience_is_counted_over_a_restart(tmp_path):
+    values = [3.0, 4, 5, 6, 7, 8]
+    first = ScriptedTrainer(tmp_path, values[:2], patience=3)
+    assert steps(first) == 2
+    resumed = ScriptedTrainer(tmp_path, values, patience=3)
+    resumed.resume()
+    assert steps(resumed) == 4
+    assert resumed.state.best_validation == 3.0
+
+
+def test_a_model_that_is_good_enough_before_the_first_step_is_not_trained(tmp_path):
+    trainer = ScriptedTrainer(tmp_path, [1.0, 2.0], val_at_start=True, threshold=1.5)
+    trainer.train()
+    assert trainer.state.total_steps == 0
+    assert "val:val_loss is good enough" in trainer.text.getvalue()

@@ -288,13 +288,11 @@ def import_folder(tmp_path):
 
 
 @pytest.mark.over_20s("actors start again, and a hanging one is waited for")
-@pytest.mark.parametrize("name", ["Plain", "Decorated"])
-def test_real_actors_die_hang_and_raise(ray_local, import_folder, name):
+def test_real_actors_die_hang_and_raise(ray_local, import_folder):
     import ray
 
-    module = f"trouble_{name.lower()}"
-    (import_folder / f"{module}.py").write_text(TROUBLE)
-    actor = create_env("trouble", {"type": f"{module}:{name}", "flag": str(import_folder / "flag")})
+    (import_folder / "trouble.py").write_text(TROUBLE)
+    actor = create_env("trouble", {"type": "trouble:Decorated", "flag": str(import_folder / "flag")})
 
     async def run():
         client = EnvironmentClient("trouble", actor, 60)

@@ -1,5 +1,8 @@
 """Programs in the sandbox: what they may, what they may not, and that nothing of them is left."""
 
+from __future__ import annotations
+
+import errno
 import json
 import os
 import secrets
@@ -12,6 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.environments.code.sandbox.isolation import (
+    ALLOWED,
+    ARCHITECTURES,
+    CONDITIONAL,
+    PRETENDED,
+    build_filter,
+    numbers,
+)
+from nemo_rl.environments.code.sandbox.process import disk_use, remove_tree
 from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable
 from nemo_rl.environments.config import SandboxConfig
@@ -307,3 +319,105 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(t
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     SandboxPool(1, LIMITS).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_depth_links_and_modes_are_no_obstacle(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("x")
+    target = tmp_path / "target"
+    target.mkdir()
+    here = os.getcwd()
+    try:
+        os.chdir(target)
+        for _ in range(300):
+            os.mkdir("d" * 200)
+            os.chdir("d" * 200)
+    finally:
+        os.chdir(here)
+    (target / "link").symlink_to(outside)
+    (target / "loop").symlink_to(target)
+    (target / "closed").mkdir()
+    (target / "closed" / "inner").mkdir(mode=0)
+    (target / "closed").chmod(0)
+    remove_tree(str(target))
+    assert not target.exists()
+    assert (outside / "kept").read_text() == "x"
+
+
+def test_disk_use_counts_blocks_and_stops_counting_entries(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a").write_bytes(bytes(1 << 20))
+    for i in range(50):
+        (tmp_path / str(i)).touch()
+    size, entries = disk_use(str(tmp_path), 1000)
+    assert size >= 1 << 20 and entries == 52
+    assert disk_use(str(tmp_path), 10)[1] == 11
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 30)
+    assert disk_use(str(tmp_path), 1000)[0] < 1 << 22
+
+
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x50000
+PID = 0x7E57C0DE
+THREAD = 0x3D0F00  # what libc gives clone for a thread
+
+
+def decide(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter returns: classic BPF over seccomp_data {nr, arch, instruction pointer, args}."""
+    program = build_filter(machine)
+    words = {0: number, 4: ARCHITECTURES[machine][1] if architecture is None else architecture}
+    words |= {16 + 8 * i: value & 0xFFFFFFFF for i, value in enumerate(arguments)}
+    accumulator = position = 0
+    while True:
+        code, if_true, if_false, k = program[position]
+        position += 1
+        if code == 0x20:
+            accumulator = words[k]
+        elif code == 0x54:
+            accumulator &= k
+        elif code == 0x06:
+            return k
+        else:
+            assert code in (0x15, 0x35)
+            position += if_true if (accumulator == k if code == 0x15 else accumulator >= k) else if_false
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_every_call_is_decided_as_its_table_says(machine: str) -> None:
+    for number in numbers(ALLOWED, machine).values():
+        assert decide(machine, number) == ALLOW
+    for number in numbers(PRETENDED, machine).values():
+        assert decide(machine, number) == ERRNO
+    known = {n for table in (ALLOWED, PRETENDED, CONDITIONAL) for n in numbers(table, machine).values()}
+    for number in set(range(470)) - known:
+        assert decide(machine, number) == ERRNO | errno.EPERM
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_calls_are_judged_by_their_arguments(machine: str) -> None:
+    call = numbers(CONDITIONAL, machine)
+    refused = ERRNO | errno.EPERM
+    assert decide(machine, call["clone"], THREAD) == ALLOW
+    assert decide(machine, call["clone"], 17) == ERRNO | errno.EAGAIN  # a process: SIGCHLD
+    assert decide(machine, call["clone"], THREAD | 1 << 28) == ERRNO | errno.EAGAIN
+    assert decide(machine, call["clone3"], 0) == ERRNO | errno.ENOSYS
+    assert [decide(machine, call["kill"], pid, 9) for pid in (PID, 1, 0, -1)] == [ALLOW, refused, refused, refused]
+    assert [decide(machine, call["tgkill"], pid, pid, 9) for pid in (PID, 1)] == [ALLOW, refused]
+    assert [decide(machine, call["prlimit64"], pid) for pid in (0, PID, 1)] == [ALLOW, ALLOW, refused]
+    assert [decide(machine, call["fcntl"], 3, what) for what in (1, 8, 10, 15)] == [ALLOW, refused, refused, refused]
+    assert decide(machine, call["ioctl"], 0, 0x5412) == ERRNO | errno.ENOTTY  # types into a terminal
+    assert decide(machine, call["socketpair"], 1, 1 | 0o2000000) == ALLOW
+    assert decide(machine, call["socketpair"], 1, 2) == refused
+    assert decide(machine, call["socketpair"], 2, 1) == refused
+    assert decide(machine, call["openat"], 0, 0, os.O_RDONLY) == ALLOW
+    assert decide(machine, call["openat"], 0, 0, os.O_WRONLY | os.O_TRUNC) == ALLOW
+    assert decide(machine, call["openat"], 0, 0, os.O_RDONLY | os.O_TRUNC) == ERRNO | errno.EINVAL
+    for name in ("seccomp", "capset", "landlock_restrict_self"):
+        assert decide(machine, call[name]) == refused
+
+
+def test_other_architectures_are_killed() -> None:
+    assert decide("x86_64", 1, architecture=0x40000003) == KILL  # int 0x80
+    assert decide("x86_64", 0x40000000 + 1) == KILL  # x32
+    assert decide("aarch64", 64, architecture=0x40000028) == KILL

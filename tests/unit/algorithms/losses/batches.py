@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nemo_rl.types import LossInputs, PreferenceInputs
+from nemo_rl.types import LossInputs, PreferenceInputs, ValueInputs
 
 
 def token_masks(num_rows: int, length: int, generator: torch.Generator) -> Tensor:
@@ -50,6 +50,20 @@ def random_pairs(num_pairs: int, seed: int, length: int = 8) -> tuple[Tensor, Pr
         margin=margin,
     )
     return logprobs.requires_grad_(), inputs
+
+
+def random_scores(num_pairs: int, seed: int) -> tuple[Tensor, PreferenceInputs]:
+    """One score per row, at its last token."""
+    logprobs, inputs = random_pairs(num_pairs, seed)
+    last = inputs.token_mask.shape[1] - 1 - inputs.token_mask.flip(-1).argmax(-1)
+    return (logprobs.detach() * torch.nn.functional.one_hot(last, logprobs.shape[1])).requires_grad_(), inputs
+
+
+def random_values(num_rows: int, seed: int) -> tuple[Tensor, ValueInputs]:
+    values, inputs = random_rows(num_rows, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    old, returns = (values.detach() + 0.3 * torch.randn(values.shape, generator=generator) for _ in range(2))
+    return values, ValueInputs(**vars(inputs), values=old, returns=returns)
 
 
 def pair_of(

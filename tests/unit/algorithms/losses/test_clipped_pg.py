@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.types import PolicyGradientInputs
 from tests.loss_invariance import (
-    Partition,
-    check_bad_values,
-    check_empty,
-    check_masks,
-    check_partition,
     global_counts,
-    partitions,
 )
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -64,7 +56,7 @@ def config(name: str) -> ClippedPGLossConfig:
     return ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": 0.1} | SWITCHES[name])
 
 
-def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, PolicyGradientInputs]:
+def random_batch(num_rows: int, seed: int, length: int = 8) -> tuple[torch.Tensor, PolicyGradientInputs]:
     """Ragged rows with a gap in the middle (an environment turn), one row masked out if there are three or more."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -175,7 +167,7 @@ def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: PolicyGradientIn
 @pytest.mark.parametrize("seed", [0, 1])
 def test_value_and_gradient_equal_the_naive_formula(name: str, seed: int):
     cfg = config(name)
-    logprobs, inputs = random_batch(4, 9, seed)
+    logprobs, inputs = random_batch(4, seed)
     loss, metrics = ClippedPGLoss(cfg)(logprobs, inputs, *global_counts(inputs))
     expected = naive_loss(cfg, logprobs, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -183,17 +175,6 @@ def test_value_and_gradient_equal_the_naive_formula(name: str, seed: int):
     torch.testing.assert_close(
         torch.autograd.grad(loss, logprobs), torch.autograd.grad(expected, logprobs), rtol=1e-5, atol=1e-6
     )
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(sorted(SWITCHES)),
-    batch=st.integers(1, 6).flatmap(lambda rows: st.tuples(st.just(rows), partitions(rows))),
-    seed=st.integers(0, 1000),
-)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split(name: str, batch: tuple[int, Partition], seed: int):
-    num_rows, partition = batch
-    check_partition(ClippedPGLoss(config(name)), *random_batch(num_rows, 8, seed), partition)
 
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
@@ -240,27 +221,3 @@ def test_importance_metrics_by_hand():
     entropy = -(4.0 * math.log(0.4) + 1.0 * math.log(0.4)) / 2
     assert metrics["approx_entropy"] == pytest.approx(entropy)
     assert metrics["num_valid_samples"] == 1.0
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_padding_may_hold_anything(name: str):
-    check_masks(ClippedPGLoss(config(name)), *random_batch(4, 9, 0))
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "icepop", "reinforce"])
-def test_a_bad_value_at_a_valid_token_makes_the_loss_not_finite(name: str):
-    columns = ["advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"]
-    check_bad_values(ClippedPGLoss(config(name)), *random_batch(2, 6, 0), columns)
-
-
-def test_a_ratio_that_overflows_is_not_hidden_by_the_clip():
-    logprobs, inputs = one_row([0.5], [0.5], 1.0)
-    inputs.prev_logprobs = torch.tensor([[-100.0]])
-    inputs.generation_logprobs = torch.tensor([[-100.0]])
-    loss, _ = ClippedPGLoss(config("grpo"))(logprobs, inputs, *global_counts(inputs))
-    assert torch.isnan(loss)
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_an_empty_micro_batch_is_zero_with_a_graph_and_neutral_metrics(name: str):
-    check_empty(ClippedPGLoss(config(name)), *random_batch(2, 6, 0))

@@ -3,21 +3,13 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationLoss
 from nemo_rl.types import DistillationInputs
 from tests.loss_invariance import (
-    Partition,
-    check_bad_values,
-    check_empty,
-    check_masks,
-    check_partition,
     global_counts,
-    partitions,
     with_fields,
 )
 from tests.unit.algorithms.losses.batches import random_rows
@@ -68,26 +60,6 @@ def random_batch(num_rows: int, seed: int, mode: Mode) -> tuple[Tensor, Distilla
     outputs, inputs = head_outputs(student.detach(), teacher, inputs, mode)
     inputs = with_fields(inputs, teacher_topk=inputs.teacher_topk.float())
     return outputs.float().requires_grad_(), inputs
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    partition=partitions(5),
-    seed=st.integers(0, 1000),
-    mode=st.sampled_from(MODES),
-    kl_type=st.sampled_from(["forward", "reverse", "mixed"]),
-)
-def test_any_split_gives_the_same(partition: Partition, seed: int, mode: Mode, kl_type: str):
-    check_partition(make_loss(mode, kl_type=kl_type), *random_batch(5, seed, mode), partition)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_masks_bad_values_and_empty_micro_batches(mode: Mode):
-    batch = random_batch(3, 0, mode)
-    loss = make_loss(mode)
-    check_masks(loss, *batch)
-    check_bad_values(loss, *batch, columns=[] if mode == "whole" else ["teacher_topk"])
-    check_empty(loss, *batch)
 
 
 @pytest.mark.parametrize("mode", MODES)

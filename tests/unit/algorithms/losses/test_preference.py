@@ -1,24 +1,20 @@
+"""Losses of pairs of answers: DPO and its variants, and reward models."""
+
+from __future__ import annotations
+
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.supervised import DPOLossConfig
-from nemo_rl.algorithms.losses.preference import DPOLoss
+from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
+from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
 from nemo_rl.types import PreferenceInputs
 from tests.loss_invariance import (
-    Partition,
-    check_bad_values,
-    check_empty,
-    check_masks,
-    check_partition,
     global_counts,
-    partitions,
 )
-from tests.unit.algorithms.losses.batches import pair_of, random_pairs
+from tests.unit.algorithms.losses.batches import pair_of, random_pairs, random_scores
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dpo": {},
@@ -43,20 +39,6 @@ def run(loss: DPOLoss, logprobs: torch.Tensor, inputs: PreferenceInputs) -> tupl
     value, metrics = loss(logprobs, inputs, *global_counts(inputs))
     (gradient,) = torch.autograd.grad(value, logprobs)
     return value.item(), gradient, {name: metric.item() for name, metric in metrics.items()}
-
-
-@settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(sorted(VARIANTS)), partition=partitions(4), seed=st.integers(0, 1000))
-def test_any_split_of_the_pairs_gives_the_same(name: str, partition: Partition, seed: int):
-    check_partition(loss_fn(name), *random_pairs(4, seed), partition, rows_per_unit=2)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_masks_bad_values_and_empty_micro_batches(name: str):
-    loss, batch = loss_fn(name), random_pairs(3, 0, length=5)
-    check_masks(loss, *batch)
-    check_bad_values(loss, *batch, columns=["reference_logprob_sum"])
-    check_empty(loss, *batch)
 
 
 # log-ratios: chosen (-1 - 2) - (-4) = 1, rejected -3 - (-2) = -1; h = 2
@@ -120,3 +102,39 @@ def test_a_policy_equal_to_the_reference(name: str, expected: float):
     _, _, metrics = run(loss_fn(name), logprobs, inputs)
     assert metrics["preference_loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["accuracy"] == 0.0, "equal rewards are not a preference"
+
+
+PLAIN, MARGIN = (PreferenceLoss(RewardModelLossConfig(use_margin=use_margin)) for use_margin in (False, True))
+
+
+def test_a_bad_margin_makes_the_loss_not_finite():
+    scores, inputs = random_scores(1, 0)
+    inputs.margin[0] = math.inf
+    assert not torch.isfinite(MARGIN(scores, inputs, *global_counts(inputs))[0])
+    assert torch.isfinite(PLAIN(scores, inputs, *global_counts(inputs))[0])
+
+
+@pytest.mark.parametrize(("loss_fn", "margin"), [(PLAIN, 0.0), (MARGIN, 1.5)])
+def test_value_and_gradient_by_hand(loss_fn: PreferenceLoss, margin: float):
+    """Scores 2 against 0.5, and -1 against 0, which is the wrong way round."""
+    scores = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.5, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    inputs = PreferenceInputs(
+        input_ids=torch.zeros(4, 3, dtype=torch.int64),
+        token_mask=torch.ones(4, 3),
+        sample_mask=torch.ones(4),
+        reference_logprob_sum=torch.zeros(4),
+        margin=torch.tensor([1.5, 0.0, 0.0, 0.0]),
+    )
+    loss, metrics = loss_fn(scores, inputs, *global_counts(inputs))
+    assert loss.item() == pytest.approx((math.log1p(math.exp(margin - 1.5)) + math.log1p(math.exp(1.0))) / 2)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    pull = [1 / (1 + math.exp(1.5 - margin)) / 2, 1 / (1 + math.exp(-1.0)) / 2]
+    assert gradient[:, 0].tolist() == pytest.approx([-pull[0], pull[0], -pull[1], pull[1]])
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "loss": loss.item(),
+        "accuracy": 0.5,
+        "rewards_chosen_mean": 0.5,
+        "rewards_rejected_mean": 0.25,
+        "rewards_margin_mean": 0.25,
+        "num_valid_samples": 2.0,
+    }

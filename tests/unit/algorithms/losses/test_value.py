@@ -1,30 +1,14 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.ppo import ValueLossConfig
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.types import ValueInputs
 from tests.loss_invariance import (
-    Partition,
-    check_bad_values,
-    check_empty,
-    check_masks,
-    check_partition,
     global_counts,
-    partitions,
 )
-from tests.unit.algorithms.losses.batches import random_rows
 
 CLIPPED, PLAIN = (ValueLoss(ValueLossConfig(value_clip=value_clip)) for value_clip in (0.2, None))
-
-
-def random_values(num_rows: int, seed: int) -> tuple[torch.Tensor, ValueInputs]:
-    values, inputs = random_rows(num_rows, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    old, returns = (values.detach() + 0.3 * torch.randn(values.shape, generator=generator) for _ in range(2))
-    return values, ValueInputs(**vars(inputs), values=old, returns=returns)
 
 
 def one_row(values: list[float], old: list[float], returns: list[float]) -> tuple[torch.Tensor, ValueInputs]:
@@ -36,20 +20,6 @@ def one_row(values: list[float], old: list[float], returns: list[float]) -> tupl
         returns=torch.tensor([returns]),
     )
     return torch.tensor([values], requires_grad=True), inputs
-
-
-@settings(max_examples=25, deadline=None)
-@given(loss_fn=st.sampled_from([CLIPPED, PLAIN]), partition=partitions(5), seed=st.integers(0, 1000))
-def test_any_split_gives_the_same(loss_fn: ValueLoss, partition: Partition, seed: int):
-    check_partition(loss_fn, *random_values(5, seed), partition)
-
-
-def test_masks_bad_values_and_empty_micro_batches():
-    batch = random_values(3, 0)
-    for loss_fn, columns in ((CLIPPED, ["values", "returns"]), (PLAIN, ["returns"])):
-        check_masks(loss_fn, *batch)
-        check_bad_values(loss_fn, *batch, columns=columns)
-        check_empty(loss_fn, *batch)
 
 
 def test_clipping_by_hand():

@@ -1,3 +1,7 @@
+"""Estimators of the KL divergence, importance weights, and the agreement of training and generation."""
+
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -6,22 +10,27 @@ import torch
 from nemo_rl.algorithms.losses.divergence import (
     agreement_metrics,
     bound_importance_weights,
-    raw_importance_weights,
+    calculate_kl,
 )
+
+
+def test_the_three_estimators_by_hand():
+    logprobs, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])  # r = 0.5
+    assert calculate_kl(logprobs, reference, "k1").item() == pytest.approx(math.log(2))
+    assert calculate_kl(logprobs, reference, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert calculate_kl(logprobs, reference, "k3").item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_clamps_and_their_absence():
+    logprobs, reference = torch.tensor([0.0, 0.0]), torch.tensor([5.0, -5.0])
+    assert calculate_kl(logprobs, reference, "k1", 2.0, None).tolist() == [-2.0, 2.0]
+    assert calculate_kl(logprobs, reference, "k1", None, 3.0).tolist() == [-3.0, 3.0]
+    assert calculate_kl(logprobs, reference, "k1", None, None).tolist() == [-5.0, 5.0]
+    assert calculate_kl(logprobs, reference, "k3").tolist() == pytest.approx([10.0, math.exp(-5) - 1 + 5])
+
 
 RAW = torch.tensor([[0.5, 1.0, 4.0], [1.0, 1.1, 1.0]])
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-
-
-def test_raw_weights_per_token_and_per_sequence():
-    prev = torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True)
-    gen = torch.tensor([[-1.5, -1.0, 0.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
-    tokens = raw_importance_weights(prev, gen, mask, sequence_level=False)
-    assert tokens[0, :2].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])
-    assert not tokens.requires_grad, "a weight is no part of what is optimised"
-    sequences = raw_importance_weights(prev, gen, mask, sequence_level=True)
-    assert sequences.tolist() == [pytest.approx([math.exp(-0.5)] * 3)]
 
 
 def test_tis_clamps():
@@ -45,12 +54,6 @@ def test_sequence_mask_leaves_sequences_out_by_their_geometric_mean():
     assert weights.used[1].tolist() == pytest.approx([1.0, 1.1, 1.0])
     kept = bound_importance_weights(RAW, MASK, kind="seq-mask-tis", minimum=0.9, maximum=1.3)
     assert kept.used[0].tolist() == [0.5, 1.0, 4.0]  # not truncated
-
-
-def test_without_bounds_nothing_changes():
-    for kind in ("tis", "icepop", "seq-mask-tis", None):
-        weights = bound_importance_weights(RAW, MASK, kind=kind, minimum=None, maximum=None)
-        assert torch.equal(weights.used, RAW) and not weights.out_of_bounds.any()
 
 
 def test_agreement_of_equal_distributions_is_perfect():
