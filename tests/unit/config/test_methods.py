@@ -50,6 +50,9 @@ def twin(recipe: Path) -> dict[str, Any]:
         grpo["reward_shaping"] |= {"max_response_length": 16, "overlong_buffer_length": 4}
     if "length_normalizer" in sections["loss_fn"]:
         sections["loss_fn"]["length_normalizer"] = 16
+    if values["policy"]["dtensor_cfg"].get("context_parallel_size", 1) > 1:
+        sections["policy"] = {"dtensor_cfg": {"context_parallel_size": 2}, "sequence_packing": {"enabled": True}}
+        sections["cluster"] = {"cpu_workers_per_node": 2}
     return sections
 
 
