@@ -346,24 +346,6 @@ RowKey = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowErrors:
-    """How far logprobs of training are from those of generation, over the sampled tokens of one row.
-
-    `mult_errors` and `mean_errors`: means of exp(|difference|), where 1 is perfect, and of |difference|, for each
-    number that the column has per token. The others are |differences| of the first number: of the first sampled token,
-    mean over the last quarter of the tokens, largest.
-    """
-
-    sample_id: str
-    num_tokens: int
-    mult_errors: tuple[float, ...]
-    mean_errors: tuple[float, ...]
-    first_token: float
-    last_quarter: float
-    worst_token: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedSample:
     """A unit of a micro-batch: row `index` of the plan's group number `group`; for a pair also `index + 1`.
 

@@ -19,13 +19,21 @@ from typing import Any
 from nemo_rl.algorithms.trainers.rollout_trainer import NothingToCompare, RolloutTrainer
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.head.variants import Variant, VariantLogprobs
+from nemo_rl.models.policy.inspection import (
+    RowErrors,
+    Variant,
+    VariantLogprobs,
+    compute_with_other_attention,
+    describe_model,
+    routed_otherwise,
+    row_errors,
+)
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.layout import RefitError, WeightComparison
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import ProbeRequest
-from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, RowErrors, SamplingParams
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
 
 NUM_PICKED = 4  # samples of each kind and rank, at least
 MAX_NEW_TOKENS = 64  # of a fresh completion
@@ -334,7 +342,7 @@ class Investigator:
         """Find out why the loaded rows, which are samples of `groups`, disagree with generation."""
         self.policy.compute(Logprobs(), COLUMN)
         where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
-        recorded = [row for row in self.policy.row_errors(COLUMN) if row.sample_id in where]
+        recorded = [row for row in self._row_errors() if row.sample_id in where]
         if not recorded:
             raise NothingToCompare("no sample of the step has sampled tokens")
         size = self.policy.data_parallel_size * 2 * self.micro_batch_multiple
@@ -353,6 +361,7 @@ class Investigator:
         )
         versions = [groups[number].samples[index].weight_version for number, index in picks]
         measured = self._measure(probe.handle)
+        settings = self.policy.inspect(describe_model)[0]
         return name_cause(
             Evidence(
                 recorded_error=Error.of(worst),
@@ -362,7 +371,7 @@ class Investigator:
                 fresh_version=min(sample.weight_version for sample in probe.handle.samples),
                 own=_variant(self.sampling),
                 weights=self._compare_weights(),
-                settings=_differences(self.policy.describe_model(), self.generation.describe_model()),
+                settings=_differences(settings, self.generation.describe_model()),
                 recorded_changed=probe.num_recorded_changed,
                 fresh_changed=probe.num_fresh_changed,
                 num_picked=len(picks),
@@ -370,6 +379,9 @@ class Investigator:
                 **measured,
             )
         )
+
+    def _row_errors(self) -> list[RowErrors]:
+        return [found for part in self.policy.inspect(row_errors, COLUMN) for found in part]
 
     def _compare_weights(self) -> WeightComparison:
         try:
@@ -384,23 +396,23 @@ class Investigator:
         own = _variant(self.sampling)
         self.policy.load(self._plan(probe, long, size=2))
         self.policy.compute(Logprobs(), COLUMN)
-        found: dict[str, Any] = {"together_error": Error.of(self.policy.row_errors(COLUMN))}
+        found: dict[str, Any] = {"together_error": Error.of(self._row_errors())}
         self.policy.load(self._plan(probe, short, size=1))
         self.policy.compute(Logprobs(), COLUMN)
-        firsts = [row.first_token for row in self.policy.row_errors(COLUMN)]
+        firsts = [row.first_token for row in self._row_errors()]
         found["first_token_alone"] = sum(firsts) / len(firsts)
         self.policy.load(self._plan(probe, long, size=1))
         self.policy.compute(Logprobs(), COLUMN)
-        rows = self.policy.row_errors(COLUMN)
+        rows = self._row_errors()
         found |= {"alone_error": Error.of(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
         variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *_head_variants(own)]))
         self.policy.compute(VariantLogprobs(variants), COLUMN)
-        rows = self.policy.row_errors(COLUMN)
+        rows = self._row_errors()
         found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
         is_short = max(probe.samples[index].length for index in long) <= MAX_PLAIN_TOKENS
-        has_other = is_short and self.policy.compute_with_other_attention(Logprobs(), COLUMN)
-        found["other_attention_error"] = Error.of(self.policy.row_errors(COLUMN)) if has_other else None
-        found["routed_otherwise"] = self.policy.routed_otherwise(Logprobs())
+        has_other = is_short and all(self.policy.inspect(compute_with_other_attention, Logprobs(), COLUMN))
+        found["other_attention_error"] = Error.of(self._row_errors()) if has_other else None
+        found["routed_otherwise"] = self.policy.inspect(routed_otherwise, Logprobs())[0]
         return found
 
     def _plan(self, probe: GroupHandle, samples: range, *, size: int) -> BatchPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -13,13 +13,14 @@ from nemo_rl.types import (
     BatchPlan,
     LossFunction,
     Pixels,
-    RowErrors,
     RowKey,
     SamplingParams,
     TokenAdvantages,
     TrainResult,
 )
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
+
+T = TypeVar("T")
 
 
 class PolicyInterface(Protocol):
@@ -72,26 +73,8 @@ class PolicyInterface(Protocol):
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
         """Every worker fetches, for its rows, the column that another policy shared."""
 
-    def row_errors(self, column: str) -> list[RowErrors]:
-        """How far a column of logprobs is from generation's, for each row with sampled tokens."""
-        ...
-
-    def compute_with_other_attention(self, task: HeadTask, column: str) -> bool:
-        """`compute` with a second implementation of attention. False if the backend or its layout has none.
-
-        Every micro-batch of the plan has one sample.
-        """
-        ...
-
-    def routed_otherwise(self, task: HeadTask) -> float | None:
-        """Share of tokens for which a router chose other experts than generation reports; None if it is not known.
-
-        Every micro-batch of the plan has one sample.
-        """
-        ...
-
-    def describe_model(self) -> dict[str, Any]:
-        """The settings in config.json of the model, as training reads them."""
+    def inspect(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` on every worker, as an investigation does (`inspection.py`)."""
         ...
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
@@ -18,8 +18,10 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import BatchPlan, LossFunction, RowErrors, RowKey, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
+
+T = TypeVar("T")
 
 # Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
 # speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
@@ -157,19 +159,9 @@ class Policy(PolicyInterface):
             work.append((column, keys, *(shared[key] for key in keys)))
         self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 
-    def row_errors(self, column: str) -> list[RowErrors]:
-        return [found for part in self.group.call_all("row_errors", column) for found in part]
-
-    def compute_with_other_attention(self, task: HeadTask, column: str) -> bool:
+    def inspect(self, function: Callable[..., T], *args: Any) -> list[T]:
         with self.accelerator.hold(self.name_prefix):
-            return all(self.group.call_all("compute_with_other_attention", task, column))
-
-    def routed_otherwise(self, task: HeadTask) -> float | None:
-        with self.accelerator.hold(self.name_prefix):
-            return self.group.call_all("routed_otherwise", task)[0]
-
-    def describe_model(self) -> dict[str, Any]:
-        return self.group.call_one(0, "describe_model")
+            return self.group.call_all("inspect", function, *args)
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         return self.group.call_all("mask_sequences_by_importance", threshold)[0]

@@ -14,7 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -28,7 +28,6 @@ from nemo_rl.models.policy.batch.microbatches import (
     Row,
     from_last_stage,
     loss_inputs,
-    row_errors,
     rows_of_plan,
     scored_sequences,
     select,
@@ -40,7 +39,6 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings, SampleSettings
-from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.residency import Residency
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.transfer import Sender, WeightSender
@@ -52,7 +50,6 @@ from nemo_rl.types import (
     PolicyGradientInputs,
     RankPlan,
     RolloutGroup,
-    RowErrors,
     RowKey,
     TokenAdvantages,
     TrainResult,
@@ -64,6 +61,8 @@ from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_sta
 if TYPE_CHECKING:
     from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
     from nemo_rl.models.policy.megatron.mesh import MegatronMesh
+
+T = TypeVar("T")
 
 
 class PolicyWorker(ABC):
@@ -270,32 +269,6 @@ class PolicyWorker(ABC):
         dist.all_reduce(masked, group=self.mesh.data_group)
         return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
 
-    # -- why training and generation disagree
-
-    def row_errors(self, column: str) -> list[RowErrors]:
-        """How far `column` is from the logprobs of generation, for each row that has sampled tokens.
-
-        The result is empty on all but one of the ranks that have the same rows.
-        """
-        rows = self.rows.values() if self.mesh.is_first_of_data_rank else ()
-        return [row_errors(row, column) for row in rows if row.token_mask.any()]
-
-    def compute_with_other_attention(self, task: HeadTask, column: str) -> bool:
-        """`compute` with a second implementation of attention. False if this backend or layout has none."""
-        return False
-
-    def describe_model(self) -> dict[str, Any]:
-        """The settings of the model, as its config.json with the overrides has them."""
-        config = load_config(self.settings.model_path, dict(self.config.hf_config_overrides))
-        return config.get_text_config().to_dict()
-
-    def routed_otherwise(self, task: HeadTask) -> float | None:
-        """Share of tokens for which a router chose other experts than generation reports; None if it is not known.
-
-        Every micro-batch of the loaded plan has one row.
-        """
-        return None
-
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         """See `TokenAdvantages`. Statistics are computed over all ranks."""
         sums = torch.zeros(3, dtype=torch.float64)
@@ -307,6 +280,10 @@ class PolicyWorker(ABC):
         for row in self.rows.values():
             mask = row.token_mask * row.mask
             row.columns["advantages"] = advantages.finish(row.columns["advantages"], mask, sums)
+
+    def inspect(self, function: Callable[..., T], *args: Any) -> T:
+        """See `PolicyInterface.inspect`."""
+        return function(self, *args)
 
     # -- training
 

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker, GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.head.variants import _logits
+from nemo_rl.models.policy.inspection import _logits, describe_model
 from nemo_rl.refit.layout import Segment, WeightComparison
 from nemo_rl.refit.transfer import largest_difference
 from nemo_rl.rollouts.rollout_worker import Probe, ProbeRequest
@@ -74,8 +74,8 @@ class LocalPolicy:
     def compute(self, task: HeadTask, column: str) -> None:
         self.worker.compute(task, column)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
+    def inspect(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(self.worker, *args)]
 
 
 @dataclass
@@ -135,7 +135,7 @@ class LocalEngine:
         )
 
     def describe_model(self) -> dict[str, Any]:
-        return self.worker.describe_model()
+        return describe_model(self.worker)
 
     def compare(self) -> WeightComparison:
         ours, theirs = whole_weights(self.policy), whole_weights(self.worker)

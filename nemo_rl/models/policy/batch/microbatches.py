@@ -29,7 +29,6 @@ from nemo_rl.types import (
     Pixels,
     RankPlan,
     RolloutGroup,
-    RowErrors,
     RowKey,
     reduction_of,
 )
@@ -102,26 +101,6 @@ def scored_sequences(
             mask[int(is_text.nonzero().max()) if is_text.any() else 0] = True
         scored.append((row.token_ids, mask))
     return scored
-
-
-_LARGEST_DIFFERENCE = 20.0  # of logprobs; an excluded token's is infinite
-
-
-def row_errors(row: Row, column: str) -> RowErrors:
-    """Compare a column [T] or [T, C] of a row with its `generation_logprobs`."""
-    values = row.columns[column].double().view(len(row.token_ids), -1)[row.token_mask]
-    found = row.columns["generation_logprobs"].double()[row.token_mask, None]
-    difference = (values - found).abs().nan_to_num(nan=_LARGEST_DIFFERENCE).clamp(max=_LARGEST_DIFFERENCE)
-    quarter = -(-len(difference) // 4)
-    return RowErrors(
-        sample_id=row.sample_id,
-        num_tokens=len(difference),
-        mult_errors=tuple(difference.exp().mean(dim=0).tolist()),
-        mean_errors=tuple(difference.mean(dim=0).tolist()),
-        first_token=difference[0, 0].item(),
-        last_quarter=difference[-quarter:, 0].mean().item(),
-        worst_token=difference[:, 0].max().item(),
-    )
 
 
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
-from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, Row, SequentialRunner, select
+from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, Row, SequentialRunner
 from nemo_rl.models.policy.batch.row_layout import ImageBatch
 from nemo_rl.models.policy.checkpoint import PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
@@ -35,7 +35,6 @@ from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import scalar_config
-from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
@@ -46,9 +45,6 @@ from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
-
-PLAIN = "eager"
-"""The name of transformers' attention that consists of matrix products and a softmax."""
 
 WHOLE_GRADIENT_SHARE = 0.1
 """Part of a device's memory that gradients may take while they wait to be reduced."""
@@ -145,39 +141,6 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def _model_metrics(self) -> dict[str, float]:
         return {} if self.router_load is None else self.router_load.read(self.mesh)
-
-    # -- why training and generation disagree
-
-    def compute_with_other_attention(self, task: HeadTask, column: str) -> bool:
-        """With the plain attention of transformers, which has its own masks and code, for micro-batches of one row."""
-        configs = [part.config.get_text_config() for part in self.parts]
-        if self.mesh.context is not None or any(config._attn_implementation == PLAIN for config in configs):
-            return False
-        used = [config._attn_implementation for config in configs]
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                for config in configs:
-                    config._attn_implementation = PLAIN
-                self.compute(task, column)
-        finally:
-            for config, implementation in zip(configs, used, strict=True):
-                config._attn_implementation = implementation
-        return True
-
-    def routed_otherwise(self, task: HeadTask) -> float | None:
-        rows = [row for batch in self.plan.logprobs for row in select(self.rows, batch)]
-        if self.router_load is None or self.mesh.context is not None or any(r.routed_experts is None for r in rows):
-            return None
-        with self.router_load.recording() as chosen:
-            self.compute(task, "routing")
-        counts = torch.zeros(2, dtype=torch.float64)
-        for number, row in enumerate(rows):
-            assert row.routed_experts is not None
-            theirs = row.routed_experts.long().sort(dim=-1).values
-            ours = torch.stack([layer[number][: len(theirs)] for layer in chosen], dim=1).sort(dim=-1).values
-            counts += torch.tensor([(ours != theirs).flatten(1).any(dim=1).sum(), len(theirs)])
-        dist.all_reduce(counts, group=self.mesh.data_group)
-        return (counts[0] / counts[1]).item()
 
     # -- checkpoints
 
