@@ -27,7 +27,7 @@ def main() -> int:
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.grpo import collect_rollouts  # torch and Ray load here
+    from nemo_rl.algorithms.setup.sampling_only import collect_rollouts  # torch and Ray load here
 
     return collect_rollouts(config)
 

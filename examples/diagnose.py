@@ -39,7 +39,7 @@ def main() -> int:
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.diagnose import diagnose
+    from nemo_rl.algorithms.setup.sampling_only import diagnose
 
     return diagnose(config, folder.absolute() if is_checkpoint else None)
 

@@ -423,39 +423,6 @@ class PolicyGradientInputs(LossInputs):
     reference_policy_logprobs: torch.Tensor
 
 
-@dataclass(kw_only=True)
-class PairInputs(LossInputs):
-    """Even rows are the chosen, odd rows the rejected sequences of pairs. [B] each."""
-
-    margin: torch.Tensor  # of the chosen row; 0 on rejected ones
-
-
-@dataclass(kw_only=True)
-class PreferenceInputs(PairInputs):
-    """Pairs with their logprobs under the reference policy. [B] each."""
-
-    reference_logprob_sum: torch.Tensor  # sum over the loss tokens
-
-
-@dataclass(kw_only=True)
-class ValueInputs(LossInputs):
-    """[B, S] each; position i has the value of the state before token i."""
-
-    values: torch.Tensor  # before the update
-    returns: torch.Tensor
-
-
-@dataclass(kw_only=True)
-class DistillationInputs(LossInputs):
-    """The teacher's outputs for each token."""
-
-    optional: ClassVar[frozenset[str]] = frozenset({"teacher_topk"})
-
-    # [B, S, 2K]: its K largest logits, then their token ids. Zeros [B, S] if the student's head compares whole
-    # distributions, and no row has the column.
-    teacher_topk: torch.Tensor
-
-
 LossMetrics = dict[str, "torch.Tensor"]
 """Scalars. Names that end in `_min` / `_max` are reduced by minimum / maximum over micro-batches and ranks. Every other
 value is a part of a sum, already divided by a global count, so the parts of micro-batches and ranks add up."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import (
     BatchPlan,
     GroupHandle,
@@ -21,6 +21,7 @@ from nemo_rl.types import (
     TrainResult,
 )
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
+from nemo_rl.utils.timer import GenerationUse
 
 
 def sample_meta(

@@ -1,6 +1,6 @@
 """The controller's side of rollouts: requests go out, handles of finished groups come back. Tokens never reach it.
 
-`RolloutCollector` has groups played. `RecordedRollouts` reads the groups of an earlier run instead.
+`RolloutCollector` has groups played. `RecordedRollouts` (`replay.py`) reads the groups of an earlier run instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,15 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.rollouts.group_keeper import GroupKeeper
-from nemo_rl.rollouts.records import StepIndex, read_index, recorded_steps, step_folder
+from nemo_rl.rollouts.records import StepIndex
 from nemo_rl.rollouts.rollout_worker import (
-    GenerationUse,
     GroupRequest,
     KeeperLost,
-    Probe,
-    ProbeRequest,
     RolloutWorkerSettings,
 )
 from nemo_rl.types import GroupHandle
+from nemo_rl.utils.timer import GenerationUse
 
 logger = logging.getLogger(__name__)
 
@@ -204,13 +200,13 @@ class RolloutCollector:
 
     def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
         for ref, handle in zip(refs, self.group.wait(refs), strict=True):
-            self._finished[self._playing.pop(ref).group_id] = self._track(handle)
+            self._finished[self._playing.pop(ref).group_id] = self.track(handle)
             self._num_restarts = 0
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         if unused:
             self._keeper.forget.remote(unused)
 
-    def _track(self, handle: GroupHandle) -> GroupHandle:
+    def track(self, handle: GroupHandle) -> GroupHandle:
         """Note when the handle is garbage-collected: the keeper can then forget the group."""
         weakref.finalize(handle, self._unused.append, (handle.group_id, handle.ref.hex())).atexit = False
         return handle
@@ -279,12 +275,10 @@ class RolloutCollector:
         self.group.shutdown()
         self.group = self._start(RayWorkerBuilder(WORKER, self._settings, self._generation_workers, self._keeper))
 
-    def probe(self, request: ProbeRequest, groups: Sequence[GroupHandle]) -> Probe:
-        """Fresh completions of the prompts of finished samples; see `RolloutWorker.probe`."""
+    def inspect(self, function: Callable[..., Any], *args: Any, groups: Sequence[GroupHandle]) -> Any:
+        """`await function(worker, *args, *groups)` on the rollout worker, with the engines awake."""
         with self._accelerator.hold(GENERATION):
-            probe = self._call("probe", request, *(group.ref for group in groups))
-        self._track(probe.handle)
-        return probe
+            return self._call("inspect", function, *args, *(group.ref for group in groups))
 
     # -- content of finished groups
 
@@ -302,7 +296,7 @@ class RolloutCollector:
 
     def load(self, folder: Path) -> list[GroupHandle]:
         """Handles of groups that `save` wrote."""
-        return [self._track(handle) for handle in self._call("load", folder)]
+        return [self.track(handle) for handle in self._call("load", folder)]
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
         """Begin to write the groups of a training step; see `records.write_step`."""
@@ -344,62 +338,3 @@ def _names_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
 
 def _new_keeper() -> Any:
     return ray.remote(GroupKeeper).options(num_cpus=0).remote()
-
-
-class RecordedRollouts(RolloutCollector):
-    """Returns the groups of an earlier run from the record below `root`. Needs no engine and no environment."""
-
-    def __init__(
-        self,
-        cluster: RayVirtualCluster,
-        settings: RolloutWorkerSettings,
-        accelerator: Accelerator,
-        *,
-        root: Path,
-        timeout_s: float,
-    ) -> None:
-        settings = replace(settings, connect_environments=dict, connect_agents=dict)
-        super().__init__(cluster, settings, [], accelerator, timeout_s=timeout_s)
-        self.root = root.absolute()  # the worker may have another working directory
-        self.steps = recorded_steps(root)
-        self._index: StepIndex | None = None
-        self._batches: list[list[GroupHandle]] = []  # of the step of `_index`, not returned yet
-
-    def next_groups(
-        self, step: int, next_requests: Callable[[], Sequence[GroupRequest]], *, is_first: bool
-    ) -> list[GroupHandle]:
-        """The next batch that step `step` received when it was recorded; empty after the last recorded step.
-
-        FileNotFoundError or ValueError if the step cannot be read, or received fewer batches than are requested now.
-        """
-        if step > self.steps[-1]:
-            logger.info("the record in %s ends with step %d", self.root, self.steps[-1])
-            return []
-        if is_first:
-            self._index = read_index(self.root, step)
-            handles = {handle.group_id: handle for handle in self.load(step_folder(self.root, step))}
-            ids, size = self._index.group_ids, self._index.groups_per_batch
-            self._batches = [[handles[i] for i in ids[at : at + size]] for at in range(0, len(ids), size)]
-        if not self._batches:
-            raise ValueError(
-                f"step {step} wants more groups than it got when {self.root} was recorded: other settings decide now "
-                "which groups are dropped (use_dynamic_sampling, reward_scaling, reward_shaping)"
-            )
-        return self._batches.pop(0)
-
-    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
-        """The metrics that the environments reported when the step was recorded."""
-        assert self._index is not None
-        return self._index.environment_metrics
-
-
-class NoWeightSync:
-    """Replaces a refit if nothing generates."""
-
-    def prepare(self) -> None: ...
-    def announce(self) -> None: ...
-    def sync(self, version: int) -> dict[str, float]:
-        return {}
-
-    def compare(self) -> WeightComparison:
-        return WeightComparison(not_compared="nothing generates")

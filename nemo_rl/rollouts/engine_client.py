@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -17,6 +17,8 @@ from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationRequest, PromptImage, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RequestFailed(RuntimeError):
@@ -101,6 +103,17 @@ class Engines:
         await self._died.wait()
         assert self._death is not None
         return self._death
+
+    async def wait(self, playing: asyncio.Future[T]) -> T:
+        """The result of `playing`. Raises EngineDied as soon as a replica is dead, while `playing` goes on."""
+        died = asyncio.create_task(self.died())
+        try:
+            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+        if not playing.done():
+            raise EngineDied(str(died.result()))
+        return playing.result()
 
     @asynccontextmanager
     async def time_limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:

@@ -7,18 +7,15 @@ each, and hands the finished group to `GroupKeeper`. The controller's side is `c
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 
-from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, run_episode, without_reward
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
@@ -37,6 +34,9 @@ from nemo_rl.types import (
     SamplingParams,
 )
 from nemo_rl.utils.seeds import sample_seed
+from nemo_rl.utils.timer import BusyTime, GenerationUse
+
+T = TypeVar("T")
 
 
 class EpisodeFailure(RuntimeError):
@@ -71,25 +71,6 @@ class Environment(Protocol):
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
         """The environment's own metrics over finished (group id, sample) pairs."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeRequest:
-    """Fresh completions of the prompts of finished samples, to compare training with generation."""
-
-    group_id: str
-    picks: Sequence[tuple[int, int]]  # (number of the group among those of the call, index of the sample in it)
-    num_whole: int  # picks from here on begin with the first token of their prompt alone
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Fresh completions, and how samples with whole prompts bear being decoded and tokenised again."""
-
-    handle: GroupHandle
-    num_recorded_changed: int  # picked samples whose tokens change
-    num_fresh_changed: int
 
 
 class AgentEnvironment(Protocol):
@@ -182,68 +163,16 @@ class RolloutWorker:
         group_id = request.group_id
         if group_id not in self._playing:
             self._playing[group_id] = asyncio.create_task(self._play(request))
-        playing, died = self._playing[group_id], asyncio.create_task(self.engines.died())
+        playing = self._playing[group_id]
         try:
-            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():
-                raise EngineDied(str(died.result()))
+            return await self.engines.wait(playing)
         finally:
-            died.cancel()
-        if self._playing.get(group_id) is playing:
-            del self._playing[group_id]
-        return playing.result()
+            if playing.done() and self._playing.get(group_id) is playing:
+                del self._playing[group_id]
 
-    async def probe(self, request: ProbeRequest, *groups: RolloutGroup) -> Probe:
-        """Complete the prompts of picked samples once more, without environments, and store the result as a group.
-
-        EngineDied if an engine dies meanwhile.
-        """
-        picked = [groups[number].samples[index] for number, index in request.picks]
-        refs = {digest: ray.put(made) for group in groups for digest, made in group.pixels.items()}
-        playing = asyncio.gather(*(self._probe(request, sample, n, refs) for n, sample in enumerate(picked)))
-        died = asyncio.create_task(self.engines.died())
-        try:
-            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():
-                raise EngineDied(str(died.result()))
-        finally:
-            died.cancel()
-            playing.cancel()
-        fresh = playing.result()
-        kept = RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh)
-        kept.pixels = {digest: made for group in groups for digest, made in group.pixels.items()}
-        handle = await self._keep(kept, "")
-        recorded, drawn = (self._num_changed(samples[: request.num_whole]) for samples in (picked, fresh))
-        return Probe(handle=handle, num_recorded_changed=recorded, num_fresh_changed=drawn)
-
-    def _num_changed(self, samples: Sequence[Sample]) -> int:
-        """Samples whose sampled tokens change when they are decoded and tokenised again."""
-        return sum(not self.settings.survives_text(s.token_ids[s.token_mask].tolist()) for s in samples)
-
-    async def _probe(
-        self, request: ProbeRequest, sample: Sample, number: int, pixels: Mapping[str, ray.ObjectRef]
-    ) -> Sample:
-        num_prompt_tokens = sample.meta.num_prompt_tokens if number < request.num_whole else 1
-        prompt = sample.token_ids[:num_prompt_tokens].tolist()
-        datum = DatumSpec(
-            message_log=[{"role": "user", "content": "", "token_ids": prompt}],
-            length=len(prompt),
-            extra_env_info=None,
-            loss_multiplier=1.0,
-            idx=number,
-            images=[span for span in sample.images if span.start < num_prompt_tokens],
-        )
-        return await run_episode(
-            datum,
-            sample_id=f"{request.group_id}/{number}",
-            generate=partial(self.generate, pixels=pixels) if pixels else self.generate,
-            env_step=_end,
-            decode=self.settings.decode,
-            render=self.settings.render,
-            sampling=request.sampling,
-            limits=replace(self.settings.limits, max_turns=1),
-            seed_of_turn=partial(sample_seed, self.settings.run_seed, -2, request.group_id, number),
-        )
+    async def inspect(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """`await function(self, *args)`, as an investigation needs it (`probe.py`)."""
+        return await function(self, *args)
 
     async def abandon(self) -> None:
         """Cancel all groups that are being played."""
@@ -261,9 +190,10 @@ class RolloutWorker:
         group = RolloutGroup(
             group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples, pixels=pixels
         )
-        return await self._keep(group, request.prompt.task_name)
+        return await self.keep(group, request.prompt.task_name)
 
-    async def _keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
+    async def keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
+        """Store a finished group in the keeper. `task_name` goes into the handle."""
         self._ended.append(group)
         if len(self._ended) == 1:
             self._storing = asyncio.create_task(self._store_ended())
@@ -343,7 +273,7 @@ class RolloutWorker:
     async def load(self, folder: Path) -> list[GroupHandle]:
         """Read the groups of a folder and store them."""
         groups, task_names = await asyncio.to_thread(read_groups, folder)
-        return [await self._keep(group, task) for group, task in zip(groups, task_names, strict=True)]
+        return [await self.keep(group, task) for group, task in zip(groups, task_names, strict=True)]
 
     async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
@@ -362,53 +292,3 @@ class RolloutWorker:
     async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
         """The messages of each sample of each group."""
         return [[sample.messages for sample in group.samples] for group in groups]
-
-
-async def _end(message_log: Sequence[Mapping[str, str]], metadata: Any) -> EnvironmentStep:
-    """The answer of no environment: the episode is over."""
-    return EnvironmentStep(observation={}, reward=0.0, terminated=True, metadata=None, next_stop_strings=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationUse:
-    """Use of the engines in a time window."""
-
-    busy_s: float  # with at least one request in flight
-    window_s: float
-    num_tokens: int  # generated
-
-
-class BusyTime:
-    """Counts the seconds with at least one request in flight. `clock` returns seconds and never decreases."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_tokens = 0
-        self._clock = clock
-        self._in_flight = 0
-        self._busy_s = 0.0
-        self._window_began = self._counted_to = clock()
-
-    def _count(self) -> None:
-        now = self._clock()
-        if self._in_flight:
-            self._busy_s += now - self._counted_to
-        self._counted_to = now
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """A request is in flight while the body runs."""
-        self._count()
-        self._in_flight += 1
-        try:
-            yield
-        finally:
-            self._count()
-            self._in_flight -= 1
-
-    def take(self) -> GenerationUse:
-        """The use since the last call, or since construction."""
-        self._count()
-        window_s = self._counted_to - self._window_began
-        use = GenerationUse(busy_s=self._busy_s, window_s=window_s, num_tokens=self.num_tokens)
-        self._busy_s, self.num_tokens, self._window_began = 0.0, 0, self._counted_to
-        return use

@@ -1,4 +1,6 @@
-"""Wall-clock time by label, and the time limit of a job."""
+"""Wall-clock time by label, the time in which engines are busy, and the time limit of a job."""
+
+from __future__ import annotations
 
 import math
 import re
@@ -6,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -80,6 +83,51 @@ class Timer:
         for name in [*self._started, *self._elapsed_s] if label is None else [label]:
             self._started.pop(name, None)
             self._elapsed_s.pop(name, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationUse:
+    """Use of the engines in a time window."""
+
+    busy_s: float  # with at least one request in flight
+    window_s: float
+    num_tokens: int  # generated
+
+
+class BusyTime:
+    """Counts the seconds with at least one request in flight. `clock` returns seconds and never decreases."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_tokens = 0
+        self._clock = clock
+        self._in_flight = 0
+        self._busy_s = 0.0
+        self._window_began = self._counted_to = clock()
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._in_flight:
+            self._busy_s += now - self._counted_to
+        self._counted_to = now
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """A request is in flight while the body runs."""
+        self._count()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._in_flight -= 1
+
+    def take(self) -> GenerationUse:
+        """The use since the last call, or since construction."""
+        self._count()
+        window_s = self._counted_to - self._window_began
+        use = GenerationUse(busy_s=self._busy_s, window_s=window_s, num_tokens=self.num_tokens)
+        self._busy_s, self.num_tokens, self._window_began = 0.0, 0, self._counted_to
+        return use
 
 
 class TimeoutChecker:

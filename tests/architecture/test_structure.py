@@ -9,15 +9,15 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 55_100,
-    "files of nemo_rl": 259,
+    "lines of nemo_rl": 55_250,
+    "files of nemo_rl": 263,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_100,
+    "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 8_300,
+    "lines of the GRPO walk": 7_700,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 2_050,
+    "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
 }

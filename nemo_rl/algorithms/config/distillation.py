@@ -9,10 +9,9 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems, data_parallel_size
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutConfig, RolloutMasterConfig
-from nemo_rl.algorithms.plan.batch import check_budgets
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import StrictModel
-from nemo_rl.models.policy.config import SecondModelConfig
+from nemo_rl.models.policy.config import SecondModelConfig, check_budgets
 from nemo_rl.utils.config import ClusterConfig, MachinesConfig
 
 

@@ -28,7 +28,6 @@ from nemo_rl.algorithms.config.metric_names import (
     rollout_validation,
     turns,
 )
-from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
@@ -46,7 +45,7 @@ from nemo_rl.environments.config import (
     sections_of,
 )
 from nemo_rl.models.generation.config import ColocatedConfig
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, check_batching
 from nemo_rl.utils.config import ClusterConfig
 
 

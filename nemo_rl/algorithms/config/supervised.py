@@ -15,10 +15,9 @@ from nemo_rl.algorithms.config.loop import (
     data_parallel_size,
     saving_rules,
 )
-from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.rules import Derived, StrictModel, value_of
 from nemo_rl.data.config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, check_batching
 
 
 class SupervisedConfig(LoopConfig):

@@ -10,15 +10,29 @@ Jensen-Shannon divergence interpolates in another way.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
-from nemo_rl.types import DistillationInputs, LossMetrics
+from nemo_rl.types import LossInputs, LossMetrics
 
 LOG_OUTSIDE = -100.0
 """The teacher's log-probability outside its top k; with -inf the reverse KL would be infinite."""
+
+
+@dataclass(kw_only=True)
+class DistillationInputs(LossInputs):
+    """The teacher's outputs for each token."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"teacher_topk"})
+
+    # [B, S, 2K]: its K largest logits, then their token ids. Zeros [B, S] if the student's head compares whole
+    # distributions, and no row has the column.
+    teacher_topk: Tensor
 
 
 class DistillationLoss:

@@ -10,7 +10,21 @@ from torch.nn.functional import logsigmoid
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.aggregate import divide_by_count, nan_unless_finite
-from nemo_rl.types import LossInputs, LossMetrics, PairInputs, PreferenceInputs
+from nemo_rl.types import LossInputs, LossMetrics
+
+
+@dataclass(kw_only=True)
+class PairInputs(LossInputs):
+    """Even rows are the chosen, odd rows the rejected sequences of pairs. [B] each."""
+
+    margin: Tensor  # of the chosen row; 0 on rejected ones
+
+
+@dataclass(kw_only=True)
+class PreferenceInputs(PairInputs):
+    """Pairs with their logprobs under the reference policy. [B] each."""
+
+    reference_logprob_sum: Tensor  # sum over the loss tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.ppo import ValueLossConfig
 from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
-from nemo_rl.types import LossMetrics, ValueInputs
+from nemo_rl.types import LossInputs, LossMetrics
+
+
+@dataclass(kw_only=True)
+class ValueInputs(LossInputs):
+    """[B, S] each; position i has the value of the state before token i."""
+
+    values: Tensor  # before the update
+    returns: Tensor
 
 
 class ValueLoss:

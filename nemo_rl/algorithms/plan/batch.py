@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from nemo_rl.config.rules import divisors
 from nemo_rl.data.packing import (
     Bins,
     PackingAlgorithm,
@@ -26,7 +25,7 @@ from nemo_rl.data.packing import (
     sequence_cost,
     split_fullest,
 )
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, sequence_chunks, token_budgets
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
 
 
@@ -126,7 +125,7 @@ class Batching:
     @classmethod
     def of(cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1) -> Batching:
         """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
-        packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
+        packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, sequence_chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
         logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
@@ -149,24 +148,6 @@ class Batching:
         """Work of a micro-batch without its padding, in units of a token."""
         weight = self.quadratic_weight
         return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
-
-
-def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
-    """Tokens of a micro-batch in training and for logprobs, from the enabled section, with null resolved."""
-    section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
-    longest = round_up(policy.max_total_sequence_length, _chunks(policy)) * sequences_per_sample
-    train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
-    return (
-        longest * policy.train_micro_batch_size if train is None else train,
-        longest * policy.logprob_batch_size if logprobs is None else logprobs,
-    )
-
-
-def _chunks(policy: PolicyConfig) -> int:
-    """Equal chunks into which context parallelism cuts every sequence."""
-    size = policy.backend_cfg.context_parallel_size
-    # A rank takes chunk r and chunk 2 * size - 1 - r: causal attention gives late tokens more work than early ones.
-    return 2 * size if size > 1 else 1
 
 
 def plan_batch(
@@ -389,58 +370,3 @@ def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:
     num_sequences = sum(len(sample.lengths) for sample in micro_batch)
     lengths = (rule.padded_length(s) if isinstance(rule, PaddedTokens) else s.longest for s in micro_batch)
     return num_sequences * max(lengths)
-
-
-def check_batching(
-    policy: PolicyConfig, num_ranks: int | None, *, fix: str, sequences_per_sample: int = 1
-) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of batch sizes that `plan_samples` cannot use.
-
-    `fix` is the remedy if `num_ranks` data-parallel ranks cannot share a global batch; None: the layout does not fit.
-    """
-    if num_ranks is None:
-        return
-    global_batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
-    multiple = policy.backend_cfg.micro_batch_multiple
-    per_rank, left_over = divmod(global_batch, num_ranks)
-    if left_over:
-        key = policy.key("train_global_batch_size")
-        yield key, f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
-        return
-    if per_rank % multiple:
-        yield (
-            policy.key("train_global_batch_size"),
-            f"the {per_rank} samples of each of {num_ranks} training rank(s) cannot be shared by micro-batches whose "
-            f"number is a multiple of {multiple}, which pipeline parallelism needs; use a multiple of "
-            f"{num_ranks * multiple}",
-        )
-    if per_rank % micro_batch and not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
-        yield (
-            policy.key("train_micro_batch_size"),
-            f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
-            f"(train_global_batch_size={global_batch}); these would: {divisors(per_rank, near=micro_batch)}",
-        )
-    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample)
-
-
-def check_budgets(
-    policy: PolicyConfig, *, sequences_per_sample: int = 1, is_trained: bool = True
-) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of token budgets that are too small for the longest sample."""
-    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
-        return
-    section, needed = "dynamic_batching", policy.max_total_sequence_length
-    if policy.sequence_packing.enabled:
-        section, needed = "sequence_packing", round_up(needed, _chunks(policy))
-    needed *= sequences_per_sample
-    what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
-    longest = f"{policy.key('max_total_sequence_length')}={policy.max_total_sequence_length}"
-    train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
-    budgets = {"train_mb_tokens": train_tokens} if is_trained else {}
-    for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
-        if tokens < needed:
-            yield (
-                policy.key(f"{section}.{name}"),
-                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, "
-                "or shorten them",
-            )

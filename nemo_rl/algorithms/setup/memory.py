@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, token_budgets
 from nemo_rl.models.policy.layout import training_problems
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.algorithms.setup.memory import local_config, memory_lines
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, token_budgets
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, stage_layers, training_sizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import ClusterConfig

@@ -43,19 +43,22 @@ from nemo_rl.environments.config import (
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.vision.families import image_token_id
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
-from nemo_rl.rollouts.collector import NoWeightSync, RecordedRollouts, RolloutCollector
+from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.replay import NoWeightSync, RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
 from nemo_rl.types import Prompt, SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
 TrainerT = TypeVar("TrainerT", bound=RolloutTrainer)
-SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"  # imported in runs whose policy generates
+# Imported in runs whose policy generates.
+SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"
+SELF_GENERATING = "nemo_rl.models.policy.generate:SelfGeneratingPolicy"
 OPENAI_SERVER = "nemo_rl.algorithms.setup.serve:start_openai_server"  # imported in runs that have the server
 # Of the timeout of a worker: the rendezvous reports its missing member before the group counts as hanging.
 _RENDEZVOUS_SHARE = 0.9
@@ -169,7 +172,7 @@ def build_rollouts(
         seed=rollout.seed,
         sampling=inputs.sampling,
         init_reference_model=init_reference_model,
-        policy_class=SelfGeneratingPolicy if config.policy.generation.is_by_policy else Policy,
+        policy_class=import_object(SELF_GENERATING, "policy") if config.policy.generation.is_by_policy else Policy,
     )
     settings = partial(_worker_settings, config, inputs)
     timeout_s = config.cluster.worker_timeout_s
@@ -363,7 +366,7 @@ def start_self_generation(
 ) -> tuple[Policy, Any, Any]:
     """Start a policy that generates with its own workers. Its weights need no transfer: generation is its own sync."""
     policy = start_own_policy()
-    assert isinstance(policy, SelfGeneratingPolicy) and devices is training
+    assert devices is training
     generation = import_object(SELF_GENERATION, "generation")(
         training.cluster,
         policy,

@@ -32,7 +32,7 @@ from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.layout import RefitError, WeightComparison
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.rollouts.rollout_worker import ProbeRequest
+from nemo_rl.rollouts.probe import ProbeRequest, draw_probe
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
 
 NUM_PICKED = 4  # samples of each kind and rank, at least
@@ -350,7 +350,8 @@ class Investigator:
         worst = sorted(recorded, key=lambda row: -row.mult_errors[0])[:num]
         picks = [where[worst[index % len(worst)].sample_id] for index in range(num)]
         numbers = sorted({number for number, _ in picks})
-        probe = self.rollouts.probe(
+        probe = draw_probe(
+            self.rollouts,
             ProbeRequest(
                 group_id=f"probe/{policy_version}",
                 picks=[(numbers.index(number), index) for number, index in picks * 2],

@@ -13,8 +13,8 @@ import numpy as np
 from nemo_rl.algorithms.config.metric_names import turns_reported
 from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
 from nemo_rl.models.policy.flops import Gpu
-from nemo_rl.rollouts.rollout_worker import GenerationUse
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+from nemo_rl.utils.timer import GenerationUse
 
 
 def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, StrictModel
+from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
@@ -503,3 +503,83 @@ class RolloutPolicyConfig(PolicyConfig):
             "which counts the prompt too; use at most that"
         ),
     }
+
+
+# -- batch sizes
+
+
+def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
+    """Tokens of a micro-batch in training and for logprobs, from the enabled section, with null resolved."""
+    section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+    longest = _round_up(policy.max_total_sequence_length, sequence_chunks(policy)) * sequences_per_sample
+    train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
+    return (
+        longest * policy.train_micro_batch_size if train is None else train,
+        longest * policy.logprob_batch_size if logprobs is None else logprobs,
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def sequence_chunks(policy: PolicyConfig) -> int:
+    """Equal chunks into which context parallelism cuts every sequence."""
+    size = policy.backend_cfg.context_parallel_size
+    # A rank takes chunk r and chunk 2 * size - 1 - r: causal attention gives late tokens more work than early ones.
+    return 2 * size if size > 1 else 1
+
+
+def check_batching(
+    policy: PolicyConfig, num_ranks: int | None, *, fix: str, sequences_per_sample: int = 1
+) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of batch sizes that no plan of a step can use (`algorithms/plan/batch.py`).
+
+    `fix` is the remedy if `num_ranks` data-parallel ranks cannot share a global batch; None: the layout does not fit.
+    """
+    if num_ranks is None:
+        return
+    global_batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
+    multiple = policy.backend_cfg.micro_batch_multiple
+    per_rank, left_over = divmod(global_batch, num_ranks)
+    if left_over:
+        key = policy.key("train_global_batch_size")
+        yield key, f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
+        return
+    if per_rank % multiple:
+        yield (
+            policy.key("train_global_batch_size"),
+            f"the {per_rank} samples of each of {num_ranks} training rank(s) cannot be shared by micro-batches whose "
+            f"number is a multiple of {multiple}, which pipeline parallelism needs; use a multiple of "
+            f"{num_ranks * multiple}",
+        )
+    if per_rank % micro_batch and not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        yield (
+            policy.key("train_micro_batch_size"),
+            f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
+            f"(train_global_batch_size={global_batch}); these would: {divisors(per_rank, near=micro_batch)}",
+        )
+    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample)
+
+
+def check_budgets(
+    policy: PolicyConfig, *, sequences_per_sample: int = 1, is_trained: bool = True
+) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of token budgets that are too small for the longest sample."""
+    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        return
+    section, needed = "dynamic_batching", policy.max_total_sequence_length
+    if policy.sequence_packing.enabled:
+        section, needed = "sequence_packing", _round_up(needed, sequence_chunks(policy))
+    needed *= sequences_per_sample
+    what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
+    longest = f"{policy.key('max_total_sequence_length')}={policy.max_total_sequence_length}"
+    train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
+    budgets = {"train_mb_tokens": train_tokens} if is_trained else {}
+    for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
+        if tokens < needed:
+            yield (
+                policy.key(f"{section}.{name}"),
+                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, "
+                "or shorten them",
+            )

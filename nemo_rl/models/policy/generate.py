@@ -2,8 +2,8 @@
 
     prompts -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
 
-The worker of a backend computes the next logits (`Sequences`). The random numbers of a completion depend on its own
-seed only, so the other requests in its batch change its logprobs by rounding at most.
+The worker of a backend computes the next logits (`Sequences`). `SelfGeneratingPolicy` is the driver's handle. The
+random numbers of a completion depend on its own seed only, so other requests change its logprobs by rounding at most.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.head.logit_tiles import smallest_kept
 from nemo_rl.models.policy.interfaces import GenerationSettings
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
@@ -244,3 +248,36 @@ class GeneratingWorker(PolicyWorker):
                 tokens = tokens[torch.tensor(going, device=self.device)]
             at = sequences.step(tokens, sampling.temperature)
         return rows
+
+
+class SelfGeneratingPolicy(Policy):
+    """A policy whose own workers draw completions.
+
+    After `prepare_generation`, the caller calls `generate` on all `generating_workers` at once.
+    """
+
+    workers: ClassVar = {
+        "dtensor_cfg": "nemo_rl.models.policy.dtensor.generate.GeneratingPolicyWorker",
+        "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker",
+    }
+
+    @property
+    def generating_workers(self) -> list[Any]:
+        """Actor handles by rank."""
+        return self.group.workers
+
+    def prepare_generation(self) -> None:
+        """Build the workers' decoders: once, and again after the workers were replaced."""
+        assert isinstance(self.config, RolloutPolicyConfig)
+        generation = self.config.generation
+        by_megatron = generation.backend == "megatron"
+        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
+        tokenizer: Any = self.tokenizer
+        settings = GenerationSettings(
+            max_model_len=generation.vllm_cfg.max_model_len,
+            max_batch_size=size,
+            end_token_id=tokenizer.eos_token_id,
+            special_token_ids=frozenset(tokenizer.all_special_ids),
+            decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        )
+        self.group.call_all("prepare_generation", settings)

@@ -12,10 +12,10 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings, SampleSettings
+from nemo_rl.models.policy.interfaces import PolicyInterface, PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
@@ -225,36 +225,3 @@ class Policy(PolicyInterface):
 
 def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:
     return {key: value for part in parts for key, value in part.items()}
-
-
-class SelfGeneratingPolicy(Policy):
-    """A policy whose own workers draw completions.
-
-    After `prepare_generation`, the caller calls `generate` on all `generating_workers` at once.
-    """
-
-    workers: ClassVar = {
-        "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.GeneratingPolicyWorker",
-        "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker",
-    }
-
-    @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        return self.group.workers
-
-    def prepare_generation(self) -> None:
-        """Build the workers' decoders: once, and again after the workers were replaced."""
-        assert isinstance(self.config, RolloutPolicyConfig)
-        generation = self.config.generation
-        by_megatron = generation.backend == "megatron"
-        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
-        tokenizer: Any = self.tokenizer
-        settings = GenerationSettings(
-            max_model_len=generation.vllm_cfg.max_model_len,
-            max_batch_size=size,
-            end_token_id=tokenizer.eos_token_id,
-            special_token_ids=frozenset(tokenizer.all_special_ids),
-            decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-        )
-        self.group.call_all("prepare_generation", settings)

@@ -18,13 +18,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, Investigator
 from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker, GeneratingPolicyWorker
+from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.inspection import _logits, describe_model
 from nemo_rl.refit.layout import Segment, WeightComparison
 from nemo_rl.refit.transfer import largest_difference
-from nemo_rl.rollouts.rollout_worker import Probe, ProbeRequest
+from nemo_rl.rollouts.probe import Probe, ProbeRequest
 from nemo_rl.types import (
     BatchPlan,
     GenerationRequest,
@@ -122,8 +123,11 @@ class LocalEngine:
                 samples[-1].routed_experts = self.chosen(samples[-1])
         return RolloutGroup(group_id=name, prompt_id=name, samples=samples)
 
-    def probe(self, request: ProbeRequest, handles: Sequence[GroupHandle]) -> Probe:
-        picked = [handles[number].ref.samples[index] for number, index in request.picks]
+    def track(self, handle: GroupHandle) -> None:
+        pass
+
+    def inspect(self, function: Any, request: ProbeRequest, *, groups: Sequence[GroupHandle]) -> Probe:
+        picked = [groups[number].ref.samples[index] for number, index in request.picks]
         ends = [s.meta.num_prompt_tokens if i < request.num_whole else 1 for i, s in enumerate(picked)]
         prompts = [s.token_ids[:end].tolist() for s, end in zip(picked, ends, strict=True)]
         fresh = self.draw(prompts, request.sampling, request.group_id)

@@ -34,8 +34,8 @@ from nemo_rl.algorithms.trainers.metrics import (
     validation_metrics,
 )
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.rollouts.rollout_worker import GenerationUse
 from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.utils.timer import GenerationUse
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.algorithms.handles import handle, rewarded, sample
 from tests.unit.config.run_configs import build

@@ -14,14 +14,13 @@ from nemo_rl.algorithms.plan.batch import (
     FixedSize,
     PackedTokens,
     PaddedTokens,
-    check_batching,
     packing_metrics,
     plan_batch,
     plan_samples,
     token_imbalance,
 )
 from nemo_rl.data.packing import PackingAlgorithm, round_up
-from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig, check_batching
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RowKey, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 

@@ -12,8 +12,8 @@ import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, record_identity
-from nemo_rl.rollouts.collector import RecordedRollouts
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
+from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun, alternate

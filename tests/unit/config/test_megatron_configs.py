@@ -15,8 +15,8 @@ import pytest
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.layout import MegatronSizes, stage_layers
 from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
 from nemo_rl.models.policy.megatron.mapping import EMBEDDING, MappedTensor, WeightMap, weight_map

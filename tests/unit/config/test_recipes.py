@@ -13,8 +13,8 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.layout import ParallelSizes
 

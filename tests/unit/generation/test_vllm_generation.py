@@ -23,7 +23,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
-from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
+from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines

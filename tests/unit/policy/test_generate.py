@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
+from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.losses.preference import DPOLoss
+from nemo_rl.algorithms.losses.distillation import DistillationInputs
+from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs
+from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
@@ -23,17 +25,14 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.types import (
-    DistillationInputs,
     Example,
     ExampleGroup,
     LossFunction,
     LossInputs,
     PlannedSample,
     PolicyGradientInputs,
-    PreferenceInputs,
     RowKey,
     TrainResult,
-    ValueInputs,
 )
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights

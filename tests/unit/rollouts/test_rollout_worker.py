@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import BusyTime, GenerationUse, GroupRequest, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
@@ -20,6 +20,7 @@ from nemo_rl.types import (
     SampleStatus,
     SamplingParams,
 )
+from nemo_rl.utils.timer import BusyTime, GenerationUse
 from tests.unit.rollouts.engines import FakeReplica, numbers
 
 TURNS = 3

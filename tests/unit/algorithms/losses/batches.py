@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from nemo_rl.types import LossInputs, PreferenceInputs, ValueInputs
+from nemo_rl.algorithms.losses.preference import PreferenceInputs
+from nemo_rl.algorithms.losses.value import ValueInputs
+from nemo_rl.types import LossInputs
 
 
 def token_masks(num_rows: int, length: int, generator: torch.Generator) -> Tensor:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
-from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationLoss
-from nemo_rl.types import DistillationInputs
+from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationInputs, DistillationLoss
 from tests.loss_invariance import (
     global_counts,
     with_fields,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
-from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
-from nemo_rl.types import PreferenceInputs
+from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs, PreferenceLoss
 from tests.loss_invariance import (
     global_counts,
 )

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.ppo import ValueLossConfig
-from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
-from nemo_rl.types import ValueInputs
+from nemo_rl.algorithms.losses.value import ValueInputs, ValueLoss, explained_variance
 from tests.loss_invariance import (
     global_counts,
 )

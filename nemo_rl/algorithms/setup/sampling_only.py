@@ -1,4 +1,7 @@
-"""From a checkpoint to the reason why training and generation disagree on it, outside of a run."""
+"""Runs that sample and do not train.
+
+`diagnose` names the reason why training and generation disagree on a checkpoint. `collect_rollouts` records rollouts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts, start_trainer
 from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate
+from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.utils.config import CheckpointingConfig
@@ -74,3 +78,34 @@ def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
 
     status = launch(config.model_copy(update=update), prepare=prepare_rollouts, build=build, num_steps=1)
     return status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))
+
+
+class RolloutCollection(RolloutTrainer):
+    """A step collects and records a generation batch. The weights stay those of `policy.model_name`."""
+
+    def step(self) -> None:
+        self.generated = []
+        with self.phase(self.source.phase):
+            groups = self.next_groups()
+        environment_metrics = self.rollouts.environment_metrics(groups)
+        self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))
+        assert self.recorder is not None
+        step = self.state.total_steps + 1
+        self.recorder.record(step, groups, [], None, environment_metrics, weight_version=0)
+
+
+def collect_rollouts(config: GRPOMasterConfig) -> int:
+    """Collect and record `grpo.max_num_steps` batches; returns the exit status (see `run_command`)."""
+    record = config.grpo.rollout_record.model_copy(update={"enabled": True})
+    loop = {"val_period": 0, "val_at_start": False, "val_at_end": False}
+    grpo = config.grpo.model_copy(update={"rollout_record": record, **loop})
+    config = config.model_copy(update={"grpo": grpo, "checkpointing": CheckpointingConfig(enabled=False)})
+    return launch(config, prepare=prepare_rollouts, build=_build_collection, num_steps=config.grpo.max_num_steps)
+
+
+def _build_collection(
+    config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs
+) -> RolloutCollection:
+    setup = build_rollouts(config, stack, inputs, init_reference_model=False)
+    collection = RolloutCollection(config, tools, setup.parts)
+    return start_trainer(collection, config, stack, tools, inputs, setup)
