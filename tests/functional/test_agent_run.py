@@ -1,0 +1,73 @@
+"""Runs of the real command line whose episodes are agents: exact over several rows of an episode, in both loops."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from nemo_rl.environments.agents.interfaces import AgentTask
+from tests.functional.cli import ROOT, Finished, run
+
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = ROOT / "examples" / "run_grpo.py"
+CONFIG = ROOT / "examples" / "configs" / "grpo_agent_cpu.yaml"
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=8",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.max_val_samples=8",
+    "grpo.val_batch_size=8",
+    "env.arithmetic_agent.run=tests.functional.test_agent_run:branches",
+    "env.arithmetic_agent.credit=branch",
+    "checkpointing.enabled=false",
+    "logger.num_val_samples_to_print=0",
+    "logger.tensorboard_enabled=false",
+)
+
+
+async def branches(task: AgentTask) -> dict[str, Any]:
+    """Asks, goes on from the answer in two ways at once, and begins anew with a shorter conversation."""
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+
+        async def ask(messages: list[Any]) -> str:
+            answer = await client.chat.completions.create(model=task.model, messages=messages)
+            return answer.choices[0].message.content or ""
+
+        question: list[Any] = list(task.messages)
+        first = await ask(question)
+        follow: list[Any] = [*question, {"role": "assistant", "content": first}]
+        again: list[list[Any]] = [[*follow, {"role": "user", "content": text}] for text in ("1+1", "2+2")]
+        answers = [first, *await asyncio.gather(*map(ask, again)), await ask([{"role": "user", "content": "3+4"}])]
+    right = [f"\\boxed{{{task.row['expected_answer']}}}", "\\boxed{2}", "\\boxed{4}", "\\boxed{7}"]
+    found = [expected in answer for expected, answer in zip(right, answers, strict=True)]
+    return {"reward": sum(found) / len(found), "metrics": {"num_calls": len(answers)}}
+
+
+def assert_whole(finished: Finished) -> list[dict[str, Any]]:
+    """The steps of a run in which every episode had an outcome and three rows."""
+    assert finished.status == 0, finished.output[-4000:]
+    steps = [row for row in finished.metrics if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["train/failed_sample_rate"] == row["train/arithmetic_agent/num_late_calls"] == 0
+        assert row["train/agents/rows_per_episode"] == 3 and row["train/arithmetic_agent/num_calls"] == 4
+    return steps
+
+
+@pytest.mark.over_20s("a start of a run: agents meet a real engine, a policy and a refit nowhere else")
+def test_rows_of_agents_are_exact(tmp_path: Path) -> None:
+    """The policy gives every token of every row the logprob that it was sampled with."""
+    finished = run(tmp_path, *SMALL, script=SCRIPT, config=CONFIG)
+    steps = assert_whole(finished)
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps), steps
+    assert any(row["train/grad_norm"] > 0 for row in steps)
+    assert any("validation/reward" in row or "validation/accuracy" in row for row in finished.metrics)
