@@ -114,14 +114,24 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     images: tuple[PromptImage, ...] = ()  # in the order of their tokens
+    streams: bool = False  # tokens are wanted as they are sampled, where the engine can
+
+
+SampledTokens = tuple[list[int], list[float]]
+"""Some of a completion's tokens, with their logprobs."""
+OnTokens = Callable[[SampledTokens], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAnswer:
-    """The outcome of a request: a completion, or type and text of the engine's exception."""
+    """The outcome of a request: a completion, or type and text of the engine's exception.
+
+    Before it, of a request that streams: the next tokens.
+    """
 
     request_id: str
     completion: Completion | None = None
+    tokens: SampledTokens | None = None
     failure_type: str = ""
     failure: str = ""
 
@@ -135,6 +145,8 @@ class GenerateFn(Protocol):
         sampling: SamplingParams,
         seed: int,
         images: Sequence[ImageSpan] = (),
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion: ...
 
 

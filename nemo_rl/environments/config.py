@@ -332,6 +332,9 @@ class AgentEnvironmentConfig(ActorsConfig):
     run: str | None = None
     """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
 
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `run`, by name."""
+
     command: list[str] | None = Field(default=None, min_length=1)
     """In its place: a program and its arguments, started for each episode with the session in its environment."""
 
@@ -375,6 +378,8 @@ class AgentEnvironmentConfig(ActorsConfig):
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
+        if self.kwargs and self.run is None:
+            yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
         if self.discount != 1 and self.credit != "discounted":
             yield "discount", f"has no effect with credit={self.credit}; set credit=discounted"
 

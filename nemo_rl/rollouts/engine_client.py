@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.errors import WorkerCallError
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, GenerationRequest, PromptImage, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, OnTokens, PromptImage, SampledTokens, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,25 @@ class Engines:
         sampling: SamplingParams,
         seed: int,
         images: Sequence[PromptImage] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Complete one prompt on the least loaded replica, on which the tokens do not depend.
 
-        RequestFailed if a living engine does not answer.
+        `on_tokens` gets tokens as they are sampled, as far as the engine sends them before the completion.
+
+        RequestFailed if a living engine does not answer, or if one is lost that has sent tokens to `on_tokens`.
         """
+        has_sent = False
+
+        def send(tokens: SampledTokens) -> None:
+            nonlocal has_sent
+            assert on_tokens is not None
+            has_sent = True
+            on_tokens(tokens)
+
         while True:
+            if has_sent:  # another engine may have other weights by now, and would say something else
+                raise RequestFailed("an engine was replaced while it answered; ask again")
             replaced = self._replaced
             alive = [client for client in self._clients if not client.is_dead]
             if not alive:
@@ -85,7 +98,7 @@ class Engines:
                 continue
             client = min(alive, key=lambda client: len(client.results))
             try:
-                return await client.generate(prompt_token_ids, sampling, seed, images)
+                return await client.generate(prompt_token_ids, sampling, seed, images, on_tokens and send)
             except _RequestDropped:
                 continue
             except EngineDied as death:
@@ -148,6 +161,7 @@ class EngineClient:
         self._sent: set[str] = set()  # accepted by the replica, not answered
         self._cancelled: list[str] = []  # to be aborted by the replica
         self.results: dict[str, asyncio.Future[Completion]] = {}  # of the requests in flight
+        self._streams: dict[str, OnTokens] = {}  # of requests in flight
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
 
@@ -157,6 +171,7 @@ class EngineClient:
         sampling: SamplingParams,
         seed: int,
         images: Sequence[PromptImage] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Complete one prompt. Raises EngineDied, or RequestFailed with the engine's message.
 
@@ -168,7 +183,10 @@ class EngineClient:
             sampling=sampling,
             seed=seed,
             images=tuple(images),
+            streams=on_tokens is not None,
         )
+        if on_tokens is not None:
+            self._streams[request.request_id] = on_tokens
         result = self.results[request.request_id] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         if len(self._waiting) == 1:
@@ -177,6 +195,7 @@ class EngineClient:
             return await result
         finally:
             del self.results[request.request_id]
+            self._streams.pop(request.request_id, None)
             if request.request_id in self._sent:
                 self._sent.discard(request.request_id)
                 self._cancel(request.request_id)
@@ -222,6 +241,10 @@ class EngineClient:
         try:
             while self.results:
                 for answer in await self._call("drain", *self._client_id):
+                    if answer.tokens is not None:
+                        if answer.request_id in self._streams:
+                            self._streams[answer.request_id](answer.tokens)
+                        continue
                     self._sent.discard(answer.request_id)
                     result = self.results.get(answer.request_id)
                     if result is None or result.done():  # the caller was cancelled

@@ -3,10 +3,12 @@
     GET  /v1/models
     POST /v1/completions         `prompt`: text, or token ids
     POST /v1/chat/completions    `messages`, `tools`
+    POST /v1/responses           `input`, `tools`
 
 https://platform.openai.com/docs/api-reference/chat/create. In addition, an answer has `prompt_token_ids` and
 `weight_version` (the weights with which it was begun), and each choice `token_ids` and `token_logprobs` with the end of
-the turn included, which training needs. Every request must carry `Authorization: Bearer <token>`.
+the turn included, which training needs. With `stream`, text comes as it is sampled. Every request must carry
+`Authorization: Bearer <token>`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,35 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from aiohttp import web
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from nemo_rl.rollouts.answer_forms import (
+    CALL_MARKS,
+    Answer,
+    ChatForm,
+    Choice,
+    CompletionForm,
+    Event,
+    Form,
+    TextStream,
+    TokenText,
+    as_server_sent,
+)
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.types import Completion, SamplingParams, StopReason
+from nemo_rl.rollouts.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    SamplingRequest,
+    parse_request,
+)
+from nemo_rl.rollouts.responses import LOGPROBS, Conversations, ResponseForm, ResponsesRequest
+from nemo_rl.types import Completion, OnTokens, SampledTokens, SamplingParams, StopReason
 
 CLIENT_ID = "openai-server"
 MAX_BODY_BYTES = 16 << 20
@@ -73,126 +95,6 @@ class OpenAIServerSettings:
         return f"OpenAIServerSettings(host={self.host!r}, port={self.port})"  # without the token
 
 
-# -- requests
-
-
-class RequestError(ValueError):
-    """A request that cannot be answered; `status` is the HTTP status."""
-
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def _checked_message(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise ValueError("a message needs a role and a content")
-    return message
-
-
-def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError('a tool must be {"type": "function", "function": {"name": ...}}')
-    return tool
-
-
-# Parameters without effect here: they describe the client, or ask for what every answer has.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
-
-NonEmpty = Annotated[str, Field(min_length=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-
-
-class SamplingRequest(BaseModel):
-    """Parameters of both kinds of requests. A parameter that is null counts as not given."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: Any = None
-    logprobs: Any = False
-    n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int | None = Field(default=None, ge=1, le=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, ge=1e-6, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=2**31)
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
-    seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, le=2**62)  # of the first choice
-    stream: bool = False
-
-    # Parameters that are supported only with the value that changes nothing.
-    frequency_penalty: Zero = 0
-    presence_penalty: Zero = 0
-    logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
-    response_format: dict[Literal["type"], Literal["text"]] = Field(default_factory=dict)
-    parallel_tool_calls: Literal[True] = True
-    top_logprobs: Zero = 0
-    echo: Literal[False] = False
-    best_of: int = Field(default=1, ge=1, le=1)
-    suffix: str = Field(default="", max_length=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ignored(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
-
-    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
-        """Sampling parameters; `room` is the number of tokens that fit after the prompt."""
-        floats = {"temperature": self.temperature, "top_p": self.top_p}
-        given: dict[str, Any] = {name: float(value) for name, value in floats.items() if value is not None}
-        if self.top_k is not None:
-            given["top_k"] = self.top_k if self.top_k > 0 else None
-        if self.stop is not None:
-            given["stop_strings"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        max_tokens = self.max_tokens if self.max_tokens is not None else default.max_new_tokens
-        return replace(default, max_new_tokens=min(max_tokens, room), **given)
-
-
-class CompletionRequest(SamplingRequest):
-    """The body of `/v1/completions`."""
-
-    prompt: Any = None
-    logprobs: Annotated[int, Field(ge=0, le=0)] | Literal[False] = False  # of the sampled tokens only
-
-
-class ChatRequest(SamplingRequest):
-    """The body of `/v1/chat/completions`."""
-
-    messages: list[Annotated[dict[str, Any], AfterValidator(_checked_message)]] = Field(min_length=1)
-    tools: list[Annotated[dict[str, Any], AfterValidator(_checked_tool)]] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"  # nothing can force the model to call a tool
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31)
-    logprobs: bool = False  # of the sampled tokens only
-
-    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
-        sampling = super().sampling(default, room)
-        if self.max_completion_tokens is None:
-            return sampling
-        return replace(sampling, max_new_tokens=min(self.max_completion_tokens, room))
-
-
-R = TypeVar("R", bound=SamplingRequest)
-
-
-def parse_request(kind: type[R], body: bytes) -> R:
-    """Parse a JSON body. Raises RequestError, which names every wrong parameter."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    unknown = sorted(str(item["loc"][0]) for item in errors if item["type"] == "extra_forbidden")
-    if unknown:
-        supported = ", ".join(sorted(kind.model_fields))
-        raise RequestError(f"not supported: {', '.join(unknown)}; supported: {supported}")
-    raise RequestError(
-        "; ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'body'}={item['input']!r:.200}: {item['msg']}" for item in errors
-        )
-    )
-
-
 # -- answers
 
 
@@ -212,7 +114,7 @@ class Answers:
         settings: AnswerSettings,
         *,
         chat: Chat,
-        generate: Callable[[Sequence[int], SamplingParams, int], Awaitable[Completion]],
+        generate: Callable[..., Awaitable[Completion]],  # (tokens, sampling, seed), and on_tokens of a stream
         sampling: SamplingParams,
         ended: asyncio.Event,
         shows_tokens: bool,
@@ -225,6 +127,7 @@ class Answers:
         self.shows_tokens = shows_tokens
         self._on_answer = on_answer
         self._ended = ended
+        self._conversations = Conversations()
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "nemo_rl"}
@@ -233,20 +136,19 @@ class Answers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
-
-        def choice(completion: Completion, text: str) -> dict[str, Any]:
-            tokens = [self.settings.decode([token_id]) for token_id in completion.token_ids]
-            logprobs = {
-                "tokens": tokens,
-                "token_logprobs": completion.logprobs,
-                "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
-                "top_logprobs": None,
-            }
-            return {"text": text, "finish_reason": completion.stop_reason.value, "logprobs": logprobs}
-
         token_ids = self._prompt(wanted.prompt)
+        form = CompletionForm(
+            answer_id=f"cmpl-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=self.settings.model,
+            shows_tokens=self.shows_tokens,
+            streams_usage=wanted.streams_usage,
+        )
         asked = {"role": "user", "content": self.settings.decode(token_ids)}
-        return await self._respond(request, wanted, "text_completion", token_ids, choice, [asked])
+        question = _Question(
+            token_ids=token_ids, messages=[asked], tools=None, retokenized=None, logprobs=wanted.logprobs is not False
+        )
+        return await self._respond(request, wanted, question, form)
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and prompt:
@@ -259,76 +161,111 @@ class Answers:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ChatRequest, await request.read())
-        tools = wanted.tools or None
+        question = self._chat(wanted.messages, wanted.tools, wanted.tool_choice, logprobs=wanted.logprobs)
+        form = ChatForm(
+            answer_id=f"chatcmpl-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=self.settings.model,
+            shows_tokens=self.shows_tokens,
+            streams_usage=wanted.streams_usage,
+        )
+        return await self._respond(request, wanted, question, form)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        wanted = parse_request(ResponsesRequest, await request.read())
+        before, messages = self._conversations.messages(wanted)
+        question = self._chat(messages, wanted.chat_tools(), wanted.tool_choice, logprobs=LOGPROBS in wanted.include)
+        form = ResponseForm(
+            answer_id=f"resp_{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=self.settings.model,
+            wanted=wanted,
+        )
+
+        def remember(message: dict[str, Any]) -> None:
+            self._conversations.remember(form.answer_id, [*before, message])
+
+        return await self._respond(request, wanted, question, form, remember)
+
+    def _chat(
+        self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], tool_choice: str, *, logprobs: bool
+    ) -> _Question:
         try:
-            prompt = self.chat.prompt(wanted.messages, tools)
+            prompt = self.chat.prompt(messages, tools or None)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        calls_of = self.settings.calls_of if tools and wanted.tool_choice != "none" else None
-
-        def choice(completion: Completion, text: str) -> dict[str, Any]:
-            message = answer_message(text, calls_of(text) if calls_of is not None else [])
-            token_ids = [*prompt.token_ids, *completion.token_ids]
-            self.chat.remember(wanted.messages, tools, message, token_ids, prompt.retokenized)
-            logprobs = []
-            for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-                token = self.settings.decode([token_id])
-                as_bytes = None if "\ufffd" in token else list(token.encode())  # None for a part of a character
-                logprobs.append({"token": token, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []})
-            return {
-                "message": message,
-                "finish_reason": "tool_calls" if "tool_calls" in message else completion.stop_reason.value,
-                "logprobs": {"content": logprobs, "refusal": None},
-            }
-
-        more = {"retokenized_turns": prompt.retokenized}
-        return await self._respond(request, wanted, "chat.completion", prompt.token_ids, choice, wanted.messages, more)
+        return _Question(
+            token_ids=prompt.token_ids,
+            messages=messages,
+            tools=tools or None,
+            retokenized=prompt.retokenized,
+            calls_of=self.settings.calls_of if tools and tool_choice != "none" else None,
+            logprobs=logprobs,
+        )
 
     async def _respond(
         self,
         request: web.Request,
         wanted: SamplingRequest,
-        kind: str,
-        token_ids: list[int],
-        choice: Callable[[Completion, str], dict[str, Any]],
-        messages: Sequence[dict[str, Any]],
-        more: Mapping[str, Any] | None = None,
+        question: _Question,
+        form: Form,
+        remember: Callable[[dict[str, Any]], None] | None = None,
     ) -> web.StreamResponse:
-        """Sample and answer. `choice` makes a choice from a completion and its text; `more` extends the answer."""
-        room = self.settings.max_model_len - len(token_ids)
+        """Sample and answer. `remember` gets the message of each choice."""
+        room = self.settings.max_model_len - len(question.token_ids)
         if room < 1:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and leaves no room for an answer: max_model_len is "
+                f"the prompt has {len(question.token_ids)} tokens and leaves no room for an answer: max_model_len is "
                 f"{self.settings.max_model_len}"
             )
         sampling = wanted.sampling(self.sampling, room)
-        completions = await self._sample(token_ids, sampling, wanted.seed, wanted.n)
-        choices, answer_id = [], f"{kind}-{secrets.token_hex(8)}"
-        for index, completion in enumerate(completions):
-            own = {"index": index, **choice(completion, self._text(completion, sampling))}
-            if wanted.logprobs is False:
-                own["logprobs"] = None
-            if self._on_answer is not None:
-                said = own["message"] if "message" in own else {"role": "assistant", "content": own["text"]}
-                self._on_answer(answer_id, completion, [*messages, said])
+        holds = (*sampling.stop_strings, *(CALL_MARKS if question.calls_of is not None else ()))
+        streams = [_ChoiceStream(TextStream(self.settings.decode, holds)) for _ in range(wanted.n)]
+
+        def answer(completions: Sequence[Completion]) -> Answer:
+            choices = [
+                self._choice(question, completion, sampling, stream)
+                for completion, stream in zip(completions, streams, strict=True)
+            ]
+            for choice in choices:
+                if question.retokenized is not None:
+                    token_ids = [*question.token_ids, *choice.completion.token_ids]
+                    self.chat.remember(
+                        question.messages, question.tools, choice.message, token_ids, question.retokenized
+                    )
+                if remember is not None:
+                    remember(choice.message)
+                if self._on_answer is not None:
+                    self._on_answer(form.answer_id, choice.completion, [*question.messages, choice.message])
+            more: dict[str, Any] = {"weight_version": min(c.weight_version for c in completions)}
+            if question.retokenized is not None:
+                more["retokenized_turns"] = question.retokenized
             if self.shows_tokens:
-                own |= {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
-            choices.append(own)
-        num_sampled = sum(len(completion.token_ids) for completion in completions)
-        usage = {"prompt_tokens": len(token_ids), "completion_tokens": num_sampled}
-        answer = {
-            "id": answer_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.settings.model,
-            "choices": choices,
-            "usage": usage | {"total_tokens": len(token_ids) + num_sampled},
-            "weight_version": min(completion.weight_version for completion in completions),
-            **(more or {}),
-        }
-        if self.shows_tokens:
-            answer["prompt_token_ids"] = token_ids
-        return await _streamed(request, answer) if wanted.stream else web.json_response(answer)
+                more["prompt_token_ids"] = question.token_ids
+            return Answer(choices=choices, num_prompt_tokens=len(question.token_ids), more=more)
+
+        sample = partial(self._sample, question.token_ids, sampling, wanted.seed, wanted.n)
+        if wanted.stream:
+            return await self._stream(request, question, form, streams, sample, answer)
+        return web.json_response(form.whole(answer(await sample())))
+
+    def _choice(
+        self, question: _Question, completion: Completion, sampling: SamplingParams, stream: _ChoiceStream
+    ) -> Choice:
+        text = self._text(completion, sampling)
+        calls = question.calls_of(text) if question.calls_of is not None else []
+        message = answer_message(text, calls)
+        if stream.num_tokens and "tool_calls" in message:
+            message["content"] = stream.text.sent or None  # what the client has read, white space included
+        unsent = stream.text.rest(message["content"] or "")
+        if stream.num_tokens:
+            message["content"] = stream.text.sent or message["content"]
+        rest = zip(completion.token_ids[stream.num_sent :], completion.logprobs[stream.num_sent :], strict=True)
+        tokens = self._token_texts(rest) if question.logprobs else None
+        return Choice(completion=completion, message=message, unsent=unsent, tokens=tokens)
+
+    def _token_texts(self, tokens: Iterable[tuple[int, float]]) -> list[TokenText]:
+        return [TokenText(text=self.settings.decode([token_id]), logprob=logprob) for token_id, logprob in tokens]
 
     def _text(self, completion: Completion, sampling: SamplingParams) -> str:
         """The text before the stop string. The tokens keep it."""
@@ -337,8 +274,19 @@ class Answers:
             return text
         return text[: min((at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
 
-    async def _sample(self, token_ids: list[int], sampling: SamplingParams, seed: int, num: int) -> list[Completion]:
-        tasks = [asyncio.ensure_future(self.generate(token_ids, sampling, seed + i)) for i in range(num)]
+    async def _sample(
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        num: int,
+        on_tokens: Sequence[OnTokens] | None = None,
+    ) -> list[Completion]:
+        """Complete a prompt `num` times; `on_tokens` has a function for each."""
+        asks = [partial(self.generate, token_ids, sampling, seed + i) for i in range(num)]
+        if on_tokens is not None:
+            asks = [partial(ask, on_tokens=send) for ask, send in zip(asks, on_tokens, strict=True)]
+        tasks = [asyncio.ensure_future(ask()) for ask in asks]
         sampled = asyncio.gather(*tasks)
         closed = asyncio.create_task(self._ended.wait())
         try:
@@ -351,6 +299,88 @@ class Answers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(sampled, *tasks, return_exceptions=True)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        question: _Question,
+        form: Form,
+        streams: Sequence[_ChoiceStream],
+        sample: Callable[..., Awaitable[list[Completion]]],
+        answer: Callable[[Sequence[Completion]], Answer],
+    ) -> web.StreamResponse:
+        """Send tokens as server-sent events while they are sampled. An error before the first has its HTTP status."""
+        come: asyncio.Queue[tuple[int, SampledTokens] | None] = asyncio.Queue()
+        on_tokens = [partial(_put, come, index) for index in range(len(streams))]
+        sampling = asyncio.ensure_future(sample(on_tokens))
+        sampling.add_done_callback(lambda _: come.put_nowait(None))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+        async def send(events: Iterable[Event]) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+                events = itertools.chain(form.begin(), events)
+            for event in events:
+                await response.write(as_server_sent(event, named=form.names_events))
+
+        try:
+            while (part := await come.get()) is not None:
+                index, (token_ids, logprobs) = part
+                stream = streams[index]
+                stream.take(token_ids, logprobs)
+                if text := stream.text.add(token_ids):
+                    tokens = self._token_texts(stream.waiting) if question.logprobs else None
+                    stream.has_sent()
+                    await send(form.delta(index, text, tokens))
+            await send(form.end(answer(await sampling)))
+        except (RequestError, RequestFailed) as error:
+            if not response.prepared:
+                raise
+            failure = {"error": {"message": str(error), "type": "server_error", "code": 503}}
+            await response.write(as_server_sent(failure, named=False))
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+        if not form.names_events:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What a request asks."""
+
+    token_ids: list[int]
+    messages: Sequence[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    retokenized: int | None  # earlier answers of the chat that were tokenised again; None: it is no chat
+    logprobs: bool  # are wanted
+    calls_of: Callable[[str], Sequence[Any]] | None = None
+
+
+class _ChoiceStream:
+    """What was streamed of one choice."""
+
+    def __init__(self, text: TextStream) -> None:
+        self.text = text
+        self.num_tokens = 0  # that came
+        self.waiting: list[tuple[int, float]] = []  # token ids and logprobs that came and were not sent
+
+    @property
+    def num_sent(self) -> int:
+        return self.num_tokens - len(self.waiting)
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.num_tokens += len(token_ids)
+        self.waiting += zip(token_ids, logprobs, strict=True)
+
+    def has_sent(self) -> None:
+        self.waiting = []
+
+
+def _put(queue: asyncio.Queue[tuple[int, SampledTokens] | None], index: int, tokens: SampledTokens) -> None:
+    queue.put_nowait((index, tokens))
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -398,6 +428,7 @@ class OpenAIServer:
         self.app.router.add_get("/v1/models", self.answers.models)
         self.app.router.add_post("/v1/completions", self.answers.completions)
         self.app.router.add_post("/v1/chat/completions", self.answers.chat_completions)
+        self.app.router.add_post("/v1/responses", self.answers.responses)
         # With handler_cancellation, sampling stops when the client disconnects.
         self._runner = web.AppRunner(
             self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
@@ -432,7 +463,7 @@ def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:
     """The assistant's message, with `tool_calls` for the calls. If one of them cannot be made, all stay text."""
     if not calls or any(call.problem for call in calls):
         return {"role": "assistant", "content": text}
-    before, mark, _ = text.partition("<tool_call>")
+    before, mark, _ = text.partition(CALL_MARKS[0])
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
     return {
         "role": "assistant",
@@ -441,21 +472,6 @@ def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function} for function in functions
         ],
     }
-
-
-async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
-    """The whole answer as one server-sent event, because an engine returns all tokens at once."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for choice in answer["choices"]:
-        if "message" in choice:
-            choice["delta"] = choice.pop("message")
-            for index, call in enumerate(choice["delta"].get("tool_calls", ())):
-                call["index"] = index
-    chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}
-    await response.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
-    await response.write_eof()
-    return response
 
 
 def error_response(text: str, status: int) -> web.Response:

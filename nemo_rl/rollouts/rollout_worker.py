@@ -26,6 +26,7 @@ from nemo_rl.types import (
     GenerateFn,
     GroupHandle,
     ImageSpan,
+    OnTokens,
     Prompt,
     PromptImage,
     RolloutGroup,
@@ -138,15 +139,13 @@ class RolloutWorker:
         seed: int,
         images: Sequence[ImageSpan] = (),
         *,
+        on_tokens: OnTokens | None = None,
         pixels: Mapping[str, ray.ObjectRef] | None = None,
     ) -> Completion:
-        """Complete one prompt. Raises RequestFailed if a living engine does not answer.
-
-        `pixels`: of each image, by digest.
-        """
+        """Complete one prompt; see `Engines.generate`. `pixels`: of each image, by digest."""
         shown = tuple(PromptImage(span=span, ref=(pixels or {})[span.digest]) for span in images)
         with self.busy.request():
-            completion = await self.engines.generate(prompt_token_ids, sampling, seed, shown)
+            completion = await self.engines.generate(prompt_token_ids, sampling, seed, shown, on_tokens)
         self.busy.num_tokens += len(completion.token_ids)
         return completion
 

@@ -52,6 +52,11 @@ def test_an_agent_talks_to_the_policy_while_it_trains(tmp_path: Path):
         again: Any = client.completions.create(**{**greedy, "prompt": of_text.prompt_token_ids})
         if again.weight_version == of_text.weight_version:
             assert again.choices[0].token_ids == of_text.choices[0].token_ids
+        parts: list[Any] = list(client.completions.create(**greedy, stream=True, logprobs=0))
+        if parts[-1].weight_version == of_text.weight_version:
+            assert "".join(part.choices[0].text for part in parts) == of_text.choices[0].text
+            streamed = [value for part in parts for value in part.choices[0].logprobs.token_logprobs]
+            assert streamed == of_text.choices[0].token_logprobs, "a stream samples the same bits"
         drawn: list[Any] = [client.completions.create(model="any", prompt="3+4", seed=3) for _ in range(2)]
         if drawn[0].weight_version == drawn[1].weight_version:
             assert drawn[0].choices[0].token_ids == drawn[1].choices[0].token_ids

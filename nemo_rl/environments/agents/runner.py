@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -48,7 +49,7 @@ class AgentRunner:
         self.agent: Callable[[AgentTask], Any] | None = None
         self.verifier: Callable[..., Any] | None = None
         if self.config.run is not None:
-            self.agent = import_agent(self.config.run)
+            self.agent = partial(import_agent(self.config.run), **self.config.kwargs)
         if self.config.verifier is not None:
             self.verifier = import_object(self.config.verifier, "verifier")
 

@@ -3,7 +3,8 @@
     /s/<session>/v1/...          as `openai_server.py`; Authorization: Bearer <key of the session>
     POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one
 
-A session ends with its agent. Later requests are answered with status 410.
+Without `/s/<session>` the key alone says which session it is, for clients whose URL cannot change. A session ends with
+its agent. Later requests are answered with status 410.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -23,20 +25,21 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_rl.rollouts.agents.tree import Call, CallTree
+from nemo_rl.rollouts.openai_requests import RequestError
 from nemo_rl.rollouts.openai_server import (
     MAX_BODY_BYTES,
     Answers,
     AnswerSettings,
     Handler,
-    RequestError,
     error_response,
     guarded,
     has_token,
 )
-from nemo_rl.types import Completion, GenerateFn, ImageSpan, SamplingParams
+from nemo_rl.types import Completion, GenerateFn, ImageSpan, OnTokens, SamplingParams
 
 _SHUTDOWN_TIMEOUT_S = 1.0
 _SEED_BITS = 62
+_MAX_ENDED = 100_000  # sessions whose late calls are told that they have ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Session:
         self._seed_of = seed_of
         self._limits = limits
         self._asked: Counter[int] = Counter()  # requests with the same prompt
+        self._given_back: defaultdict[int, list[int]] = defaultdict(list)  # numbers of those that failed, a heap
         self._num_generated = 0
         self.ended = asyncio.Event()
         self.answers = Answers(
@@ -101,15 +105,24 @@ class Session:
         self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageSpan] = ()
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[ImageSpan] = (),
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample; what is answered is recorded. RequestError at a limit."""
         assert not images, "requests of agents are text"
         self._check_limits()
         self.num_begun += 1
         prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
-        repetition = self._asked[prompt]
-        self._asked[prompt] += 1
+        if self._given_back[prompt]:
+            repetition = heappop(self._given_back[prompt])
+        else:
+            repetition = self._asked[prompt]
+            self._asked[prompt] += 1
         own = self._sampling
         started = time.perf_counter()
         try:
@@ -117,10 +130,11 @@ class Session:
                 prompt_token_ids,
                 replace(sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k),
                 self._seed_of((prompt + repetition) % 2**_SEED_BITS),
+                on_tokens=on_tokens,
             )
         except BaseException:
             self.num_begun -= 1
-            self._asked[prompt] -= 1  # the client will ask again
+            heappush(self._given_back[prompt], repetition)  # the client will ask again
             raise
         self._num_generated += len(completion.token_ids)
         self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
@@ -153,6 +167,9 @@ class Session:
             raise RequestError(f"this episode has sampled its {limits.max_generated_tokens} tokens", 403)
 
 
+_SESSION = web.RequestKey("session", Session)
+
+
 class SessionServer:
     """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
 
@@ -161,14 +178,17 @@ class SessionServer:
         self.port = port
         self.sessions: dict[str, Session] = {}
         self.num_late_calls = 0
-        self._ended: set[str] = set()
+        self._by_key: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()  # names and keys of the latest sessions that have ended
         self._started: asyncio.Task[str] | None = None
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         router = self._app.router
-        router.add_get("/s/{session}/v1/models", lambda r: self._session(r).answers.models(r))
-        router.add_post("/s/{session}/v1/completions", lambda r: self._session(r).answers.completions(r))
-        router.add_post("/s/{session}/v1/chat/completions", lambda r: self._session(r).answers.chat_completions(r))
-        router.add_post("/s/{session}/reward", self._reward)
+        for prefix in ("/s/{session}", ""):
+            router.add_get(f"{prefix}/v1/models", lambda r: r[_SESSION].answers.models(r))
+            router.add_post(f"{prefix}/v1/completions", lambda r: r[_SESSION].answers.completions(r))
+            router.add_post(f"{prefix}/v1/chat/completions", lambda r: r[_SESSION].answers.chat_completions(r))
+            router.add_post(f"{prefix}/v1/responses", lambda r: r[_SESSION].answers.responses(r))
+            router.add_post(f"{prefix}/reward", self._reward)
         self._runner = web.AppRunner(
             self._app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
@@ -178,14 +198,17 @@ class SessionServer:
         if self._started is None:
             self._started = asyncio.create_task(self._listen())
         url = await asyncio.shield(self._started)  # an episode that is cancelled does not take the others with it
-        self.sessions[session.session_id] = session
+        self.sessions[session.session_id] = self._by_key[session.key] = session
         return f"{url}/s/{session.session_id}"
 
     def close(self, session: Session) -> None:
         """Refuse further requests of a session; those in flight end."""
         session.ended.set()
         self.sessions.pop(session.session_id, None)
-        self._ended.add(session.session_id)
+        self._by_key.pop(session.key, None)
+        self._ended |= dict.fromkeys((session.session_id, session.key))
+        while len(self._ended) > 2 * _MAX_ENDED:
+            self._ended.popitem(last=False)
 
     async def _listen(self) -> str:
         await self._runner.setup()
@@ -200,24 +223,21 @@ class SessionServer:
             self.close(session)
         await self._runner.cleanup()
 
-    def _session(self, request: web.Request) -> Session:
-        return self.sessions[request.match_info["session"]]
-
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        name = request.match_info.get("session", "")
-        session = self.sessions.get(name)
-        if session is None:
-            if name in self._ended:
-                self.num_late_calls += 1
-                return error_response("this episode has ended", 410)
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        name = request.match_info.get("session", key)
+        session = self.sessions.get(name) or self._by_key.get(name)
+        if session is None and name in self._ended:
+            self.num_late_calls += 1
+            return error_response("this episode has ended", 410)
+        if session is None or not has_token(request, session.key):
             return error_response("there is no such session, or the key is wrong", 401)
-        if not has_token(request, session.key):
-            return error_response("there is no such session, or the key is wrong", 401)
+        request[_SESSION] = session
         return await guarded(request, handler)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        session = self._session(request)
+        session = request[_SESSION]
         try:
             wanted = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:

@@ -18,7 +18,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
 from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, AnswerSettings, OpenAIServer, OpenAIServerSettings
-from nemo_rl.types import Completion, SamplingParams, StopReason
+from nemo_rl.types import Completion, OnTokens, SamplingParams, StopReason
 from tests.unit.rollouts.engines import FakeReplica
 
 TOKENIZER = build_tiny_tokenizer()
@@ -52,10 +52,13 @@ class Engine:
         self.asked: list[tuple[list[int], SamplingParams, int]] = []
         self.version = 0
         self.failure: Exception | None = None
+        self.failure_at_end: Exception | None = None
         self.wait = False
         self.num_cancelled = 0
 
-    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, on_tokens: OnTokens | None = None
+    ) -> Completion:
         self.asked.append((list(prompt_token_ids), sampling, seed))
         if self.failure is not None:
             raise self.failure
@@ -68,6 +71,11 @@ class Engine:
         # Characters one by one: the tokenizer would choose other tokens for the same text.
         said = [token for character in self.text for token in tokens(character)] + [EOS]
         said = said[: sampling.max_new_tokens]
+        for token in said if on_tokens is not None else ():
+            on_tokens(([token], [-0.5]))
+            await asyncio.sleep(0)
+        if self.failure_at_end is not None:
+            raise self.failure_at_end
         return Completion(
             token_ids=said,
             logprobs=[-0.5] * len(said),
@@ -142,9 +150,8 @@ def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
         more: dict[str, Any] = {"model": "any", "tools": TOOLS, "stream": stream}
         first: Any = await client.chat.completions.create(messages=HELLO, **more)
         if stream:
-            chunks = [chunk async for chunk in first]
-            assert len(chunks) == 1
-            first, choice = chunks[0], chunks[0].choices[0]
+            [first] = [chunk async for chunk in first]  # no text comes before a call
+            choice = first.choices[0]
             message = choice.delta
         else:
             choice = first.choices[0]
@@ -179,6 +186,104 @@ def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
     with_server(Engine("1=2"), use)
 
 
+def test_a_stream_sends_tokens_as_they_are_sampled():
+    """The client sees no part of a stop string or of a call; what it has seen is known again."""
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
+        more: dict[str, Any] = {"model": "any", "logprobs": True, "stream": True, "stop": "==x"}
+        more["stream_options"] = {"include_usage": True}
+        chunks: list[Any] = [c async for c in await client.chat.completions.create(messages=HELLO, **more)]
+        *parts, last, usage = chunks
+        texts = [part.choices[0].delta.content for part in parts]
+        assert texts == ["1", " ", "+", "=2", "é"], "an end that may become the stop string is kept back"
+        assert last.choices[0].delta.content is None and last.choices[0].finish_reason == "stop"
+        seen = [token for chunk in chunks[:-1] for token in chunk.choices[0].logprobs.content]
+        assert [token.logprob for token in seen] == [-0.5] * len(last.choices[0].token_ids)
+        assert usage.choices == [] and usage.usage.completion_tokens == len(seen)
+        messages: Any = [*HELLO, {"role": "assistant", "content": "".join(texts)}, {"role": "user", "content": "?"}]
+        second: Any = await client.chat.completions.create(model="any", messages=messages)
+        assert second.retokenized_turns == 0
+        assert second.prompt_token_ids[: len(last.prompt_token_ids)] == last.prompt_token_ids
+
+    with_server(Engine("1 +=2é==x"), use)
+
+
+def test_text_before_a_call_is_streamed():
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
+        stream: Any = await client.chat.completions.create(model="any", messages=HELLO, tools=TOOLS, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        text, calls = "".join(delta.content or "" for delta in deltas), deltas[-1].tool_calls
+        assert text == "ok <b>\n" and calls[0].function.name == "add"
+        sent = {"role": "assistant", "content": text, "tool_calls": [calls[0].model_dump(exclude={"index"})]}
+        messages: Any = [*HELLO, sent, {"role": "tool", "tool_call_id": calls[0].id, "content": "3"}]
+        second: Any = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        assert second.retokenized_turns == 0
+
+    with_server(Engine("ok <b>\n" + CALL), use)
+
+
+def test_a_stream_that_fails_says_so():
+    engine = Engine("12")
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
+        engine.failure = RequestFailed("no engine")
+        with pytest.raises(openai.InternalServerError, match="no engine"):  # nothing was sent: a status of its own
+            await client.chat.completions.create(model="any", messages=HELLO, stream=True)
+        engine.failure, engine.failure_at_end = None, RequestFailed("was lost")
+        stream: Any = await client.chat.completions.create(model="any", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="was lost"):
+            assert [chunk.choices[0].delta.content async for chunk in stream] == []
+
+    with_server(engine, use)
+
+
+FUNCTION: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_are_the_same_conversation_as_chats(stream: bool):
+    engine = Engine("12")
+
+    async def respond(client: openai.AsyncOpenAI, **more: Any) -> Any:
+        if not stream:
+            return await client.responses.create(model="any", **more)
+        async with client.responses.stream(model="any", **more) as events:
+            deltas = [event.delta async for event in events if event.type == "response.output_text.delta"]
+            response = await events.get_final_response()
+        assert "".join(deltas) == response.output_text
+        return response
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
+        first = await respond(client, input="1+2", instructions="be brief", include=["message.output_text.logprobs"])
+        assert first.output_text == "12" and first.status == "completed" and first.usage.output_tokens == 3
+        assert [token.logprob for token in first.output[0].content[0].logprobs] == [-0.5] * 3
+        asked = [{"role": "system", "content": "be brief"}, *HELLO]
+        chat: Any = await client.chat.completions.create(model="any", messages=asked)
+        assert chat.prompt_token_ids == engine.asked[0][0]
+        engine.text = CALL
+        again = await respond(
+            client, input="go", instructions="be brief", previous_response_id=first.id, tools=[FUNCTION]
+        )
+        [call] = again.output
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
+        engine.text = "3"
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        items = [*HELLO, *first.output, {"role": "user", "content": "go"}, call, result]
+        done = await respond(client, input=items, instructions="be brief", tools=[FUNCTION])
+        assert done.output_text == "3"
+        before, said = engine.asked[2][0], [token for character in CALL for token in tokens(character)]
+        assert engine.asked[3][0] == [*before, *said, EOS, *tokens("<|tool|>3<eos><|assistant|>")]
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await client.responses.create(model="any", input="x", previous_response_id="resp_other")
+        with pytest.raises(openai.BadRequestError, match="web_search"):
+            await client.responses.create(model="any", input="x", tools=[{"type": "web_search"}])
+        engine.text = "1234"
+        cut = await client.responses.create(model="any", input="x", max_output_tokens=2)
+        assert cut.status == "incomplete" and cut.output_text == "12"
+
+    with_server(engine, use)
+
+
 def test_completions_of_text_and_of_tokens():
     engine = Engine("ab")
 
@@ -189,7 +294,7 @@ def test_completions_of_text_and_of_tokens():
         assert of_text.choices[0].logprobs.tokens[:2] == ["a", "b"]
         assert of_text.choices[0].logprobs.token_logprobs == [-0.5] * 3
         stream = await client.completions.create(model="any", prompt="1+2", stream=True)
-        assert [chunk.choices[0].text async for chunk in stream] == ["ab"]
+        assert [chunk.choices[0].text async for chunk in stream] == ["a", "b", ""]
         assert [model.id async for model in client.models.list()] == ["tiny"]
 
     with_server(engine, use)

@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -110,7 +111,7 @@ class WholeAnswerScheduler(Scheduler):
         if output.finish_reason is None:
             sampling_params = self.requests[name].sampling_params
             assert sampling_params is not None, "only completions are asked for"
-            if sampling_params.stop:
+            if sampling_params.stop or sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 return True
             self._parts.setdefault(name, []).append(output)
             return False

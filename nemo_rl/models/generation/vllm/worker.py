@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,16 @@ from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, PromptImage, SamplingParams, StopReason
+from nemo_rl.types import (
+    Completion,
+    GenerationAnswer,
+    GenerationRequest,
+    OnTokens,
+    PromptImage,
+    SampledTokens,
+    SamplingParams,
+    StopReason,
+)
 
 if TYPE_CHECKING:
     import vllm
@@ -40,6 +49,7 @@ _MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 _PATIENCE = 0.05  # an answer waits for others for at most this part of the time that it took
 _MAX_PATIENCE_S = 0.1
+_STREAM_PATIENCE_S = 0.02  # tokens of a stream wait so long for those of others
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SLEEP_TAGS = ("weights", "kv_cache")
 
@@ -109,11 +119,12 @@ class VllmWorker:
         sampling: SamplingParams,
         seed: int,
         images: Sequence[PromptImage] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Complete one prompt.
 
         The completion holds every sampled token, including the stop token or the tokens of the stop string. It is cut
-        at `sampling.max_new_tokens` or at the engine's `max_model_len`.
+        at `sampling.max_new_tokens` or at the engine's `max_model_len`. `on_tokens` gets them as they come.
 
         Raises:
             ValueError: for an empty prompt, or one that leaves no room for a token.
@@ -121,7 +132,7 @@ class VllmWorker:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        params = self._sampling_params(len(prompt_token_ids), sampling, seed)
+        params = self._sampling_params(len(prompt_token_ids), sampling, seed, streams=on_tokens is not None)
         async with self._admitted:
             if self._records:  # from the first request on, as vLLM itself returns no experts on a CPU
                 if self._recording is None:
@@ -140,10 +151,9 @@ class VllmWorker:
                 prompt = await self._images.prompt(prompt, images, salt)
             request = self._engine.generate(prompt, params, request_id)
             try:
-                [output] = [output async for output in request]  # vLLM yields the final output only
+                answer = await _last_output(request, on_tokens)
             except EngineDeadError as error:
                 raise self._death() from error
-        answer: Any = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{self._name} ended a request early: {answer.finish_reason}")
         num_tokens = len(prompt_token_ids) + len(answer.token_ids) - 1
@@ -159,7 +169,10 @@ class VllmWorker:
         """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
         began = asyncio.get_running_loop().time()
         for request in requests:
-            completion = self.generate(request.prompt_token_ids, request.sampling, request.seed, request.images)
+            on_tokens = partial(self._on_tokens, request.request_id, client_id) if request.streams else None
+            completion = self.generate(
+                request.prompt_token_ids, request.sampling, request.seed, request.images, on_tokens
+            )
             task = self._serving[request.request_id] = asyncio.create_task(completion)
             task.add_done_callback(partial(self._on_served, request.request_id, client_id, began))
         self._num_serving[client_id] += len(requests)
@@ -201,6 +214,10 @@ class VllmWorker:
         took_s = asyncio.get_running_loop().time() - began
         is_last = self._num_serving[client_id] == 0
         self._answers.put([answer], client_id, patience_s=0.0 if is_last else min(_PATIENCE * took_s, _MAX_PATIENCE_S))
+
+    def _on_tokens(self, request_id: str, client_id: str, tokens: SampledTokens) -> None:
+        answer = GenerationAnswer(request_id=request_id, tokens=tokens)
+        self._answers.put([answer], client_id, patience_s=_STREAM_PATIENCE_S)
 
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
         if not self._records:
@@ -346,7 +363,9 @@ class VllmWorker:
 
     # -- conversion to and from vLLM's types
 
-    def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> vllm.SamplingParams:
+    def _sampling_params(
+        self, num_prompt_tokens: int, sampling: SamplingParams, seed: int, *, streams: bool = False
+    ) -> vllm.SamplingParams:
         from vllm import SamplingParams as EngineSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -363,8 +382,21 @@ class VllmWorker:
             detokenize=bool(sampling.stop_strings),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
         )
+
+
+async def _last_output(request: AsyncIterator[Any], on_tokens: OnTokens | None) -> Any:
+    """The completion of vLLM's final output; `on_tokens` gets the tokens of the outputs before it."""
+    answer: Any = None
+    num_sent = 0
+    async for output in request:
+        answer = output.outputs[0]
+        if on_tokens is not None and len(answer.token_ids) > num_sent:
+            on_tokens((list(answer.token_ids[num_sent:]), list(answer.logprobs.logprobs[num_sent:])))
+            num_sent = len(answer.token_ids)
+    assert answer is not None, "vLLM ends a request with an output"
+    return answer
 
 
 class VllmFollower:

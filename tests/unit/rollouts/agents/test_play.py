@@ -25,13 +25,14 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
 from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
-from nemo_rl.rollouts.agents.session import SessionLimits
+from nemo_rl.rollouts.agents.session import Session, SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
 from nemo_rl.types import (
     Completion,
     DatumSpec,
     EnvironmentStep,
     ImageSpan,
+    OnTokens,
     Prompt,
     Sample,
     SampleStatus,
@@ -55,6 +56,17 @@ def text_of(token_ids: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(token_ids)))
 
 
+ANSWERS = AnswerSettings(
+    model="tiny",
+    make_chat=lambda: ServedChat(TOKENIZER, {}),
+    calls_of=None,
+    encode=tokens,
+    decode=text_of,
+    vocab_size=len(TOKENIZER),
+    max_model_len=300,
+)
+
+
 class Engine:
     """Says a number that follows from seed and prompt, one character per token."""
 
@@ -63,7 +75,12 @@ class Engine:
         self.version = 0
 
     async def __call__(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageSpan] = ()
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: Sequence[ImageSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self.asked.append((list(prompt_token_ids), sampling, seed))
         await asyncio.sleep(0)
@@ -97,15 +114,7 @@ def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **op
         limits = SessionLimits(max_calls=options.pop("max_calls", 5), max_generated_tokens=options.pop("tokens", None))
         settings = AgentSettings(
             name="mine",
-            answers=AnswerSettings(
-                model="tiny",
-                make_chat=lambda: ServedChat(TOKENIZER, {}),
-                calls_of=None,
-                encode=tokens,
-                decode=text_of,
-                vocab_size=len(TOKENIZER),
-                max_model_len=300,
-            ),
+            answers=ANSWERS,
             limits=limits,
             host="127.0.0.1",
             port=0,
@@ -447,3 +456,59 @@ def test_a_session_is_closed_to_others_and_after_its_end():
         return 1.0
 
     assert [sample.meta.failure for sample in play(first, second)] == [None, None]
+
+
+def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversation():
+    """A chat, its continuation as a stream, and one by `/v1/responses` are one row."""
+
+    async def asks_everywhere(task: AgentTask) -> float:
+        root = task.base_url.partition("/s/")[0]
+        async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=task.api_key, max_retries=0) as client:
+            first: Any = await client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "1+2"}]
+            )
+            items: Any = [
+                {"role": "user", "content": "1+2"},
+                {"role": "assistant", "content": first.choices[0].message.content},
+            ]
+            items.append({"role": "user", "content": "and?"})
+            stream: Any = await client.chat.completions.create(model="any", messages=items, stream=True)
+            said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            items += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+            await client.responses.create(model="any", input=items)
+        return 1.0
+
+    [sample] = play(asks_everywhere)
+    assert sample.meta.failure is None and len(sample.rows) == 1 and sample.meta.num_turns == 3
+
+
+def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_under_way():
+    seeds: list[int] = []
+    wait = asyncio.Event()
+
+    async def generate(prompt: Sequence[int], sampling: SamplingParams, seed: int, **more: Any) -> Completion:
+        seeds.append(seed)
+        if len(seeds) == 1:
+            await asyncio.sleep(0)
+            raise RuntimeError("lost")
+        await wait.wait()
+        return Completion(token_ids=[EOS], logprobs=[-0.5], stop_reason=StopReason.STOP, weight_version=0)
+
+    async def main() -> None:
+        sampling = SamplingParams(max_new_tokens=5)
+        session = Session(
+            ANSWERS,
+            generate=generate,
+            sampling=sampling,
+            seed_of=lambda turn: turn,
+            limits=SessionLimits(max_calls=9, max_generated_tokens=None),
+        )
+        asking = [asyncio.create_task(session.generate([1, 2], sampling, 0)) for _ in range(2)]
+        await asyncio.wait(asking[:1])
+        asking.append(asyncio.create_task(session.generate([1, 2], sampling, 0)))
+        await asyncio.sleep(0)
+        wait.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(main())
+    assert seeds[2] == seeds[0] != seeds[1]
