@@ -35,13 +35,17 @@ class Guessing(vf.MultiTurnEnv):
         return any(_text(step["completion"][-1]).strip() == state["answer"] for step in state["trajectory"])
 
 
+def _role(message: Any) -> str:
+    return message["role"] if isinstance(message, dict) else message.role
+
+
 def _text(message: Any) -> str:
     return str(message["content"] if isinstance(message, dict) else message.content or "")
 
 
 def is_right(completion: Any, answer: str, **_: Any) -> float:
     """1 if an answer has the right number as its end."""
-    said = [_text(turn) for turn in completion if (turn["role"] if isinstance(turn, dict) else turn.role) == "assistant"]
+    said = [_text(turn) for turn in completion if _role(turn) == "assistant"]
     return float(any(text.rstrip(" .}").endswith(answer) for text in said))
 
 

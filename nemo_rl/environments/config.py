@@ -22,6 +22,7 @@ ENV_REGISTRY: dict[str, str] = {
     "composite": "nemo_rl.environments.composite.CompositeEnvironment",
     "llm_judge": "nemo_rl.environments.judge.LLMJudgeEnvironment",
     "math": "nemo_rl.environments.math.environment.MathEnvironment",
+    "mcp": "nemo_rl.environments.mcp.McpEnvironment",
     "math_default": "nemo_rl.environments.math.environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math.environment.MathMultiRewardEnvironment",
     "python_tools": "nemo_rl.environments.code.tools.PythonToolEnvironment",
@@ -37,7 +38,7 @@ MISSING = {
     **dict.fromkeys(
         ("vlm", "clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: composite with the rewards it needs"
     ),
-    "nemo_gym": "use type: remote for an environment behind HTTP",
+    "nemo_gym": "use type: agent with run: nemo_rl.environments.agents.nemo_gym:play",
 }
 """Environments that NeMo RL has and this library has not -> what to use."""
 

@@ -317,3 +317,37 @@ def require_used_keys(cfg: TableConfig, used: Sequence[str], reason: str, table:
             isinstance(table, JsonLines) and any(column in row for row in MarkedRows(table, dict))
         ):
             require_columns(table, {key: column}, str(label))
+
+
+# -- Tasks of NeMo Gym.
+
+
+class GymRows(LazyRows):
+    """Rows {"messages", "gym": the row as NeMo Gym has it} from a JSONL file of NeMo Gym."""
+
+    def __init__(self, rows: JsonLines) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._rows[index]
+        asked = row.get("responses_create_params", {}).get("input")
+        items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        if not isinstance(items, list) or not items:
+            raise ValueError(f"{self._rows.path!r}: row {index} (from 0) has no responses_create_params.input")
+        messages = [{"role": item["role"], "content": item["content"]} for item in items if "role" in item]
+        return {"messages": messages, "gym": row}
+
+    @property
+    def column_names(self) -> list[str]:
+        return ["messages", "gym"]
+
+
+def load_gym_tasks(cfg: TableConfig) -> Rows:
+    """The tasks of `data_path`, a JSONL file, for `nemo_rl.environments.agents.nemo_gym:play`."""
+    if cfg.data_path is None:
+        raise ValueError("dataset nemo_gym: set data_path to a JSONL file of NeMo Gym")
+    _require_whole_file(cfg.data_path, cfg.subset, cfg.split)
+    return GymRows(JsonLines(cfg.data_path))

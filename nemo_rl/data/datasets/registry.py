@@ -33,6 +33,7 @@ GENERATED = {
 DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
     "ResponseDataset": _LOAD_FILE,
+    "nemo_gym": f"{_PACKAGE}.files:load_gym_tasks",
     **{
         name: f"{_PACKAGE}.pictures:load_{name.replace('-', '_')}"
         for name in ("clevr-cogent", "geometry3k", "refcoco", "okvqa", "image_folder")

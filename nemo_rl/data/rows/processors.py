@@ -254,7 +254,10 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
         ValueError: if there is none, or one of examples does not take the flags.
     """
     if name == "nemo_gym_data_processor":
-        raise ValueError(f"processor {name!r} is not supported yet: rows have no agents")
+        raise ValueError(
+            f"processor {name!r} is not needed: set dataset_name: nemo_gym, processor: conversation_processor, and an "
+            "environment of type agent (docs/guides/agents.md)"
+        )
     processor = find(PROCESSOR_REGISTRY, name, "processor")
     if not of_examples:
         if isinstance(processor, str):

@@ -1,0 +1,283 @@
+"""Tools of MCP servers, offered to an environment: https://modelcontextprotocol.io.
+
+    env:
+      with_tools:
+        type: mcp
+        servers:
+          files: {command: python, args: [my_server.py]}
+          search: {url: http://127.0.0.1:8000/mcp}
+        environment: {type: math}
+
+A turn that calls a tool of a server gets its results; every other turn goes to the environment. The model reads about
+the tools in the column `tools` of its row; `examples/mcp_tools.py` writes the file for `data.default.tools_file`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import mcp
+import torch
+from mcp.types import CallToolResult, TextContent
+from pydantic import Field, model_validator
+
+from nemo_rl.config.rules import StrictModel
+from nemo_rl.environments.code.environment import shorten
+from nemo_rl.environments.code.tools import ToolCall, find_calls, problem_of
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
+from nemo_rl.environments.registry import new_environment
+from nemo_rl.types import LLMMessageLogType
+
+# What the client raises when a server is gone: its own errors, those of its streams, and of the process or the network.
+_LOST = (mcp.MCPError, OSError, EOFError, RuntimeError, ExceptionGroup)
+
+
+class McpServerConfig(StrictModel):
+    """A server: a program that is started (stdio), or an address (streamable HTTP)."""
+
+    command: str | None = None
+    """The program."""
+
+    args: list[str] = Field(default_factory=list)
+    """Its arguments."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Its environment variables; of the run's own it gets only what programs need to start."""
+
+    url: str | None = None
+    """In place of a program: the address."""
+
+    @model_validator(mode="after")
+    def _has_one_way(self) -> McpServerConfig:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("a server has command or url")
+        return self
+
+    def target(self) -> Any:
+        """What the client connects to."""
+        if self.url is not None:
+            return self.url
+        assert self.command is not None
+        return mcp.StdioServerParameters(command=self.command, args=self.args, env=self.env)
+
+
+class McpEnvironmentConfig(StrictModel):
+    """The section of an environment with tools of MCP servers."""
+
+    servers: dict[str, McpServerConfig] = Field(min_length=1)
+    """Servers by name."""
+
+    environment: dict[str, Any]
+    """The environment that gets the other turns: `type` and its keys."""
+
+    max_calls_per_turn: int = Field(default=4, ge=1)
+    """Calls of one turn that are answered; the model is told about further ones."""
+
+    max_result_characters: int = Field(default=2000, ge=1)
+    """Characters of a result that the model sees; of a longer text the beginning and the end."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds of one call, and of the start of a server."""
+
+
+class McpEnvironment(EnvironmentInterface[Any]):
+    """Answers calls of the servers' tools; see the module. All episodes share a server's connection and its state.
+
+    An error of a tool is a result, for the model to read. A conversation whose server is lost has no outcome, and the
+    server is connected anew for the next call.
+    """
+
+    def __init__(self, cfg: McpEnvironmentConfig | Mapping[str, Any]) -> None:
+        """Connect to all servers. ValueError for one that cannot be reached, or two tools of the same name."""
+        self.cfg = McpEnvironmentConfig.model_validate(cfg)
+        self.environment = new_environment("environment", self.cfg.environment)
+        self.servers = Servers(self.cfg.servers, self.cfg.timeout_s)
+        self.num_calls = self.num_errors = 0
+
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        """Results of calls, or the answer of the environment."""
+        calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
+        is_ours = [any(call.name in self.servers.specs for call in of_turn) for of_turn in calls]
+        asked = [[self._start(call) for call in calls[i][: self.cfg.max_calls_per_turn]] for i in _where(is_ours)]
+        others = [i for i in range(len(calls)) if not is_ours[i]]
+        given = None
+        if others:
+            given = self.environment.step([message_log_batch[i] for i in others], [metadata[i] for i in others])
+        results = [[_text(future) for future in of_turn] for of_turn in asked]
+        return self._joined(calls, metadata, others, given, dict(zip(_where(is_ours), results, strict=True)))
+
+    def _start(self, call: ToolCall) -> Future[CallToolResult] | str:
+        self.num_calls += 1
+        if problem := problem_of(call, self.servers.specs):
+            self.num_errors += 1
+            return f"error: {problem}"
+        return self.servers.call(call.name, call.arguments)
+
+    def _joined(
+        self,
+        calls: Sequence[Sequence[ToolCall]],
+        metadata: list[Any],
+        others: Sequence[int],
+        given: EnvironmentReturn[Any] | None,
+        results: Mapping[int, list[str | _Lost]],
+    ) -> EnvironmentReturn[Any]:
+        size, place = len(calls), {i: number for number, i in enumerate(others)}
+        observations, known = [{"role": "tool", "content": ""} for _ in range(size)], list(metadata)
+        failures: list[str | None] = [None] * size
+        answers: list[str | None] = [None] * size
+        stops: list[Any] = [None] * size
+        metrics: list[Any] = [None] * size
+        rewards, ended = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
+        if given is not None:
+            rewards = torch.zeros((size, *given.rewards.shape[1:]), dtype=given.rewards.dtype)
+        for i in range(size):
+            if i in place and given is not None:
+                n = place[i]
+                observations[i], known[i], rewards[i] = given.observations[n], given.metadata[n], given.rewards[n]
+                stops[i], ended[i] = given.next_stop_strings[n], bool(given.terminateds[n])
+                answers[i] = given.answers[n] if given.answers is not None else None
+                failures[i] = given.failures[n] if given.failures is not None else None
+                metrics[i] = given.metrics[n] if given.metrics is not None else None
+                continue
+            texts = [str(result) for result in results[i]]
+            failures[i] = next((str(result) for result in results[i] if isinstance(result, _Lost)), None)
+            self.num_errors += sum(isinstance(result, _ToolError) for result in results[i])
+            if len(calls[i]) > len(texts):
+                texts.append(f"error: only the first {len(texts)} calls of a turn are answered")
+            text = texts[0] if len(texts) == 1 else "\n".join(f"[{n}] {t}" for n, t in enumerate(texts, 1))
+            observations[i]["content"] = shorten(text, self.cfg.max_result_characters)
+        return EnvironmentReturn(observations, known, stops, rewards, ended, answers, failures, metrics)
+
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
+        """Those of the environment, the calls since the last time, and the share of them that were errors."""
+        batch, metrics = self.environment.global_post_process_and_metrics(batch)
+        own = {"tool_calls": float(self.num_calls), "tool_error_rate": self.num_errors / max(1, self.num_calls)}
+        self.num_calls = self.num_errors = 0
+        return batch, {**metrics, **own}
+
+    def shutdown(self) -> None:
+        """End the connections and the servers that were started."""
+        self.servers.close()
+
+
+class _Lost(str):
+    """Why a call has no result: the server is gone or does not answer."""
+
+
+class _ToolError(str):
+    """The result of a call that the tool refused."""
+
+
+def _where(flags: Sequence[bool]) -> list[int]:
+    return [i for i, flag in enumerate(flags) if flag]
+
+
+def _text(asked: Future[CallToolResult] | str) -> str:
+    """The result for the model: its texts, or `_Lost`."""
+    if isinstance(asked, str):
+        return asked
+    try:
+        result = asked.result()
+    except (*_LOST, TimeoutError) as error:
+        return _Lost(f"an MCP server gave no result: {error!r}")
+    text = "\n".join(part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content)
+    return _ToolError(f"error: {text}") if result.is_error else text
+
+
+class Servers:
+    """Connections to servers, in an event loop of their own thread."""
+
+    def __init__(self, servers: Mapping[str, McpServerConfig], timeout_s: float) -> None:
+        """Connect. ValueError for a server that cannot be reached, or two tools of the same name."""
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._thread.start()
+        self.specs: dict[str, dict[str, Any]] = {}  # of the tools, in OpenAI's format
+        self._of_tool: dict[str, Connection] = {}
+        self._connections = [Connection(config.target(), timeout_s) for config in servers.values()]
+        for name, connection in zip(servers, self._connections, strict=True):
+            try:
+                tools = asyncio.run_coroutine_threadsafe(connection.tools(), self._loop).result(timeout_s)
+            except (*_LOST, TimeoutError) as error:
+                self.close()
+                raise ValueError(f"servers.{name} cannot be reached: {error!r}") from error
+            for tool in tools:
+                if tool.name in self.specs:
+                    self.close()
+                    raise ValueError(f"servers.{name}: another server has a tool {tool.name!r} too; leave one out")
+                self.specs[tool.name] = {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                    },
+                }
+                self._of_tool[tool.name] = connection
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[CallToolResult]:
+        """Begin a call."""
+        return asyncio.run_coroutine_threadsafe(self._of_tool[name].call(name, dict(arguments)), self._loop)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            asyncio.run_coroutine_threadsafe(connection.close(), self._loop).result(self._timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._timeout_s)
+
+
+class Connection:
+    """A client of one server. Its context is entered and left by one task, as `mcp` wants it."""
+
+    def __init__(self, target: Any, timeout_s: float) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._client: mcp.Client | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def tools(self) -> list[mcp.Tool]:
+        return list((await (await self._connected()).list_tools()).tools)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        client = await self._connected()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await client.call_tool(name, arguments)
+        except (*_LOST, TimeoutError):
+            await self.close(client)
+            raise
+
+    async def close(self, of: mcp.Client | None = None) -> None:
+        """Leave the connection; with `of` only if it is still that one."""
+        async with self._lock:
+            if self._running is None or (of is not None and of is not self._client):
+                return
+            self._ended.set()
+            await asyncio.wait([self._running])
+            self._running = self._client = None
+
+    async def _connected(self) -> mcp.Client:
+        async with self._lock:
+            if self._client is None:
+                connected: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
+                self._ended = asyncio.Event()
+                self._running = asyncio.create_task(self._run(connected, self._ended))
+                await asyncio.wait([connected, self._running], return_when=asyncio.FIRST_COMPLETED)
+                if not connected.done():
+                    running, self._running = self._running, None
+                    running.result()
+                    raise ConnectionError("the server ended at once")
+                self._client = connected.result()
+            return self._client
+
+    async def _run(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
+        async with mcp.Client(self._target) as client:
+            connected.set_result(client)
+            await ended.wait()

@@ -1,0 +1,31 @@
+"""An MCP server with two tools, over stdio, or over HTTP at the port that is its argument."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mcp.server import MCPServer
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """The sum."""
+    return a + b
+
+
+@server.tool()
+def divide(a: int, b: int) -> float:
+    """The quotient. b=-1 ends the server."""
+    if b == -1:
+        os._exit(3)
+    return a / b
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")

@@ -1,0 +1,94 @@
+"""Tools of real MCP servers around an environment."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.environments.mcp import McpEnvironment
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+STDIO = {"command": sys.executable, "args": [SERVER]}
+
+
+def turn(*calls: tuple[str, dict[str, Any]], text: str = "") -> list[dict[str, str]]:
+    written = [f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls]
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "".join([text, *written])}]
+
+
+def environment(**servers: Any) -> McpEnvironment:
+    return McpEnvironment(
+        {"servers": servers, "environment": {"type": "code_jaccard"}, "max_calls_per_turn": 2, "timeout_s": 20.0}
+    )
+
+
+def test_calls_are_answered_and_other_turns_go_to_the_environment():
+    env = environment(sums=STDIO)
+    try:
+        logs: Any = [
+            turn(("add", {"a": 1, "b": 2})),
+            turn(text="right words"),
+            turn(("add", {"a": 1, "b": 2}), ("divide", {"a": 1, "b": 0}), ("add", {"a": 1, "b": 1})),
+            turn(("add", {"a": "x"}), text="first "),
+            turn(("search", {"q": "x"})),  # no tool of a server: the environment's affair
+        ]
+        truth = {"ground_truth": "right words"}
+        given = env.step(logs, [truth] * len(logs))
+        texts = [observation["content"] for observation in given.observations]
+        assert texts[0] == "3" and given.observations[0]["role"] == "tool"
+        assert texts[2].startswith("[1] 3\n[2] error: ") and "divide" in texts[2] and "only the first 2" in texts[2]
+        assert texts[3] == "error: add needs the argument 'b'"
+        assert given.terminateds.tolist() == [False, True, False, False, True]
+        assert given.rewards[1] == 1.0 and given.rewards[0] == 0.0 and given.failures == [None] * 5
+        # A server that ends costs the conversations that called it, and is started again.
+        lost = env.step([turn(("divide", {"a": 1, "b": -1}))], [truth])
+        assert "gave no result" in str(lost.failures)
+        again = env.step([turn(("add", {"a": 2, "b": 2}))], [truth])
+        assert again.observations[0]["content"] == "4"
+        assert (env.num_calls, env.num_errors) == (6, 2)
+    finally:
+        env.shutdown()
+
+
+@pytest.mark.slow
+def test_a_server_behind_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        env = environment(sums={"url": f"http://127.0.0.1:{port}/mcp"})
+        try:
+            given = env.step([turn(("add", {"a": 1, "b": 2}))], [{}])
+            assert given.observations == [{"role": "tool", "content": "3"}]
+        finally:
+            env.shutdown()
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    ("servers", "named"),
+    [
+        ({"a": {"command": "/no/such/program"}}, "servers.a cannot be reached"),
+        ({"a": {}}, "command or url"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_named(servers: Any, named: str):
+    with pytest.raises(ValueError, match=named):
+        environment(**servers)
