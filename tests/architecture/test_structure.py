@@ -9,8 +9,8 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 55_250,
-    "files of nemo_rl": 263,
+    "lines of nemo_rl": 56_400,
+    "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
