@@ -90,7 +90,6 @@ class StrictModel(BaseModel):
         frozen=True,
         strict=True,
         validate_default=False,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors
@@ -212,6 +212,8 @@ class EvalDataConfig(EvalDatasetConfig):
 
 class EvalMasterConfig(StrictModel):
     """A whole evaluation."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)  # for --help
 
     cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"  # what a machine without a GPU can run
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import StrictModel, accepted_by, divisors, value_of, written
@@ -82,6 +82,9 @@ class LoopConfig(StrictModel):
 
 class RunConfig(StrictModel):
     """The sections that every run has. `section` is the name of the algorithm's own."""
+
+    # --help prints the docstrings of sections. Pydantic finds them by parsing source code, which is slow.
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     section: ClassVar[str]
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"  # what a machine without a GPU can run
