@@ -149,20 +149,6 @@ def test_no_sample_is_taught_twice_or_forgotten(tasks, ranks):
     assert heard == Counter({(i, 0): 1 for i in range(len(tasks))})
 
 
-@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
-def test_a_teachers_micro_batches_are_limited_by_what_is_scored_alone(section):
-    config = build(f"teacher.{section}={{enabled: true, train_mb_tokens: 4, logprob_mb_tokens: 512}}").teacher
-    assert config is not None
-    teacher = make_teacher(config, FakePolicy(), "t")
-    samples = [sample_meta(f"0/{i}", 0.0) for i in range(4)]
-    group = GroupHandle(group_id="0", prompt_id="p", task_name="t", ref=0, samples=samples)
-    plan, _ = plan_teacher(teacher, [group])
-    assert plan is not None and [len(batch) for batch in plan.ranks[0].logprobs] == [4]
-    samples[0].length = 513
-    with pytest.raises(ValueError, match=rf"raise teacher\.{section}\.logprob_mb_tokens to at least 513"):
-        plan_teacher(teacher, [group])
-
-
 def test_a_teacher_whose_name_only_begins_like_that_of_the_dead_one_lives_on(tmp_path):
     two = {
         "teachers": {"a": {"model_name": "a"}, "ab": {"model_name": "ab"}},
@@ -254,14 +240,6 @@ def check(
     topk: int | None = 4,
 ) -> int:
     return check_teacher(student, teacher, config_of(sizes[0]), config_of(sizes[1]), topk)
-
-
-def test_heads_padded_to_different_sizes_go_together(caplog: pytest.LogCaptureFixture):
-    assert check(tokenizer_of(), tokenizer_of(), topk=7) == 7
-    assert check(tokenizer_of(), tokenizer_of(), topk=None) == 7
-    tiny = build_tiny_tokenizer()
-    assert check(tiny, build_tiny_tokenizer(), (len(tiny), 320), 64) == len(tiny)
-    assert not caplog.records
 
 
 def test_another_vocabulary_is_explained_by_its_first_differences():

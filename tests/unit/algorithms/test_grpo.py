@@ -21,7 +21,6 @@ from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
-from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, sample_meta
@@ -246,12 +245,6 @@ def test_the_same_command_resumes_where_the_last_checkpoint_stands(tmp_path):
     assert [row["step"] for row in rows if row["step"] > 2] == [3]
     asked = [request for run in (first, second) for request in run.rollouts.requests]
     assert asked == whole.rollouts.requests, "prompts, group ids and seeds of the run that was never interrupted"
-
-
-def test_a_checkpoint_of_other_data_is_refused(tmp_path):
-    Run(tmp_path).go()
-    with pytest.raises(CheckpointIdentityError, match=r"data: the checkpoint has 'same', this run 'other'"):
-        Run(tmp_path, identity="other").go()
 
 
 def test_a_dead_policy_worker_is_rebuilt_from_the_last_checkpoint(tmp_path):

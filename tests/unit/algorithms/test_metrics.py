@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
-from nemo_rl.algorithms.config.metric_names import NUM_TURNS_REPORTED, turns
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
@@ -71,15 +70,6 @@ def test_rollout_metrics_by_hand():
     }
 
 
-def test_all_token_sequences_of_an_agent_count():
-    first, branch = sample(1.0, prompt=4, generated=6, turns=2, version=5), sample(1.0, generated=3, turns=1, version=4)
-    first.branches = [branch]
-    metrics = rollout_metrics([handle(first)], current_weight_version=5)
-    assert metrics["total_turns"] == 3 and metrics["mean_gen_tokens_per_sample"] == 9
-    assert metrics["weight_version_lag/max"] == 1
-    assert validation_metrics([handle(first)], k_values=[])["avg_length"] == 9
-
-
 def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLETED, **cut: bool) -> SampleMeta:
     """A sample of turns of (reward, generated tokens)."""
     made = sample(sum(r for r, _ in turns), status, generated=sum(n for _, n in turns), turns=len(turns))
@@ -126,14 +116,6 @@ def test_turn_metrics_by_hand():
     }
     assert turn_seconds(samples) == {"generation_s_per_turn": 0.5, "environment_s_per_turn": 0.25}
     assert turn_seconds(samples[-1:]) == {}
-
-
-@pytest.mark.parametrize(("max_turns", "reported"), [(1, 0), (2, 2), (50, NUM_TURNS_REPORTED)])
-def test_so_many_turns_have_metrics_of_their_own_and_their_names_are_known(max_turns, reported):
-    samples = [played(*[(1.0, 2)] * max_turns)]
-    names = {name for name in turn_metrics(samples, max_turns=max_turns) if name.startswith("turn_")}
-    assert len(names) == 3 * reported
-    assert turns(max_turns) <= names and len(turns(max_turns)) == (reported + 2 if reported else 0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -259,12 +241,6 @@ def test_side_by_side_only_what_is_waited_for_is_exposed():
     metrics = idle_metrics(seconds, use(5.9))
     assert metrics["exposed_generation_s"] == 1.5 and metrics["training_idle_fraction"] == pytest.approx(0.15)
     assert idle_verdict(metrics) == "generation starves: 41% idle"
-
-
-def test_the_verdict_names_the_side_that_waits():
-    seconds = {"exposed_generation": 3.5, "policy_training": 6.5, "total_step_time": 10.0}
-    assert idle_verdict(idle_metrics(seconds, use(10.0))) == "training waits for rollouts 35%"
-    assert idle_verdict(idle_metrics(seconds, use(6.2))) == "training idle 35%, generation 38%"
 
 
 TWO_TASKS = (

@@ -59,11 +59,6 @@ def test_more_gpus_than_there_are() -> None:
     check_hardware(config, num_gpus=4, environment={})
 
 
-def test_a_cluster_elsewhere_or_a_cpu_run_needs_no_gpu_here() -> None:
-    check_hardware(build(), num_gpus=0, environment={"RAY_ADDRESS": "10.0.0.1:6379"})
-    check_hardware(build("cluster.gpus_per_node=0"), num_gpus=0, environment={})
-
-
 def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
     judge = "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
     unused = build("cluster.gpus_per_node=2", f"+env.judge={judge}")
@@ -75,17 +70,6 @@ def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
     alone = build("cluster.gpus_per_node=1", f"+env.judge={judge}", "data.default.env_name=judge")
     with pytest.raises(ConfigError, match=r"2 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
         check_hardware(alone, num_gpus=1, environment={})
-
-
-def test_the_shares_of_several_datasets_and_what_an_epoch_is() -> None:
-    datasets = "{dataset_name: arithmetic%s}, {dataset_name: lookup, processor: default%s}"
-    weighted = f"data.train=[{datasets % (', weight: 3.0', ', weight: 1.0')}]"
-    base = ("grpo.num_prompts_per_step=32", "grpo.val_period=0", "checkpointing.metric_name=null")
-    [line] = [line for line in lines_of(*base, weighted) if line.startswith("datasets")]
-    assert line.startswith("datasets of 32 prompts 24 of arithmetic, 8 of lookup;") and "an epoch is" in line
-    [line] = [line for line in lines_of(*base, f"data.train=[{datasets % ('', '')}]") if line.startswith("datasets")]
-    assert line == "datasets arithmetic, lookup: put together and shuffled, as many prompts of each as it has rows"
-    assert not [line for line in lines_of() if line.startswith("datasets")]
 
 
 def test_a_replay_starts_no_engine(tmp_path) -> None:
@@ -171,28 +155,6 @@ def test_a_division_that_cannot_be_is_refused_with_what_would_work(overrides: tu
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=1"),
-            "64 cannot be shared by 5 training ranks",
-        ),
-        (("policy.dtensor_cfg.tensor_parallel_size=2",), "2 does not divide the 5 training ranks; these would: 1, 5"),
-        (
-            ("policy.generation.vllm_cfg.tensor_parallel_size=2",),
-            "2 does not divide the 3 GPUs that generate; these would: 1, 3",
-        ),
-        (
-            ("policy.generation.vllm_cfg={tensor_parallel_size: 1, pipeline_parallel_size: 2}",),
-            "pipeline_parallel_size: 2 x tensor_parallel_size=1 = 2 does not divide the 3 GPUs that generate",
-        ),
-    ],
-)
-def test_each_side_is_checked_by_its_own_ranks(overrides: tuple[str, ...], message: str) -> None:
-    assert message in problems_of(APART, "cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=3", *overrides)
-
-
-@pytest.mark.parametrize(
     ("tensor", "pipeline", "num_nodes", "message"),
     [
         (4, 2, 2, None),
@@ -252,31 +214,10 @@ def test_a_layout_that_the_model_does_not_have_is_refused(model: str, layout: li
         megatron_lines(model, *layout)
 
 
-def test_a_tiny_model_is_known_before_it_is_made(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
-    lines = megatron_lines("tiny:arithmetic", "pipeline_model_parallel_size=2")
-    assert "stages 0: layer 0; 1: layer 1" in lines
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("model", ["nobody/has-this-model", "/on/another/machine"])
 def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
     lines = megatron_lines(model, "pipeline_model_parallel_size=4")
     assert "model not checked against the layout: its config.json is not on this machine" in lines
-
-
-def test_a_model_of_the_hub_is_read_from_the_cache(monkeypatch, tmp_path) -> None:
-    from huggingface_hub import constants
-
-    from nemo_rl.data.tiny_model import tiny_model_config
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    folder = tmp_path / "models--some--model"
-    tiny_model_config("tiny:arithmetic").save_pretrained(folder / "snapshots" / "0123")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123")
-    with pytest.raises(ConfigError, match="the model has 2 layers"):
-        megatron_lines("some/model", "pipeline_model_parallel_size=4")
 
 
 HF = "policy.generation.backend=hf"
@@ -301,10 +242,3 @@ HF = "policy.generation.backend=hf"
 def test_it_is_refused_by_name_before_anything_starts(changes: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build(HF, "cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2", "policy.precision=float32", *changes)
-
-
-def test_data_and_tensor_parallel_layouts_are_not() -> None:
-    config = build(
-        HF, "cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"
-    )
-    assert "by the policy's own workers" in describe_placement(config)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
-from nemo_rl.algorithms.dpo import SUM, DPOTrainer, ReferenceSums
+from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
@@ -111,18 +111,6 @@ def test_dpo_asks_the_reference_before_it_learns(tmp_path):
     assert rows[0]["train/num_valid_samples"] == 4
 
 
-def test_dpo_takes_what_is_known_of_the_reference(tmp_path):
-    config = dpo_config(
-        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"
-    )
-    made = parts(config, PAIRS, {})
-    known = ReferenceSums({f"d:{i}": (0.25, -0.5) for i in range(len(PAIRS))})
-    go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, known))
-    assert isinstance(made.policy, ScoringPolicy)
-    assert made.policy.calls[:3] == ["load", f"attach {SUM}", "train"]
-    assert sorted(float(value) for value in made.policy.attached[SUM].values()) == [-0.5] * 4 + [0.25] * 4
-
-
 # -- rows that are left out
 
 
@@ -198,28 +186,10 @@ def test_every_set_is_validated_under_its_name_and_their_losses_are_averaged_by_
     assert "validation/val_loss" not in step and last["validation/val_loss"] == first["validation/val_loss"]
 
 
-def test_what_validation_sets_leave_out_is_said_once_and_counted_every_time(tmp_path):
-    sets = {"default": [{"lengths": (4,)}] * 3 + [{"lengths": (4,), "problem": "too_long"}]}
-    rows = Run(tmp_path, "sft.val_period=1", "sft.max_num_steps=2", validation=sets)
-    logged = rows.go()
-    assert [row["validation/validation-default_num_left_out"] for row in logged] == [1, 1]
-    assert rows.text.getvalue().count("1 of 4 rows of validation set 'default' are left out") == 1
-
-
 def test_a_validation_set_of_nothing_but_problems_is_refused(tmp_path):
     run = Run(tmp_path, "sft.val_period=1", validation={"mine": [{"lengths": (4,), "problem": "too_long"}] * 2})
     with pytest.raises(ValueError, match=r"validation set 'mine': not one of its 2 rows can be scored.*row mine:0"):
         run.go()
-
-
-def test_validation_has_micro_batches_of_its_own(tmp_path):
-    sets = {"default": [{"lengths": (4,)}] * 6}
-    size = ("policy.sequence_packing.enabled=false", "+sft.val_micro_batch_size=3", "sft.val_at_start=true")
-    run = Run(tmp_path, *size, "sft.max_num_steps=1", validation=sets)
-    run.go()
-    of_validation, of_training = run.policy.plans[0].ranks[0].train[0], run.policy.plans[1].ranks[0].train[0]
-    assert [len(batch) for batch in of_validation] == [3, 3]
-    assert [len(batch) for batch in of_training] == [2, 2]
 
 
 # -- the end of the data, and what is between two starts of a run

@@ -206,14 +206,6 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
     assert sound_steps(trainer) == names
 
 
-def test_a_run_that_is_continued_with_fewer_steps_than_it_has_takes_none(tmp_path):
-    CountingTrainer(tmp_path, num_steps=6).train()
-    shorter = CountingTrainer(tmp_path, num_steps=4)
-    assert shorter.resume() and shorter.state.total_steps == 6
-    shorter.train()
-    assert shorter.seen == {}
-
-
 class Position:
     """Data of which one piece is taken per step."""
 
@@ -323,11 +315,6 @@ def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint
     assert trainer.position.taken == 4
 
 
-def test_what_cannot_be_replaced_ends_the_run(tmp_path):
-    with pytest.raises(WorkerDied, match="policy-extra-0"):
-        TwoPolicies(tmp_path, error=died("policy-extra-0")).train()
-
-
 def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_path):
     broken = result(math.nan, math.nan, 1, ("d:3", "d:1"))
     trainer = TwoPolicies(tmp_path, results={"value": [result(), broken]})
@@ -335,13 +322,6 @@ def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_pa
         trainer.train()
     records = (tmp_path / "run" / "value_nonfinite_step_2.jsonl").read_text().splitlines()
     assert [json.loads(record)["sample_id"] for record in records] == ["d:1", "d:3"]
-
-
-def test_several_passes_stop_at_the_first_that_is_not_finite(tmp_path):
-    trainer = TwoPolicies(tmp_path, results={"policy": [result(), result(math.nan, math.nan, 1, ("d:3",)), result()]})
-    with pytest.raises(NonFiniteLoss):
-        trainer.take_steps(trainer.policy, NLLLoss(), Logprobs(filtered=False), num_passes=3)  # type: ignore[arg-type]
-    assert trainer.calls == ["train", "train"]
 
 
 def test_passes_are_merged_into_one_result():
@@ -435,16 +415,6 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
     on = ScriptedTrainer(tmp_path, values, metric_name=None)
     on.resume()
     assert steps(on) == 6
-
-
-def test_patience_is_counted_over_a_restart(tmp_path):
-    values = [3.0, 4, 5, 6, 7, 8]
-    first = ScriptedTrainer(tmp_path, values[:2], patience=3)
-    assert steps(first) == 2
-    resumed = ScriptedTrainer(tmp_path, values, patience=3)
-    resumed.resume()
-    assert steps(resumed) == 4
-    assert resumed.state.best_validation == 3.0
 
 
 def test_a_model_that_is_good_enough_before_the_first_step_is_not_trained(tmp_path):

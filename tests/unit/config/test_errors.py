@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key
-from nemo_rl.config.loader import known_keys
-from tests.unit.config.run_configs import build
 
 KEYS = [
     "grpo.seed",
@@ -38,20 +35,6 @@ KEYS = [
 )
 def test_nearest_key(key: str, nearest: str | None) -> None:
     assert nearest_key(key, KEYS) == nearest
-
-
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("megatron_cfg.tensor_parallel_size", "megatron_cfg.tensor_model_parallel_size"),
-        ("megatron_cfg.expert_parallel_size", "megatron_cfg.expert_model_parallel_size"),
-        ("megatron_cfg.virtual_pipeline_parallel_size", "megatron_cfg.virtual_pipeline_model_parallel_size"),
-        ("dtensor_cfg.pipeline_model_parallel_size", "dtensor_cfg.pipeline_parallel_size"),
-    ],
-)
-def test_the_words_of_a_key_in_its_section_come_before_its_name_in_another(key: str, nearest: str) -> None:
-    keys = known_keys(GRPOMasterConfig, build().model_dump())
-    assert nearest_key(f"policy.{key}", keys) == f"policy.{nearest}"
 
 
 def test_a_key_like_no_other_is_answered_with_those_of_its_section() -> None:

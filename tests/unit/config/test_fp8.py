@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.models.generation.config import VllmConfig
-from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
-from nemo_rl.models.policy.megatron.transformer_config import fp8_fields, width_multiple
 from tests.unit.config.run_configs import problems_of
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy.models import save_model
@@ -17,14 +15,6 @@ KEY = "policy.megatron_cfg"
 ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null", f"{KEY}.fp8_cfg.enabled=true")
 CPU = ("cluster.gpus_per_node=0", "policy.precision=float32")
 VLLM, KWARGS = "policy.generation.vllm_cfg", "policy.generation.vllm_kwargs"
-
-
-def test_megatron_gets_its_fields() -> None:
-    off = MegatronConfig(enabled=True)
-    assert (fp8_fields(off, has_experts=True), width_multiple(off)) == ({}, 1)
-    on = MegatronConfig(enabled=True, fp8_cfg=Fp8Config(enabled=True, fp8="hybrid", fp8_recipe="tensorwise"))
-    assert fp8_fields(on, has_experts=False) == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-    assert fp8_fields(on, has_experts=True)["moe_router_padding_for_quantization"] is True
 
 
 @pytest.mark.parametrize(

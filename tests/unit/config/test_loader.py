@@ -113,14 +113,6 @@ grpo:
     assert config.grpo.max_val_samples == config.grpo.val_batch_size == 15
 
 
-def test_interpolation_sees_overrides_and_keys_that_only_the_models_know() -> None:
-    config = build(
-        "grpo.seed=7", "data.train.seed=${grpo.seed}", "grpo.max_val_samples=${policy.train_micro_batch_size}"
-    )
-    assert config.data.train[0].seed == 7
-    assert config.grpo.max_val_samples == 4
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -167,11 +159,6 @@ def test_problems_of_items_and_environments_have_their_line(tmp_path: Path) -> N
         "  run.yaml:9: env.math.num_worker: unknown key; the nearest valid key is env.math.num_workers",
         "  run.yaml:10: env.maze: must be a section with keys (got 5)",
     ]
-
-
-def test_a_single_dataset_is_checked_under_its_own_key(tmp_path: Path) -> None:
-    error = error_of(tmp_path, BASE.replace("gsm8k,", "gsm8k, splt: x,"))
-    assert error == "run.yaml:3: data.train.splt: unknown key; the nearest valid key is data.train.split"
 
 
 def test_what_follows_from_another_mistake_is_not_reported_again() -> None:

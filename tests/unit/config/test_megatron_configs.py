@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import runpy
 import sys
-from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.layout import MegatronSizes, stage_layers
 from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
-from nemo_rl.models.policy.megatron.mapping import EMBEDDING, MappedTensor, WeightMap, weight_map
 from tests.unit.config.test_recipes import MODELS, ROOT, SCRIPT
 
 CONFIGS = {
@@ -135,57 +131,3 @@ def test_the_layout_fits_the_published_model(case) -> None:
     assert policy.max_total_sequence_length <= model.max_position_embeddings
     train, logprobs = token_budgets(policy)
     assert policy.max_total_sequence_length <= train <= logprobs
-
-
-@cache
-def weights_of(path: Path) -> WeightMap:
-    model = model_of(load_config(GRPOMasterConfig, path))
-    return weight_map(model, implementation="transformer_engine", grouped_experts=True)
-
-
-def parameters_per_rank(config: GRPOMasterConfig, weights: WeightMap) -> Counter[tuple[int, bool]]:
-    """(stage, whether of experts) -> parameters that each of its ranks holds."""
-    settings = config.policy.megatron_cfg
-    stages = stage_layers(settings, model_of(config).num_hidden_layers)
-    stage_of = {layer: stage for stage, pieces in enumerate(stages) for piece in pieces for layer in piece}
-    held: Counter[tuple[int, bool]] = Counter()
-    for entry in weights.entries:
-        layer = re.search(r"\.layers\.(\d+)\.", entry.template)
-        stage = stage_of[int(layer[1])] if layer else len(stages) - 1
-        stage = 0 if entry.template == EMBEDDING else stage
-        held[stage, entry.expert is not None] += numel(entry, config)
-    return held
-
-
-def numel(entry: MappedTensor, config: GRPOMasterConfig) -> int:
-    """Elements of a tensor that a rank holds, on average over expert-parallel ranks."""
-    settings = config.policy.megatron_cfg
-    if entry.expert is None:
-        return math.prod(entry.shard_shape(settings.tensor_model_parallel_size))
-    return math.prod(entry.shard_shape(settings.expert_tensor_parallel_size)) // settings.expert_model_parallel_size
-
-
-def test_weights_gradients_and_optimizer_fit_as_the_file_says(case) -> None:
-    """bfloat16 weights, float32 gradients, and 12 bytes of Adam for each parameter, sharded or on the host."""
-    path, config = case
-    settings = config.policy.megatron_cfg
-    sizes = MegatronSizes.of_megatron(settings, config.training_cluster.num_workers)
-    held = parameters_per_rank(config, weights_of(path))
-    on_host = settings.optimizer.optimizer_offload_fraction
-    assert settings.activation_checkpointing
-    needed = []
-    for stage in range(sizes.pipeline_parallel):
-        dense, experts = held[stage, False], held[stage, True]
-        optimizer = 12 * (dense / (sizes.dp_shard * sizes.context_parallel) + experts / sizes.expert_data_parallel)
-        needed.append((6 * (dense + experts) + (1 - on_host) * optimizer) / 1e9)
-    said = CONFIGS[str(path.relative_to(ROOT / "examples" / "configs").with_suffix(""))]
-    assert max(needed) == pytest.approx(said, rel=0.05) and max(needed) < 45, "the rest is for activations"
-    engine = config.policy.generation.vllm_cfg
-    weights = 2 * size_of(weights_of(path)) / engine.engine_size / 2**30
-    assert weights < 0.75 * 80 * engine.gpu_memory_utilization, "the rest is the KV cache"
-
-
-def size_of(weights: WeightMap) -> int:
-    """Parameters of the whole model."""
-    sources = [source for entry in weights.entries for source in entry.sources if not entry.is_buffer]
-    return sum(math.prod(source.shape) for source in sources)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Any, ClassVar, get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
@@ -18,7 +16,7 @@ from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import Slot, build_config
-from nemo_rl.config.rules import StrictModel, divisors, holds, parse_rule
+from nemo_rl.config.rules import StrictModel, divisors, parse_rule
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import TokenizerConfig
 
@@ -71,17 +69,6 @@ def test_a_violated_rule_names_its_key_and_the_remedy(values: dict[str, Any], pr
     with pytest.raises(ConfigError) as raised:
         build_config(Machine, {"engine": values})
     assert str(raised.value) == problem
-
-
-def test_any_mapping_makes_a_section() -> None:
-    values = OmegaConf.create({"engine": {"size": 3, "kind": "large"}})
-    assert Machine.model_validate(values) == Machine.model_validate(MappingProxyType(OmegaConf.to_object(values)))
-
-
-def test_null_is_neither_above_nor_below() -> None:
-    engine = Engine()
-    assert not holds("size > 0", engine) and not holds("size < 9", engine)
-    assert holds("size=null", engine) and holds("not size and kind != large", engine)
 
 
 def test_divisors() -> None:

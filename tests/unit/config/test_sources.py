@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.errors import ConfigError, Location
-from nemo_rl.config.sources import SourcedTree, load_tree
+from nemo_rl.config.sources import load_tree
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -45,12 +45,6 @@ def test_override_flag_replaces_a_section(tmp_path: Path) -> None:
     assert ("a", "x") not in tree.locations
 
 
-def test_lists_are_replaced_and_null_replaces_a_section(tmp_path: Path) -> None:
-    write(tmp_path, "parent.yaml", "a: [1, 2, 3]\nb: {x: 1}\n")
-    child = write(tmp_path, "child.yaml", "defaults: parent.yaml\na: [4]\nb: null\n")
-    assert load_tree(child).values == {"a": [4], "b": None}
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -76,11 +70,6 @@ def test_scalars(tmp_path: Path, text: str, value: object) -> None:
     assert type(result) is type(value)
 
 
-def test_anchors_and_merge_keys(tmp_path: Path) -> None:
-    text = "a: &base\n  x: 1\n  y: 2\nb:\n  <<: *base\n  y: 3\n"
-    assert load_tree(write(tmp_path, "a.yaml", text)).values["b"] == {"x": 1, "y": 3}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -98,13 +87,3 @@ def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, mes
     with pytest.raises(ConfigError) as error:
         load_tree(write(tmp_path, "a.yaml", text))
     assert message in str(error.value)
-
-
-def test_put_merges_mappings_and_replaces_everything_else() -> None:
-    tree = SourcedTree({"a": {"x": 1, "items": [{"k": 1}]}})
-    tree.put(("a",), {"y": 2}, Location("here"))
-    tree.put(("a", "items", 0, "k"), 5, Location("here"))
-    tree.put(("a", "new", "deep"), 1, Location("here"))
-    assert tree.values == {"a": {"x": 1, "y": 2, "items": [{"k": 5}], "new": {"deep": 1}}}
-    with pytest.raises(KeyError):
-        tree.put(("a", "x", "below"), 1, Location("here"))

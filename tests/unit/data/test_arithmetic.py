@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import arithmetic_space, load_arithmetic
-from nemo_rl.data.datasets.registry import load_rows
 
 
 @settings(max_examples=20, deadline=None)
@@ -24,35 +23,6 @@ def test_answers_are_right_and_the_split_is_whole():
     assert sorted(space["train"] + space["validation"]) == sorted(space["all"])
     assert len(space["all"]) == 300
     assert all(eval(problem) == answer for problem, answer in space["all"])
-
-
-def test_rows_depend_on_the_seed_and_repeat_only_after_the_whole_split():
-    settings = {
-        "dataset_name": "arithmetic",
-        "processor": "default",
-        "env_name": "math",
-        "kwargs": {"num_samples": 400},
-    }
-    rows, again, others = (load_arithmetic(DatasetConfig(**settings, seed=seed)) for seed in (1, 1, 2))
-    size = len(arithmetic_space(max_operand=9, operators="+-", split="train"))
-    assert rows == again != others
-    assert len({row["problem"] for row in rows[:size]}) == size
-    assert len(rows) == 400
-
-
-def test_what_is_set_aside_is_held_out_and_comes_once():
-    cfg = DatasetConfig(
-        dataset_name="arithmetic",
-        processor="default",
-        env_name="math",
-        kwargs={"num_samples": 500},
-        split_validation_size=0.05,
-    )
-    train, rows = load_rows(cfg)
-    assert rows is not None
-    held_out = [row["problem"] for row in rows]
-    assert len(held_out) == len(set(held_out)) > 20
-    assert set(held_out).isdisjoint(row["problem"] for row in train)
 
 
 @pytest.mark.parametrize(

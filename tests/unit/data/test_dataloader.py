@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl.data.config import DataConfig, DatasetConfig, prompt_tasks, whole_weights
+from nemo_rl.data.config import DataConfig, DatasetConfig, whole_weights
 from nemo_rl.data.rows.dataloader import MixedOrder, NamedRows, PromptDataLoader, PromptDataset, prompt_loader
-from nemo_rl.data.rows.setup import setup_data
 
 
 def make_dataset(size=23, word="p"):
@@ -143,12 +142,6 @@ def test_weights_are_proportions_and_decide_the_order():
         whole_weights([1 / 3, 0.7])
 
 
-def test_a_state_from_before_there_were_weights_is_continued():
-    state = PromptDataLoader(make_dataset(), 4, seed=1).state_dict()
-    del state["weights"]
-    PromptDataLoader(make_dataset(), 4, seed=1).load_state_dict(state)
-
-
 def section(**changes):
     settings = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
     return DatasetConfig.model_validate({**settings, **changes})
@@ -162,17 +155,3 @@ def test_weights_are_for_all_training_datasets_or_for_none():
     told(r"train\.1\.weight: .*give all of them one, or none", [section(weight=1.0), section()])
     told(r"train\.0\.weight: .*rounder", [section(weight=0.123456789), section(weight=1.0)])
     told(r"validation\.0\.weight: ", [section()], [section(weight=1.0)])
-
-
-def test_the_names_of_tasks_are_known_from_the_configuration_alone():
-    data = DataConfig(
-        train=[section(), section(env_name="other"), section(), section(data_path="rows.jsonl", dataset_name=None)],
-        validation=[section(env_name="third"), section()],
-        max_input_seq_length=9,
-    )
-    assert prompt_tasks(data) == (["arithmetic", "arithmetic#2", "rows"], ["arithmetic#3", "arithmetic"])
-    generated = data.model_copy(update={"train": data.train[:3]})
-    setup = setup_data(generated, {"math": {}, "other": {}, "third": {}})
-    assert setup.validation is not None
-    found = ({part.task_name for part in dataset.parts} for dataset in (setup.train, setup.validation))
-    assert tuple(found) == tuple(set(names) for names in prompt_tasks(generated))

@@ -12,7 +12,6 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.hub import (
     EVAL_DATASETS,
     answer_kind,
-    last_boxed,
     load_problem_table,
 )
 from nemo_rl.data.interfaces import Rows
@@ -109,11 +108,6 @@ def test_a_row_without_an_answer_is_named(tmp_path, name, row, told):
     assert rows[0]["expected_answer"]
     with pytest.raises(ValueError, match=told):
         rows[1]
-
-
-def test_the_last_box_counts_and_braces_are_matched():
-    assert last_boxed(r"\boxed{1} or rather \boxed{\text{a}\{2\}}") == r"\text{a}\{2\}"
-    assert last_boxed("none") is None and last_boxed(r"\boxed{open") is None
 
 
 def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):

@@ -9,7 +9,6 @@ from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.examples import (
     chat_row,
     helpsteer3_row,
-    ranked_row,
     squad_row,
     tree_conversations,
     trees_of_messages,
@@ -58,19 +57,6 @@ def test_squad():
     ]
     assert squad_row(row) == {"messages": messages}
     assert squad_row({**row, "answers": {"text": [], "answer_start": []}})["messages"][2]["content"] == ""
-
-
-def test_named_sets_from_local_copies(write):
-    tulu = {"id": "a", "messages": [user("hi"), assistant("hello")], "source": "x"}
-    (row,) = load_rows(sft(dataset_name="tulu3_sft_mixture", data_path=write([tulu])))[0]
-    assert row["messages"] == tulu["messages"]
-    squad = {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}
-    (row,) = load_rows(sft(dataset_name="squad", data_path=write([squad])))[0]
-    assert row["messages"][2]["content"] == "a"
-    with pytest.raises(ValueError, match=r"no column 'answers' \(of squad\)"):
-        load_rows(sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q"}])))
-    with pytest.raises(ValueError, match="takes no kwargs"):
-        load_rows(sft(dataset_name="squad", kwargs={"n": 1}))
 
 
 def test_mathematics_has_the_answer_and_the_solution(write):
@@ -301,15 +287,6 @@ def test_helpsteer3(preference, chosen):
     assert {found["chosen"], found["rejected"]} == {"one", "two"}
     assert "tie" not in found
     assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
-
-
-def test_ranked_completions():
-    completions = [{"rank": rank, "completion": [assistant(str(rank))]} for rank in (2, 0, 1)]
-    found = ranked_row({"context": [user("q")], "completions": completions, "id": 4})
-    assert found == {"prompt": [user("q")], "chosen": [assistant("0")], "rejected": [assistant("2")], "id": 4}
-    assert ranked_row({"context": [], "completions": completions[:1]})["tie"] == "completions"
-    with pytest.raises(ValueError, match="column 'completions' is empty"):
-        ranked_row({"context": [], "completions": []})
 
 
 def test_preference_files(write):

@@ -1,6 +1,5 @@
 import json
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,17 +74,3 @@ def test_the_next_batch_is_begun_when_one_is_handed_out():
     drain(loader)
     assert pool.started == pool.finished
     assert loader.next() is None
-
-
-def test_after_an_error_the_state_is_that_of_the_last_batch_handed_out():
-    whole = drain(make_loader(FakePool()))
-    pool = FakePool(breaks_on=whole[1][0])
-    loader = make_loader(pool, epochs=1)
-    loader.next()
-    state = loader.state_dict()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="broke"):
-            loader.next()
-        assert loader.state_dict() == state
-    pool.breaks_on = None
-    assert drain(loader) == whole[1:3]

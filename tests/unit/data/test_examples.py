@@ -80,14 +80,6 @@ def test_the_loss_mask_follows_the_roles(options, expected):
     assert TOKENIZER.decode(example.token_ids) == text
 
 
-def test_all_is_every_token_but_the_first():
-    (example,), _ = maker(roles_to_train_on="all")(prompt({"messages": CONVERSATION}))
-    assert not example.token_mask[0]
-    assert example.token_mask[1:].all()
-    (final,), _ = maker(roles_to_train_on="all", only_unmask_final=True)(prompt({"messages": CONVERSATION}))
-    assert learned(final) == ["d<|im_end|>\n"]
-
-
 def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
     (tmp_path / "p.txt").write_text("Solve {}.")
     spec = TaskDataSpec("t", tmp_path / "p.txt")
@@ -201,14 +193,6 @@ def test_rows_that_cannot_be_trained_on_are_named_and_cut_short(processor, row, 
     assert all(1 <= length <= 4 for length in meta.lengths)
     assert meta.num_loss_tokens == 0
     assert not any(example.token_mask.any() for example in examples)
-
-
-def test_a_call_without_words_is_no_empty_answer():
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    make = maker(tokenizer=tokenizer_with(TEMPLATES["thinking"]))
-    (example,), meta = make(prompt({"messages": [USER, call]}))
-    assert meta.problem is None
-    assert '<tool_call>{"name": "f"' in learned(example)[0]
 
 
 @pytest.mark.parametrize(

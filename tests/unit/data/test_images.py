@@ -7,13 +7,12 @@ import io
 import json
 import pickle
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import ImageReader, image_digest, read_image, text_of
-from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig
+from nemo_rl.data.config import ExampleDatasetConfig
 from nemo_rl.data.datasets import pictures, shapes
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.example_processors import sft_processor
@@ -150,27 +149,6 @@ def test_bad_rows_are_named(model, tokenizer, reads, content, message):
 
 
 # -- datasets
-
-
-def prompts_config(**keys) -> DatasetConfig:
-    return DatasetConfig(dataset_name="shapes", processor="default", env_name="shapes", **keys)
-
-
-def test_answers_of_drawn_images_are_right():
-    for row in shapes.load_shapes(prompts_config(kwargs={"num_samples": 200})):
-        description = row["problem"][0]["image"].removeprefix("shapes:")
-        scene = [tuple(text.split()) for text in description.split(",")]
-        words = row["problem"][1]["text"].removesuffix("?").split()
-        if words[0] == "How":
-            expected = str(sum(words[2].removesuffix("s") in shape[:2] for shape in scene))
-        else:
-            [(colour, _, place)] = [shape for shape in scene if shape[1] == words[-1]]
-            expected = colour if words[0] == "What" else shapes.PLACES[int(place)]
-        assert row["expected_answer"] == expected
-    image = np.asarray(shapes.draw("red square 5"))
-    colour = (image == shapes.COLOURS["red"]).all(-1)
-    assert colour.sum() > 100
-    assert colour[16:32, 32:].sum() == colour.sum()
 
 
 def test_a_folder_of_images(tmp_path):

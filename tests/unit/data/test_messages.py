@@ -44,24 +44,6 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
     check()
 
 
-def test_each_message_keeps_its_own_tokens():
-    tokenizer = tokenizer_with(TEMPLATES["default_system"])
-    log = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok"}]
-    formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
-    assert [message["content"] for message in formatted] == [
-        "[system]be good\n[user]1+1<eos>\n[assistant]",
-        "2<eos>\n",
-        "[user]ok<eos>\n[assistant]",
-    ]
-    assert [tokenizer.decode(message["token_ids"]) for message in formatted] == [m["content"] for m in formatted]
-    learned = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False)
-    assert [message["content"] for message in learned] == [
-        "[system]be good\n[user]1+1<eos>\n",
-        "[assistant]2<eos>\n",
-        "[user]ok<eos>\n",
-    ]
-
-
 def written(log, tokenizer, **kwargs):
     """What each author wrote."""
     return [
@@ -128,18 +110,6 @@ def test_a_special_token_is_never_shared_by_two_messages():
         "<|user|>c<|im_end|>",
         "d<|im_end|><eos>",
     ]
-
-
-def test_a_system_prompt_shown_in_the_last_user_message_moves_no_other_border():
-    log = [
-        {"role": "system", "content": "sys"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    texts = written(log, tokenizer_with(TEMPLATES["system_in_last_user"]), add_generation_prompt=True)
-    assert (texts[2], texts[4]) == ("b<eos>", "d<eos>")
 
 
 def test_tool_calls_names_and_tools_reach_the_template():
@@ -245,19 +215,6 @@ def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
     assert last["content"].count("<eos>") == 1
 
 
-def test_prompt_texts_of_the_task_are_used(tmp_path):
-    (tmp_path / "p.txt").write_text("Solve {} in \\boxed{{}}.")
-    (tmp_path / "s.txt").write_text("Be brief.")
-    spec = TaskDataSpec("t", tmp_path / "p.txt", tmp_path / "s.txt")
-    tokenizer = tokenizer_with(CHAT_TEMPLATE)
-    formatted = get_formatted_message_log(
-        [{"role": "user", "content": "1+{}"}], tokenizer, spec, add_generation_prompt=True
-    )
-    text = "".join(message["content"] for message in formatted)
-    assert text == "<|system|>Be brief.<eos><|user|>Solve 1+{} in \\boxed{}.<eos><|assistant|>"
-    assert [message["unrendered"] for message in formatted] == ["Be brief.", "Solve 1+{} in \\boxed{}."]
-
-
 def test_flat_batches_are_right_padded_and_masked_by_role():
     log = [
         {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
@@ -275,13 +232,3 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
     assert batch["content"] == [["a", "b", "c"], ["d"]]
     add_loss_mask_to_message_log([log], only_unmask_final=True)
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
-
-
-def test_dtypes_are_not_mixed():
-    def log(*ids: torch.Tensor):
-        return [{"role": "user", "content": "a", "token_ids": part} for part in ids]
-
-    whole, broken = torch.tensor([1]), torch.tensor([1.0])
-    for logs in ([log(whole, broken)], [log(whole), log(broken)]):
-        with pytest.raises(ValueError, match=r"'token_ids' have different dtypes: torch\.float32, torch\.int64; cast"):
-            batched_message_log_to_flat_message(logs)

@@ -3,11 +3,9 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.rows.preview import PromptPreview, show_rows, token_text, token_texts
+from nemo_rl.data.rows.preview import PromptPreview, show_rows, token_text
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -19,27 +17,10 @@ def tokenizer():
     return build_tiny_tokenizer()
 
 
-def sentencepiece_like():
-    """Words that own the space before them, and a decoder that drops it at the beginning of a text."""
-    words = {"<unk>": 0, "<s>": 1, "▁the": 2, "▁cat": 3, "s": 4}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
-
-
 def example(tokenizer, text, learned):
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     mask = np.array([i in learned for i in range(len(ids))])
     return Example(sample_id="d:0", token_ids=ids, token_mask=mask)
-
-
-def test_pieces_of_a_text_are_the_text_and_parts_of_a_character_have_names(tokenizer):
-    ids = tokenizer("<|user|>1+2 é\n<eos>", add_special_tokens=False)["input_ids"]
-    assert token_texts(tokenizer, ids) == ["<|user|>", "1", "+", "2", " ", "Ã", "©", "\n", "<eos>"]
-    assert token_texts(sentencepiece_like(), [1, 2, 3, 4, 2, 2, 2, 2, 3]) == [
-        "<s>", " the", " cat", "s", " the", " the", " the", " the", " cat",
-    ]  # fmt: skip
 
 
 def test_without_colours_learned_tokens_are_in_brackets_and_borders_are_seen(tokenizer):

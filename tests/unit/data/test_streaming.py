@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.data.rows.streaming import StreamedPrompts
 
@@ -139,46 +138,8 @@ def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
         assert ids(epochs(second)) == [[name for name, _ in batch] for batch in whole[stop:]]
 
 
-def test_the_example_loader_takes_a_stream():
-    class Pool:
-        def start(self, prompts):
-            return prompts
-
-        def finish(self, pending):
-            return [prompt.prompt_id for prompt in pending]
-
-    def fresh():
-        return ExampleLoader(StreamedPrompts([counted(9)], 2, shuffle_block=4), Pool(), max_num_epochs=2)
-
-    loader, whole = fresh(), []
-    while (batch := loader.next()) is not None:
-        whole.append(batch)
-    assert len(whole) == 8
-    for stop in range(9):
-        first, second = fresh(), fresh()
-        for _ in range(stop):
-            first.next()
-        second.load_state_dict(first.state_dict())
-        rest = []
-        while (batch := second.next()) is not None:
-            rest.append(batch)
-        assert rest == whole[stop:]
-
-
 def test_too_few_rows_are_refused_with_the_fix():
     with pytest.raises(ValueError, match=r"has 3 rows.*policy.train_global_batch_size \(now 4\)"):
         next(iter(StreamedPrompts([counted(3)], 4)))
     with pytest.raises(ValueError, match="has 0 rows"):
         next(iter(StreamedPrompts([counted(0)], 4, drop_last=False)))
-
-
-def test_a_state_of_other_streams_is_refused():
-    state = StreamedPrompts([counted(9)], 2).state_dict()
-    with pytest.raises(ValueError, match=r"streams: was \['s x 1'\], now \['s x 1', 'u x 1'\]"):
-        StreamedPrompts([counted(9), counted(9, "u")], 2).load_state_dict(state)
-
-
-def test_the_fingerprint_follows_the_first_rows():
-    other = streamed([{"x": -1}])
-    assert StreamedPrompts([counted(9)], 2).fingerprint() == StreamedPrompts([counted(9)], 3).fingerprint()
-    assert StreamedPrompts([counted(9)], 2).fingerprint() != StreamedPrompts([other], 2).fingerprint()

@@ -50,8 +50,3 @@ def test_rows_without_tools_have_those_of_the_file(tmp_path):
 def test_what_is_no_list_of_tools_is_refused(wrong):
     with pytest.raises(ValueError, match="column 'tools'"):
         as_tools(wrong, "column 'tools'")
-
-
-def test_a_tools_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="tools_file"):
-        TaskDataSpec("t", tools_file=tmp_path / "no.json")

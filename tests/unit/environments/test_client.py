@@ -9,7 +9,6 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import (
     EnvironmentClient,
@@ -126,18 +125,6 @@ def test_one_bad_conversation_fails_alone():
     assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(results[1]))
 
 
-def test_a_reward_that_is_no_number_fails_its_own_sample_and_nothing_is_asked_twice():
-    def behave(logs, metadata):
-        rewards = [float("nan") if log[-1]["content"] == "odd" else 0.5 for log in logs]
-        return echo(logs, metadata)._replace(rewards=torch.tensor(rewards))
-
-    actor = FakeActor(behave)
-    good, bad = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a", "odd"]))
-    assert good.reward == 0.5
-    assert str(bad) == "environment 'e': rewards must be finite, got nan (sample 0/0/d:1/1)"
-    assert actor.batches == [2]
-
-
 def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
     class Slow(FakeActor):
         async def _answer(self, logs, metadata):
@@ -165,29 +152,6 @@ def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_onl
     answered = asyncio.run(run())
     assert answered == ["3/0/d:1/0", "3/0/d:1/1", "3/2/d:1/0", "3/2/d:1/1"], "the second group is on the slow actor"
     assert sorted(i for batch in seen for i in batch) == sorted(answered * 2)
-
-
-def test_each_of_several_actors_tells_the_metrics_of_its_groups():
-    class Judge(FakeActor):
-        def __init__(self):
-            super().__init__()
-            self.global_post_process_and_metrics = self
-
-        async def _answer(self, logs, metadata=None):
-            return echo(logs, metadata) if metadata else (logs, {"rate": logs["rewards"].mean().item(), "num_seen": 1})
-
-        def remote(self, logs, metadata=None):
-            return self._answer(logs, metadata)
-
-    async def run():
-        pool = EnvironmentPool("e", [Judge(), Judge()], 5)
-        for group in ("a", "b"):
-            await pool.step(said("x"), "a", sample_id=f"{group}/0")
-        batch = BatchedDataDict({"group_id": ["b", "a", "a", "a"], "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0])})
-        batch["metrics"] = [{"score": 1.0}, {"score": 0.0}, {}, {"score": 1.0, "moves": 3.0}]
-        return await pool.metrics(batch)
-
-    assert asyncio.run(run()) == {"rate": pytest.approx(0.5), "num_seen": 2, "score": 0.625, "moves": 3.0}
 
 
 def test_a_dead_actor_is_asked_once_more_and_no_more():
@@ -387,14 +351,6 @@ def test_the_dataset_and_processor_of_the_guide_run(import_folder):
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
-
-
-def test_half_characters_of_an_observation_are_replaced():
-    returned = EnvironmentReturn(
-        [{"role": "tool", "content": "a\ud800b"}], [None], [None], torch.ones(1), torch.ones(1), None
-    )
-    [step] = split_return(returned, 1, "mine")
-    assert isinstance(step, EnvironmentStep) and step.observation["content"] == "a?b"
 
 
 def test_metrics_are_numbers_by_name():

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.config.loader import load_config
 from nemo_rl.data.rows.processors import find_processor
-from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests, same_output, shorten
-from nemo_rl.environments.config import MathEnvironmentConfig
+from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
@@ -46,13 +43,6 @@ def said(text: str) -> list[dict[str, str]]:
 )
 def test_programs_are_found(text: str, program: str | None) -> None:
     assert find_program(text) == program
-
-
-def test_outputs_are_compared_by_line_without_trailing_space() -> None:
-    assert same_output("1 \n2\n\n", "1\n2")
-    assert not same_output("1 2", "1\n2")
-    assert not same_output("1\n\n2", "1\n2")
-    assert shorten("abcdef", 4) == "ab\n[2 characters left out]\nef"
 
 
 def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
@@ -141,14 +131,6 @@ def test_programs_are_compared_by_their_words() -> None:
     logs = [log("```python\nx = 1\n```"), log("```python\nx = 1\nprint(x, y)\n```"), log("")]
     result = environment.step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
-
-
-@pytest.mark.parametrize("name", ["math_default", "math_multi_reward"])
-def test_a_section_has_the_keys_of_mathematics(name: str) -> None:
-    overrides = [f"+env.{name}.num_workers=3", f"data.default.env_name={name}"]
-    config = load_config(GRPOMasterConfig, "examples/configs/grpo_math_1B.yaml", overrides)
-    section = config.env[name]
-    assert isinstance(section, MathEnvironmentConfig) and (section.type, section.num_workers) == (name, 3)
 
 
 def test_what_needs_images_is_refused_by_name() -> None:

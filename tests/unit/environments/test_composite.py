@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from pathlib import Path
@@ -22,12 +21,9 @@ from nemo_rl.environments.composite import CompositeEnvironment, combine
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.rewards import (
-    REWARD_FUNCTIONS,
-    contains,
     exact_answer,
     exact_answer_alphanumeric,
     format_reward,
-    length_reward,
     math_expression,
 )
 from tests.unit.environments.test_reward_model import CPU_CONFIG
@@ -149,18 +145,6 @@ def test_a_combination_is_linear_whatever_the_order_and_closed_by_its_gates(rows
         assert combine(ones, parts, normalize_weights=True) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("normalize", "scale"), [(False, 1.0), (True, 2.0)])
-def test_weighted_parts_may_be_rewards_of_their_own(normalize, scale):
-    reward = f"{HERE}:number_in_answer"
-    parts = [{"name": "a", "reward": reward, "weight": 3.0}, {"name": "b", "reward": reward, "weight": -1.0}]
-    environment = CompositeEnvironment(
-        {"reward_functions": parts, "several_rewards": True, "normalize_weights": normalize}
-    )
-    returned = environment.step([log("3"), log("raise"), log("1")], [{}, {}, {}])
-    assert (scale * returned.rewards).tolist() == [[9.0, -3.0], [0.0, 0.0], [3.0, -1.0]]
-    assert [failure is None for failure in returned.failures or ()] == [True, False, True]
-
-
 def test_a_gate_closes_the_others_and_may_weigh_nothing():
     environment = composite({**NUMBER, "gate": True, "weight": 0.0}, HALVES)
     assert environment.step([log("3"), log("0"), log("-1")], [{}] * 3).rewards.tolist() == [1.5, 0.0, 0.0]
@@ -249,15 +233,6 @@ def test_exact_answers():
         exact_answer(log("x"), {})
 
 
-def test_length_and_contained_texts():
-    values = [length_reward(log("x" * size), {}, soft_limit=10, hard_limit=20) for size in (0, 10, 15, 20, 30)]
-    assert values == [1.0, 1.0, 0.5, 0.0, 0.0]
-    with pytest.raises(ValueError, match="below hard_limit"):
-        length_reward(log(""), {}, soft_limit=3, hard_limit=3)
-    assert contains(log("Alpha beta"), {}, texts=["alpha", "GAMMA"]) == 0.5
-    assert contains(log("Alpha beta"), {}, texts=["alpha"], ignore_case=False) == 0.0
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "reward"),
     [
@@ -279,17 +254,6 @@ def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     environment = composite({"name": "polite", "reward": "my_rewards:polite", "kwargs": {"word": "thanks"}})
     assert environment.step([log("Thanks!"), log("please")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
-
-
-def test_the_table_of_functions_in_the_guide_is_whole():
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", GUIDE.read_text().split("| function | value |")[1], re.MULTILINE)
-    stated = {name: set(re.findall(r"`(\w+)`(?: \(|,|$)", cell)) for name, cell in rows if name in REWARD_FUNCTIONS}
-    assert set(stated) == set(REWARD_FUNCTIONS)
-    for name, function in REWARD_FUNCTIONS.items():
-        known = {
-            key for key, value in inspect.signature(function).parameters.items() if value.kind is value.KEYWORD_ONLY
-        }
-        assert stated[name] == known, name
 
 
 @pytest.mark.parametrize(

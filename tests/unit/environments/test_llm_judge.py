@@ -119,11 +119,6 @@ def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
     assert returned.failures[0] is not None
 
 
-def test_no_more_requests_at_once_than_allowed():
-    _, server, _ = ask([0.05], [str(n) for n in range(9)], concurrency=3, max_score_retries=0)
-    assert server.most_at_once == 3 and len(server.requests) == 9
-
-
 def test_answers_that_are_late_fail_and_the_others_keep_their_scores():
     returned, _, _ = ask(["Score: 10", 5.0], ["a", "b"], concurrency=1, time_limit_s=0.3)
     assert returned.failures[0] is None and "time_limit_s" in returned.failures[1]
@@ -167,16 +162,6 @@ def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
     assert "{reference}" in returned.failures[1]
     assert returned.failures[2] is None and returned.rewards[2] == 1.0
     assert environment.judge.prompts == [f"1+1? / 2 / {fence('2')}"]
-
-
-def test_a_conversation_is_shown_with_its_roles_and_all_turns_of_the_policy_are_the_answer():
-    judge = Recorded("Score: 0")
-    environment = LLMJudgeEnvironment({"base_url": "http://x", "model": "m"}, judge)
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    turns = [{"role": "assistant", "content": text} for text in ("Hello", " there")]
-    environment.step([[*said, *turns]], [{"messages": said}])
-    assert "system: Be brief.\nuser: Hi" in judge.prompts[0]
-    assert fence("Hello there") in judge.prompts[0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.math.environment import MathEnvironment
-from nemo_rl.environments.remote import protocol
 from nemo_rl.environments.remote.environment import RemoteEnvironment
 from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
@@ -181,16 +177,6 @@ def test_the_run_waits_for_the_server_and_then_says_how_to_start_one():
         RemoteEnvironment({"base_url": "http://127.0.0.1:9", "start_timeout_s": 0.2})
 
 
-def test_another_protocol_is_refused():
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"protocol": 2})
-
-    app = web.Application()
-    app.router.add_get("/health", health)
-    with served(app) as url, pytest.raises(ValueError, match="protocol 2 is spoken there, and 1 here"):
-        RemoteEnvironment({"base_url": url})
-
-
 @pytest.mark.parametrize(("host", "token"), [("0.0.0.0", None), ("10.0.0.1", ""), ("example.org", None), ("::", None)])
 def test_nothing_is_served_to_others_without_a_token(host, token):
     with pytest.raises(ValueError, match="--token-env"):
@@ -298,50 +284,3 @@ def test_a_wrong_answer_of_a_server_fails_the_conversation(change, message):
         [failure] = remote.step([log("a")], [None]).failures
     assert message in failure and url in failure
     assert set(server.requests[0]) == {"protocol", "request_id", "batch"}
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.lists(
-        st.tuples(
-            st.text(),
-            json_values,
-            st.floats(-1e9, 1e9),
-            st.booleans(),
-            st.none() | st.lists(st.text()),
-            st.none() | st.text(),
-            st.dictionaries(st.text(), st.floats(-1e9, 1e9), max_size=2),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-    failed=st.integers(0, 3),
-)
-def test_what_is_written_is_read_again(rows, failed):
-    steps: list[EnvironmentStep | EnvironmentFailure] = [
-        EnvironmentStep(
-            observation={"role": "tool", "content": said},
-            metadata=metadata,
-            reward=reward,
-            terminated=ended,
-            next_stop_strings=stops,
-            answer=answer,
-            metrics=metrics,
-        )
-        for said, metadata, reward, ended, stops, answer, metrics in rows
-    ]
-    steps[failed % len(steps)] = EnvironmentFailure("why")
-    read = protocol.read_steps(json.loads(json.dumps(protocol.write_steps(steps), allow_nan=False)), len(steps))
-    for step, found in zip(steps, read, strict=True):
-        assert str(found) == "why" if isinstance(step, EnvironmentFailure) else found == step

@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import re
 from itertools import pairwise
 
@@ -10,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import lookup
-from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.retrieval import (
@@ -79,20 +76,6 @@ def test_the_ranking_is_that_of_the_formula_and_ties_go_by_number(tmp_path_facto
         assert left < right or texts[left].split() != texts[right].split()
     best_left_out = max((scores[number] for number in matching if number not in found), default=0.0)
     assert all(scores[number] > best_left_out - 1e-5 for number in found)
-
-
-def test_an_index_is_made_once_and_mapped_and_another_for_other_settings(tmp_path):
-    index = index_of(["red fox", "dog"], tmp_path)
-    made = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
-    assert index_of(["red fox", "dog"], tmp_path).folder == index.folder
-    assert {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")} == made
-    assert type(index._index.scores["data"]).__name__ == "memmap"
-    others = [
-        index_of(["red", "fox dog"], tmp_path).folder,
-        index_of(["red fox", "dog"], tmp_path, b=0.1).folder,
-        index_of(["red fox", "dog"], tmp_path, stopwords="en").folder,
-    ]
-    assert len({index.folder, *others}) == 4
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
@@ -179,31 +162,7 @@ def test_an_episode_searches_reads_and_answers():
     assert (searched, not_searched) == ({"searches_per_sample": 2.0, "hit_rate": 0.5}, {"searches_per_sample": 0.0})
 
 
-def test_what_is_shown_is_bounded():
-    env = environment(max_passage_characters=15, max_observation_characters=20)
-    (shown, _, _), *_ = play(env, ["<retrieve>code</retrieve>"], "1")[0]
-    assert shown == "[1] The code of Acc\n[2] The c"
-
-
 # -- the generated questions
-
-
-def lookup_section(**changes):
-    settings = {"dataset_name": "lookup", "processor": "retrieval_data_processor", "env_name": "retrieval"}
-    return DatasetConfig.model_validate({**settings, **changes})
-
-
-def test_questions_have_their_answers_in_the_corpus_and_splits_share_no_place():
-    facts = {row["text"] for row in lookup.corpus()}
-    rows, held_out = load_rows(lookup_section(split_validation_size=0.1, kwargs={"num_samples": 200}))
-    assert held_out is not None and len(rows) == 200
-    for row in [*rows, *held_out]:
-        place = row["problem"].removeprefix("What is the code of ").removesuffix("?")
-        assert lookup.fact(place, row["expected_answer"]) in facts
-    assert not {row["problem"] for row in rows} & {row["problem"] for row in held_out}
-    assert len({row["problem"] for row in rows}) + len(held_out) == len(lookup.PLACES)
-    with pytest.raises(ValueError, match="split must be one of"):
-        load_rows(lookup_section(split="test"))
 
 
 def test_one_turn_is_refused_for_it_leaves_none_to_answer():

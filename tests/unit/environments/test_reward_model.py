@@ -159,23 +159,6 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
         RewardModelEnvironment(strict).step(logs, metadata)
 
 
-def test_the_prompt_is_what_comes_before_the_last_answer():
-    row = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": "d"},
-        ]
-    }
-    process = find_processor("conversation_processor")
-    datum = process(row, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 0)
-    info = datum["extra_env_info"]
-    assert info is not None and [message["content"] for message in info["messages"]] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="row 3 has no message of a user"):
-        process({"messages": row["messages"][1:2]}, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 3)
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [

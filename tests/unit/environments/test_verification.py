@@ -144,14 +144,6 @@ def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     assert [result.correct for result in results] == [True] * 3
 
 
-def test_processes_end_with_the_pool(pool):
-    pool.run([check("hf_math_verify", "x", "1")])
-    (pid,) = pool.pids()
-    pool.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_step_gives_the_contract():
     env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0})
     logs = [

@@ -73,8 +73,3 @@ def test_what_has_no_outcome_is_counted_apart():
     assert found["mean"] == found["accuracy"] == pytest.approx(2 / 3)
     assert (found["truncated_rate"], found["failed_rate"]) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
     assert (found["num_failed"], found["num_prompts_too_long"], found["mean_length"]) == (1, 1, 5.0)
-
-
-def test_overall_each_prompt_counts_the_same():
-    found = summarize([*[[outcome(1.0, "x")]] * 3, [outcome(0.0, "y")]], metric="cons@k", k=1)
-    assert found["score"] == 0.75

@@ -73,17 +73,6 @@ def folder(tmp_path):
         yield samples
 
 
-def test_a_sample_on_disk(folder):
-    chosen = writer(folder)
-    chosen.take([handle("arithmetic:0", 1.0, 0.0)])
-    chosen.finish()
-    first, second = folder.records()
-    row = chosen.prompts["arithmetic:0"].row
-    assert (first.prompt, first.response, first.answer) == ("1+1", "\\boxed{2}", "2")
-    assert first.expected_answer == row["expected_answer"] and (first.reward, second.reward) == (1.0, 0.0)
-    assert first.seed != second.seed and first.num_tokens == 5
-
-
 def test_prompts_with_failed_samples_wait_for_the_end(folder):
     chosen = writer(folder, "eval.max_failed_sample_fraction=0.5")
     chosen.take([handle("arithmetic:0", 1.0, None), handle("arithmetic:1", 1.0, 1.0)])

@@ -33,12 +33,6 @@ def test_of_groups_all_over_the_plan_the_best_and_the_worst_are_reported():
     assert len(chosen_rows(plan, rewards, 1000)) == 16
 
 
-def test_pairs_are_reported_whole_and_rows_without_loss_not():
-    plan = [planned(0, 2 * number, num_rows=2, mask=float(number != 1)) for number in range(4)]
-    assert chosen_rows(plan, None, 5) == [(0, 0), (0, 1), (0, 4), (0, 5)]
-    assert chosen_rows([planned(0, 0, mask=0.0)], None, 4) == []
-
-
 def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
     text = io.StringIO()
     return RunRecorder(ReportConfig(**keys), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text

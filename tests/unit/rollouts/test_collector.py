@@ -149,52 +149,6 @@ def test_what_starting_again_does_not_help_against_ends_it(failures):
         played(OverFakes(FakeGroup(failures=failures)), 5, 2)
 
 
-class Writing(FakeGroup):
-    """Writes 7 bytes for each step; dies, if it is to, when it is waited for."""
-
-    dies: bool = False
-
-    def start_one(self, index: int, method: str, *arguments: Any) -> str:
-        self.asked.append(f"{method} {arguments[0]}")
-        return f"{len(self.asked)}"
-
-    def wait(self, refs: Sequence[str]) -> list[Any]:
-        if self.dies:
-            raise error(WorkerDied, "rollout-0")
-        return [7 for _ in refs]
-
-
-class OverWriting(OverFakes):
-    """Every worker but the last of so many dies."""
-
-    def __init__(self, num_deaths: int) -> None:
-        self.num_deaths = num_deaths
-        super().__init__(self.new())
-
-    def new(self) -> Writing:
-        group = Writing()
-        group.dies = self.num_deaths > 0
-        self.num_deaths -= 1
-        return group
-
-    def _restart(self) -> None:
-        self.group: Any = self.new()
-        self.groups.append(self.group)
-
-
-def test_a_step_is_written_again_when_the_rollout_worker_died_over_it():
-    collector = OverWriting(2)
-    collector.start_record("folder", None, None, [])  # type: ignore[arg-type]
-    assert collector.finish_records() == 7
-    assert [group.asked for group in collector.groups] == [["record folder"]] * 3
-    assert collector.finish_records() == 0
-    dying = OverWriting(9)
-    dying.start_record("folder", None, None, [])  # type: ignore[arg-type]
-    with pytest.raises(WorkerDied):
-        dying.finish_records()
-    assert len(dying.groups) == 4
-
-
 @pytest.mark.parametrize(
     ("kind", "exception_type", "loss"),
     [
@@ -231,19 +185,6 @@ def test_beside_training_engines_are_left_alone(synced):
     collector.wait_all()
     assert group.generations == [["engine, started again"]] and group.asked == ["g0", "g1", "g0", "g1"]
     assert len(collector.finished(wait=False)) == 2
-
-
-def test_an_engine_that_does_not_start_is_tried_once():
-    collector, starts = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")})), []
-
-    def restart() -> list[str]:
-        starts.append("engine")
-        raise error(WorkerError, "generation-0-0", "RuntimeError")
-
-    collector.restart_generation = restart
-    with pytest.raises(WorkerError, match="generation-0-0 failed"):
-        played(collector, 5, 2)
-    assert starts == ["engine"]
 
 
 def test_groups_are_held_as_long_as_anybody_has_their_handles():

@@ -164,20 +164,6 @@ def test_a_replica_that_says_nothing_counts_as_dead_within_the_time(method):
     run(test())
 
 
-def test_a_long_answer_is_no_death():
-    async def test() -> None:
-        replica = FakeReplica(never)
-        engines = engines_of(replica, timeout_s=0.04)
-        asked, died = ask(engines, [1]), asyncio.create_task(engines.died())
-        await asyncio.sleep(0.15)
-        assert not asked.done() and not died.done()
-        for task in (asked, died):
-            task.cancel()
-        await settle()
-
-    run(test())
-
-
 def test_time_stands_still_while_an_engine_is_replaced():
     async def test() -> None:
         old = FakeReplica(never)

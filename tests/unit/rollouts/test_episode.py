@@ -122,17 +122,6 @@ def test_turns_alternate_and_only_the_models_tokens_carry_loss():
     assert (sample.meta.reward, sample.meta.num_turns, sample.meta.weight_version) == (0.75, 2, 4)
 
 
-def test_a_sample_has_the_answer_and_the_metrics_of_its_last_turn():
-    engine = FakeEngine([([10], StopReason.STOP), ([20], StopReason.STOP)])
-    outcomes = [
-        outcome(0.0, False, answer="first", metrics={"searches": 1.0}),
-        outcome(1.0, True, answer="last", metrics={"searches": 2.0}),
-    ]
-    sample = play(engine, FakeEnvironment(outcomes))
-    assert (sample.meta.answer, sample.metrics) == ("last", {"searches": 2.0})
-    assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([outcome(1.0, True)])).meta.answer is None
-
-
 @pytest.mark.parametrize(
     ("engine", "outcomes", "max_turns", "max_total", "limits"),
     [

@@ -66,13 +66,6 @@ def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
         read_groups(tmp_path)
 
 
-def test_whatever_was_said_comes_back(tmp_path):
-    groups = [group("0/0/d:3", 1.0)]
-    groups[0].samples[0].messages = [{"role": "user", "content": "a\u2028b\u0085c\x0b\ud800 \u00e9\U0001f600\r\n"}]
-    write_step(tmp_path, index(1, groups), groups, ["math"])
-    assert read_groups(step_folder(tmp_path, 1))[0][0].samples[0].messages == groups[0].samples[0].messages
-
-
 def test_what_a_killed_process_left_is_not_read_and_written_over(tmp_path):
     record(tmp_path, 1)
     (tmp_path / "tmp_step_000002").mkdir()
@@ -117,14 +110,6 @@ def test_the_table_has_a_line_per_group(tmp_path):
     cells = re.split(r"\s{2,}", lines[1].strip())
     assert cells == ["1", "1/1/d:1 (not trained)", "chat", "3", "0.000", "0.000", "2", "3", "1.0", "1 failed"]
     assert "(not trained)" not in lines[0]
-
-
-def test_conditions_leave_groups_out(tmp_path):
-    record(tmp_path, 1, 2)
-    failed = shown(tmp_path, "--list", "--filter", "status=failed")
-    assert "1/1/d:1" in failed and "2/1/d:1" in failed and "d:0" not in failed
-    both = shown(tmp_path, "--list", "--filter", "task=math", "--step", "2")
-    assert "2/0/d:0" in both and "1/0/d:0" not in both and "d:1" not in both
 
 
 def test_a_group_shows_what_was_said_and_what_came_of_it(tmp_path):

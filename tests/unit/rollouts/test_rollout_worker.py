@@ -154,24 +154,6 @@ def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
     run(test())
 
 
-def test_what_is_abandoned_leaves_the_engine():
-    async def test() -> None:
-        replica = FakeReplica(lambda request: None)
-        playing, _ = worker(replica)
-        first = asyncio.create_task(playing.collect(group()))
-        while len(replica.under_way) < 4:
-            await asyncio.sleep(0)
-        await playing.abandon()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        await asyncio.sleep(0.01)
-        assert not replica.under_way
-        replica.answers = numbers
-        assert (await playing.collect(group())).group_id == "g0", "the same group may be asked for anew"
-
-    run(test())
-
-
 class Clock:
     now = 10.0
 
@@ -192,15 +174,3 @@ def test_requests_that_overlap_count_once_and_pauses_not():
     clock.now = 20.0
     assert busy.take() == GenerationUse(busy_s=4.0, window_s=10.0, num_tokens=7)
     assert busy.take() == GenerationUse(busy_s=0.0, window_s=0.0, num_tokens=0)
-
-
-def test_a_request_belongs_to_both_windows_it_lies_in_also_when_it_fails():
-    clock = Clock()
-    busy = BusyTime(clock)
-    with pytest.raises(RuntimeError), busy.request():
-        clock.now = 12.0
-        assert busy.take() == GenerationUse(busy_s=2.0, window_s=2.0, num_tokens=0)
-        clock.now = 15.0
-        raise RuntimeError
-    clock.now = 18.0
-    assert busy.take() == GenerationUse(busy_s=3.0, window_s=6.0, num_tokens=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from tools.simulate_schedule import (
     Schedule,
     Simulation,
     main,
-    read_metrics,
 )
 
 BALANCED = Measured(
@@ -47,32 +45,6 @@ def test_a_straggler_holds_up_who_waits_for_it_and_nobody_else():
     assert step_s(straggling, deep, engines) == pytest.approx(3, rel=0.05)
     arrival = replace(APART, max_age=4, in_flight=True, order="arrival")
     assert step_s(straggling, arrival, engines) <= step_s(straggling, replace(arrival, order="in_order"), engines)
-
-
-def row(**metrics: float) -> dict[str, float]:
-    names = {"total": "timing/train/total_step_time", "sync": "timing/train/weight_sync"}
-    names |= {"generation": "timing/train/generation", "exposed": "performance/exposed_generation_s"}
-    names |= {"idle": "performance/generation_idle_fraction"}
-    return {names[name]: value for name, value in metrics.items()}
-
-
-def test_phases_are_read_from_both_kinds_of_runs(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    slow = row(total=99.0, sync=1.0, exposed=60.0, generation=60.0, idle=0.4)
-    file.write_text(
-        "\n".join(
-            json.dumps(r)
-            for r in [{"step": 0}, slow, slow]
-            + 2 * [row(total=20.0, sync=1.0, exposed=12.0, generation=12.0, idle=0.4)]
-        )
-    )
-    assert read_metrics(file) == pytest.approx((12.0, 7.0, 1.0))
-    beside = row(total=10.0, sync=0.5, exposed=1.5, idle=0.2)
-    file.write_text("\n".join(json.dumps(beside) for _ in range(4)))
-    assert read_metrics(file) == pytest.approx((8.0, 8.0, 0.5))
-    file.write_text('{"step": 1}')
-    with pytest.raises(ValueError, match="no run that samples"):
-        read_metrics(file)
 
 
 def test_the_command_prints_a_table_and_what_to_set(capsys):

@@ -69,11 +69,6 @@ def test_a_solved_task_may_lose_entropy_and_mixed_groups() -> None:
     assert alarms_of(curves) == []
 
 
-def test_an_alarm_sounds_again_after_its_cause_was_over() -> None:
-    curves = {"train/clip_fraction": lambda step: 0.9 if step in range(10, 16) or step in range(25, 31) else 0.1}
-    assert alarms_of(curves) == ["12 clip_fraction", "27 clip_fraction"]
-
-
 def test_the_message_has_the_evidence_and_a_remedy() -> None:
     watch = LearningAlarms(AlarmsConfig(window=1))
     watch.note({"train/mean_gen_tokens_per_sample": 100.0})

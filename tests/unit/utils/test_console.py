@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from nemo_rl.utils.console import RunConsole, alarms, format_duration, summary_line, visible
+from nemo_rl.utils.console import RunConsole, alarms, summary_line
 
 METRICS = {
     "train/reward": 0.5,
@@ -64,21 +64,6 @@ def test_samples_of_older_weights_disagree_by_design():
     assert len(alarms({**stale, "train/token_mult_prob_error": float("inf")})) == 1
 
 
-def test_a_prediction_stands_behind_its_phase():
-    line = summary_line({**METRICS, "performance/predicted_s/refit": 0.2})
-    assert line.endswith("4.0 s (rollout 3.0, refit 0.2 (0.2 predicted))")
-
-
-def test_a_remark_stands_in_the_line_of_one_step():
-    file = io.StringIO()
-    with RunConsole(num_steps=2, file=file) as console:
-        console.remark("generation starves: 41% idle")
-        console.finish_step(1, {"train/reward": 0.5})
-        console.finish_step(2, {"train/reward": 0.5})
-    first, second = file.getvalue().splitlines()
-    assert "reward 0.5000  generation starves: 41% idle  " in first and "starves" not in second
-
-
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
@@ -127,13 +112,6 @@ def test_log_records_go_to_the_console():
     assert file.getvalue().rstrip().endswith("WARNING nemo_rl.x: step_3 is refused")
 
 
-def test_small_pieces():
-    assert summary_line({}) == ""
-    assert format_duration(59.6) == "1:00"
-    assert format_duration(3723) == "1:02:03"
-    assert visible("a\tb\n\x00é\u202e") == "a\tb\n\\x00é\\u202e"
-
-
 def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
     console = RunConsole(num_steps=3, file=io.StringIO(), force_terminal=False)
     console.info("before there is a folder")
@@ -156,12 +134,3 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
         (2, "end", ""),
     ]
     assert events[-1]["status"] == 1 and events[0]["time"] <= events[-1]["time"]
-
-
-def test_events_that_cannot_be_written_are_said_once(tmp_path):
-    text = io.StringIO()
-    console = RunConsole(num_steps=3, file=text, force_terminal=False)
-    console.keep_events(tmp_path / "gone")
-    console.info("a")
-    console.info("b")
-    assert text.getvalue().count("events cannot be written") == 1

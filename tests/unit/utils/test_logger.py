@@ -57,14 +57,6 @@ def test_mistakes_are_named(tmp_path):
         logger.log_metrics({"loss": 2.0}, 2, "train")
 
 
-def test_hyperparams_and_records(tmp_path):
-    logger = Logger(LoggerConfig(), tmp_path)
-    logger.log_hyperparams({"grpo": {"seed": 1, "path": Path("a/b")}})
-    assert (tmp_path / "config.yaml").read_text() == "grpo:\n  seed: 1\n  path: a/b\n"
-    path = logger.log_records([{"reward": float("nan")}, {"text": "ä"}], "bad_samples_step_3.jsonl")
-    assert path.read_text() == '{"reward": "NaN"}\n{"text": "ä"}\n'
-
-
 def test_tensorboard_gets_every_number(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -79,14 +71,6 @@ def test_tensorboard_gets_every_number(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
     assert events.Tags()["histograms"] == ["train/lengths"]
-
-
-def test_experiment_directories_count_on(tmp_path):
-    base = tmp_path / "logs"
-    assert get_next_experiment_dir(base) == base / "exp_000"
-    (base / "exp_1004").mkdir()
-    (base / "exp_notes").mkdir()
-    assert get_next_experiment_dir(base) == base / "exp_1005"
 
 
 def test_two_runs_never_share_a_directory(tmp_path):

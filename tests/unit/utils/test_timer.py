@@ -26,20 +26,6 @@ def test_measurements_add_up_by_label():
     assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("op", "value"), [("mean", 3.0), ("median", 2.0), ("min", 1.0), ("max", 6.0), ("sum", 9.0), ("count", 3.0)]
-)
-def test_reductions(op, value):
-    clock = FakeClock()
-    timer = Timer(clock)
-    for seconds in (1.0, 2.0, 6.0):
-        with timer.time("a"):
-            clock.now += seconds
-    assert timer.reduce("a", op) == value
-    with pytest.raises(ValueError, match="unknown reduction 'avg'"):
-        timer.reduce("a", "avg")
-
-
 def test_misuse_is_an_error():
     timer = Timer()
     timer.start("a")

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.tokenizer import get_tokenizer
 
@@ -23,15 +23,6 @@ def load(path, chat_template="default", **kwargs):
 
 def render(tokenizer, **kwargs):
     return tokenizer.apply_chat_template(MESSAGES, tokenize=False, **kwargs)
-
-
-def test_the_default_is_the_tokenizers_own_template(saved):
-    assert load(saved).chat_template == CHAT_TEMPLATE
-    assert load(saved).padding_side == "right"
-
-
-def test_null_joins_the_contents(saved):
-    assert render(load(saved, None)) == "ab"
 
 
 def test_a_template_as_text_or_file(saved, tmp_path):

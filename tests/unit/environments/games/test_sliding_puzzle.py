@@ -1,12 +1,9 @@
 """The environment as episodes use it: through the checks and the cutting of its real EnvironmentReturn."""
 
 import pytest
-import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import split_return
 from nemo_rl.environments.sliding_puzzle import SlidingPuzzleEnv
-from nemo_rl.utils.sliding_puzzle import reachable, render, solve
 
 OPTIONS = {"cfg": {"game_config": {"size": 2, "shuffle_moves": 3}, "max_moves": 3}}
 
@@ -43,16 +40,6 @@ def test_a_batch_of_games_each_gets_its_own_answer():
     assert all(step.next_stop_strings == ["</action>"] for step in (solved, moved, stuck, silent))
 
 
-def test_a_game_is_played_to_its_end_by_shortest_solutions():
-    env = SlidingPuzzleEnv({"cfg": {"game_config": {"size": [2, 2]}, "max_moves": 6}})
-    for board in reachable(2, 2)[1:]:
-        metadata, way = begin([list(row) for row in board]), solve(board)
-        for number, direction in enumerate(way, start=1):
-            (step,) = steps(env, [log(f"<action>{direction}</action>")], [metadata])
-            metadata = step.metadata
-            assert (step.reward, step.terminated) == (float(number == len(way)), number == len(way)), render(board)
-
-
 def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not():
     env, metadata = SlidingPuzzleEnv(OPTIONS), begin([[0, 2], [1, 3]])
     for turn, ends in (("<action>up</action>", False), ("nothing", False), ("<action>down</action>", True)):
@@ -76,22 +63,3 @@ def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not()
 def test_a_row_without_a_board_that_can_be_played_is_refused(metadata, message):
     with pytest.raises(ValueError, match=message):
         SlidingPuzzleEnv(OPTIONS).step([log("<action>up</action>")], [metadata])
-
-
-def test_success_and_moves_of_finished_games():
-    batch = BatchedDataDict(
-        {
-            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
-            "is_end": torch.tensor([True, True, True, False]),
-            "message_log": [log("a"), log("a", "b", "c"), log("a", "b", "c"), log("a")],
-        }
-    )
-    env = SlidingPuzzleEnv(OPTIONS)
-    assert env.global_post_process_and_metrics(batch)[1] == {
-        "success_rate": 0.5,
-        "moves": 2.0,
-        "moves_of_solved_games": 2.0,
-        "fraction_of_samples_properly_ended": 0.75,
-    }
-    batch["rewards"] = torch.zeros(4)
-    assert env.global_post_process_and_metrics(batch)[1]["moves_of_solved_games"] == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -114,11 +113,6 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
     assert not any(ends) and not any(rewards)
 
 
-def test_a_call_that_fails_is_not_remembered(environment) -> None:
-    turns = [call("python", code="x = 1"), call("python", code="x = 2\n1 / 0"), call("python", code="x")]
-    assert play(environment, turns)[0][2] == "1"
-
-
 def test_calls_are_found_in_several_styles() -> None:
     assert find_calls("nothing") == []
     assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
@@ -132,11 +126,6 @@ def test_unknown_tools_are_refused_before_the_run() -> None:
         OURS["python_tools"](tools=["calc"])
     with pytest.raises(ValueError, match="no module 'nowhere'"):
         PythonToolEnvironment({"tools": ["nowhere:TOOL"]})
-
-
-def test_the_tools_file_of_the_examples_says_what_the_tools_are() -> None:
-    path = Path(__file__).parents[4] / "examples" / "tools" / "python_tools.json"
-    assert json.loads(path.read_text()) == list(TOOL_SPECS.values())
 
 
 expressions = st.recursive(

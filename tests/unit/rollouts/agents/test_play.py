@@ -7,7 +7,6 @@ import itertools
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
+from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
@@ -240,42 +239,6 @@ def test_an_agent_without_an_outcome_has_no_reward(agent: Any, status: SampleSta
     assert well.meta.reward == 0.5
 
 
-def test_a_function_that_hangs_takes_no_place_from_others():
-    def sleeps(task: AgentTask) -> float:
-        time.sleep(3.0)
-        return 0.0
-
-    def needs_no_model(task: AgentTask) -> float:
-        return 1.0
-
-    async def main() -> list[AgentOutcome]:
-        runner = AgentRunner({"run": f"{__name__}:asks_twice", "max_concurrent": 1, "time_limit_s": 1.0})
-        ends = []
-        for number, agent in enumerate((sleeps, needs_no_model)):
-            runner.agent = agent
-            ends.append(await runner.run(task_of(number)))
-        runner.verifier = lambda task, conversations: time.sleep(3.0)
-        return [*ends, await runner.verify(task_of(2), [])]
-
-    hung, well, judged = asyncio.run(main())
-    assert (hung.end, well.end, well.reward, judged.end) == (AgentEnd.HUNG, AgentEnd.DONE, 1.0, AgentEnd.HUNG)
-    assert "the verifier" in judged.failure
-
-
-def task_of(number: int) -> AgentTask:
-    return AgentTask(
-        base_url=f"http://127.0.0.1:9/s/{number}/v1",
-        api_key="k",
-        model="tiny",
-        reward_url="",
-        row={},
-        messages=[],
-        metadata=None,
-        seed=0,
-        episode=f"g/{number}",
-    )
-
-
 def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
     async def asks_on(task: AgentTask) -> float:
         with pytest.raises(openai.PermissionDeniedError, match="has made its 3 calls"):
@@ -293,21 +256,6 @@ def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
     assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit and len(sample.rows) == 3
     [sample] = play(asks_long, tokens=2)
     assert sample.meta.status is SampleStatus.TRUNCATED and len(sample.rows) == 1
-
-
-def test_rewards_are_posted_and_added_up():
-    async def posts(task: AgentTask) -> None:
-        await ask(task, task.messages)
-        headers = {"Authorization": f"Bearer {task.api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as http:
-            for reward in (1.0, 0.25):
-                async with http.post(task.reward_url, json={"reward": reward}) as answer:
-                    assert answer.status == 200
-            async with http.post(task.reward_url, json={"reward": "much"}) as answer:
-                assert answer.status == 400
-
-    [sample] = play(posts)
-    assert sample.meta.reward == 1.25
 
 
 async def branches_with_rewards(task: AgentTask) -> float:
