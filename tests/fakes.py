@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GroupRequest
@@ -21,6 +23,9 @@ from nemo_rl.types import (
     TrainResult,
 )
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
+from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.timer import GenerationUse
 
 
@@ -119,6 +124,22 @@ class FakePolicy:
 def keys_of_plan(plan: BatchPlan) -> list[RowKey]:
     """The rows that a plan gives to ranks."""
     return [key for rank in plan.ranks for batch in rank.logprobs for planned in batch for key in planned.keys]
+
+
+def run_tools(
+    folder: Path, checkpointing: CheckpointingConfig, num_steps: int = 3, config: str = "", **identity: Any
+) -> tuple[RunTools, io.StringIO]:
+    """The logger, console and checkpoints of a run in a folder, and what the console says."""
+    text = io.StringIO()
+    console = RunConsole(num_steps=num_steps, file=text, force_terminal=False)
+    logger = Logger(LoggerConfig(), folder / "run")
+    return RunTools(
+        logger=logger, console=console, checkpointing=checkpointing, resolved_config_yaml=config, identity=identity
+    ), text
+
+
+def checkpoints_in(folder: Path, **keys: Any) -> CheckpointingConfig:
+    return CheckpointingConfig.model_validate({"checkpoint_dir": str(folder / "c"), "metric_name": None} | keys)
 
 
 class NoData:

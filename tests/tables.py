@@ -14,12 +14,17 @@ import re
 FINE = "fine"
 
 
+def lines(text: str) -> list[tuple[str, str]]:
+    """Both sides of every line."""
+    whole = re.sub(r"\s*\n\s*(?=->|&|\.\.\.)", " ", text).splitlines()
+    rows = [line.strip().partition(" -> ") for line in whole if line.strip()]
+    assert all(right for _, _, right in rows), rows
+    return [(left, right) for left, _, right in rows]
+
+
 def cases(text: str) -> list[tuple[tuple[str, ...], str]]:
     """(overrides, message) of every line."""
-    lines = re.sub(r"\s*\n\s*(?=->|&|\.\.\.)", " ", text).splitlines()
-    rows = [line.strip().partition(" -> ") for line in lines if line.strip()]
-    assert all(message for _, _, message in rows), rows
-    return [(tuple(left.split(" & ")), message) for left, _, message in rows]
+    return [(tuple(left.split(" & ")), message) for left, message in lines(text)]
 
 
 def pattern(message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +14,7 @@ import torch
 
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.config.loader import dump_config, load_config
+from nemo_rl.config.loader import load_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, reduce_micro_batches, rows_of_plan, select
@@ -33,9 +31,6 @@ from nemo_rl.types import (
     RowKey,
     TrainResult,
 )
-from nemo_rl.utils.config import LoggerConfig
-from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -164,16 +159,6 @@ def sft_config(*overrides: str) -> SFTMasterConfig:
 
 def dpo_config(*overrides: str) -> DPOMasterConfig:
     return load_config(DPOMasterConfig, CONFIGS / "dpo_cpu.yaml", list(overrides))
-
-
-def run_tools(config: SupervisedMasterConfig, folder: Path, text: io.StringIO) -> RunTools:
-    return RunTools(
-        logger=Logger(LoggerConfig(), folder / "run"),
-        console=RunConsole(num_steps=1, file=text, force_terminal=False),
-        checkpointing=config.checkpointing,
-        resolved_config_yaml=dump_config(config),
-        identity={},
-    )
 
 
 def parts(

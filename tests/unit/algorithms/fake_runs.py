@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +15,7 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptData
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams
-from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.logger import Logger
-from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
+from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, run_tools
 
 FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
 
@@ -50,17 +47,12 @@ class FakeRun:
         rows = [{"problem": str(i)} for i in range(8)]
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
         sampling = SamplingParams(max_new_tokens=8)
-        tools = RunTools(
-            logger=Logger(config.logger, self.folder),
-            console=RunConsole(num_steps=3, file=io.StringIO(), force_terminal=False),
-            checkpointing=config.checkpointing,
-            resolved_config_yaml=dump_config(config),
-            identity={},
-        )
+        tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
+        self.refit = FakeRefit(calls)
         parts = RolloutParts(
             policy=self.policy,  # type: ignore[arg-type]
             generation=None,  # type: ignore[arg-type]
-            refit=FakeRefit(calls),  # type: ignore[arg-type]
+            refit=self.refit,  # type: ignore[arg-type]
             rollouts=self.rollouts,  # type: ignore[arg-type]
             prompts=PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1),
             validation_prompts=[data[0], data[1]],

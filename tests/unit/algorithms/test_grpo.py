@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +11,14 @@ import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.disagreement import COLUMN
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools
-from nemo_rl.config.loader import dump_config
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.models.policy.flops import ModelFlops, find_gpu
+from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
-from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.logger import Logger
-from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, sample_meta
+from nemo_rl.types import GroupHandle, SampleStatus, TrainResult
+from tests.fakes import FakePolicy, sample_meta
+from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.config.run_configs import build
 
 BASE = (
@@ -38,53 +33,10 @@ BASE = (
 )
 
 
-FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
-
-
-def alternate(request: GroupRequest, index: int) -> float:
-    return float(index % 2)
-
-
-class Run:
-    """A trainer on fakes, in a folder."""
-
-    def __init__(
-        self, folder: Path, *overrides: str, reward: Any = alternate, identity: str = "same", rows: int = 8
-    ) -> None:
-        self.config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
-        self.folder = folder / "run"
-        self.text = io.StringIO()
-        self.policy = FakePolicy()
-        self.refit = FakeRefit(self.policy.calls)
-        self.rollouts = FakeRollouts(reward, self.policy.calls)
-        data = PromptDataset([NamedRows(name="d", task_name="t", rows=[{"problem": str(i)} for i in range(rows)])])
-        sampling = SamplingParams(max_new_tokens=8)
-        self.trainer = GRPOTrainer(
-            self.config,
-            RunTools(
-                logger=Logger(self.config.logger, self.folder),
-                console=RunConsole(num_steps=3, file=self.text, force_terminal=False),
-                checkpointing=self.config.checkpointing,
-                resolved_config_yaml=dump_config(self.config),
-                identity={"data": identity},
-            ),
-            RolloutParts(
-                policy=self.policy,  # type: ignore[arg-type]
-                generation=None,  # type: ignore[arg-type]
-                refit=self.refit,  # type: ignore[arg-type]
-                rollouts=self.rollouts,  # type: ignore[arg-type]
-                prompts=PromptDataLoader(data, self.config.grpo.num_prompts_per_step, seed=1),
-                validation_prompts=[data[0], data[1]],
-                train_sampling=sampling,
-                val_sampling=sampling,
-                flops=FLOPS,
-            ),
-        )
-
-    def go(self) -> list[dict[str, Any]]:
-        self.trainer.start()
-        self.trainer.train()
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+class Run(FakeRun):
+    def __init__(self, folder: Path, *overrides: str, **options: Any) -> None:
+        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        super().__init__(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=[], **options)
 
 
 def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
@@ -181,7 +133,7 @@ def nonfinite() -> TrainResult:
         learning_rates=[0.1],
         metrics={"loss": float("nan"), "global_valid_toks": 24.0},
         num_skipped_steps=1,
-        nonfinite_samples=["1/0/d:3/1"],
+        nonfinite_samples=["1/0/t:3/1"],
     )
 
 
@@ -191,7 +143,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(tmp_path)
     with pytest.raises(NonFiniteLoss, match=r"step 1: loss nan.*nonfinite_step_1\.jsonl.*nonfinite_action=skip"):
         run.go()
     record = json.loads((run.folder / "nonfinite_step_1.jsonl").read_text())
-    assert record == {"step": 1, "sample_id": "1/0/d:3/1"}
+    assert record == {"step": 1, "sample_id": "1/0/t:3/1"}
     assert run.refit.versions == [0]
 
 
@@ -229,7 +181,7 @@ def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_pat
     assert all(row["validation/accuracy"] == 0.5 and row["validation/pass_at_2"] == 1.0 for row in rows)
     validation = [request for request in run.rollouts.requests if request.group_id.startswith("validation/")]
     assert {request.seed_step for request in validation} == {-1}
-    assert [request.prompt.prompt_id for request in validation] == ["d:0", "d:1"] * 4
+    assert [request.prompt.prompt_id for request in validation] == ["t:0", "t:1"] * 4
     assert len({request.group_id for request in validation}) == 8
 
 

@@ -33,10 +33,11 @@ from nemo_rl.algorithms.trainers.metrics import (
     validation_metrics,
 )
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.algorithms.handles import handle, rewarded, sample
+from tests.unit.algorithms.losses.test_clipped_pg import one_row
 from tests.unit.config.run_configs import build
 
 
@@ -175,53 +176,28 @@ def test_performance_metrics_by_hand():
     assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
 
 
-def one_group(num_samples: int) -> GroupHandle:
-    samples = [
-        SampleMeta(
-            sample_id=f"0/{index}",
-            status=SampleStatus.COMPLETED,
-            length=5,
-            num_prompt_tokens=2,
-            num_generated_tokens=3,
-            num_turns=1,
-            reward=float(index % 2),
-            weight_version=0,
-        )
-        for index in range(num_samples)
-    ]
-    return GroupHandle(group_id="0", prompt_id="p", task_name="math", ref=None, samples=samples)
-
-
 def test_validation_metrics() -> None:
     config = build("grpo.val_num_generations_per_prompt=6")
-    computed = validation_metrics([one_group(6)], k_values=config.grpo.val_k_values)
+    computed = validation_metrics([rewarded(*[0.0, 1.0] * 3)], k_values=config.grpo.val_k_values)
     assert config.val_metrics == set(computed)
 
 
 def test_rollout_metrics() -> None:
-    assert set(rollout_metrics([one_group(2)], current_weight_version=0)) <= build().train_metrics
+    assert set(rollout_metrics([rewarded(0.0, 1.0)], current_weight_version=0)) <= build().train_metrics
 
 
 @pytest.mark.parametrize("section", [None, "sequence_packing", "dynamic_batching"])
 def test_packing_metrics(section: str | None) -> None:
     switch = () if section is None else (f"policy.{section}.enabled=true",)
     batching = Batching.of(build(*switch).policy, quadratic_weight=1e-4)
-    plan = plan_batch([one_group(4)], [[0.0] * 4], [[1.0] * 4], num_ranks=1, global_batch_size=4, batching=batching)
+    group, layout = rewarded(*[0.0, 1.0] * 2), {"num_ranks": 1, "global_batch_size": 4}
+    plan = plan_batch([group], [[0.0] * 4], [[1.0] * 4], **layout, batching=batching)
     assert set(packing_metrics(plan, batching)) <= build().train_metrics
 
 
 def test_loss_metrics() -> None:
-    ones = torch.ones(1, 3)
-    inputs = PolicyGradientInputs(
-        input_ids=torch.zeros(1, 3, dtype=torch.int64),
-        token_mask=ones,
-        sample_mask=torch.ones(1),
-        advantages=ones,
-        prev_logprobs=-ones,
-        generation_logprobs=-ones,
-        reference_policy_logprobs=-ones,
-    )
-    _, metrics = ClippedPGLoss(ClippedPGLossConfig())(-ones, inputs, torch.tensor(1.0), torch.tensor(3.0))
+    batch = one_row([0.5], [0.5], 1.0)
+    _, metrics = ClippedPGLoss(ClippedPGLossConfig())(*batch, torch.tensor(1.0), torch.tensor(1.0))
     assert set(metrics) <= build().train_metrics
 
 

@@ -21,32 +21,16 @@ from nemo_rl.algorithms.plan.batch import (
 )
 from nemo_rl.data.packing import PackingAlgorithm, round_up
 from nemo_rl.models.policy.config import RolloutPolicyConfig, check_batching
-from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RowKey, SampleMeta, SampleStatus
+from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample, RowKey
+from tests.unit.algorithms.handles import handle, sample
 from tests.unit.config.run_configs import build
 
 LONGEST = 99
 
 
-def handle(number: int, lengths: list[int]) -> GroupHandle:
-    samples = [
-        SampleMeta(
-            sample_id=f"{number}/{i}",
-            status=SampleStatus.COMPLETED,
-            length=length,
-            num_prompt_tokens=1,
-            num_generated_tokens=length - 1,
-            num_turns=1,
-            reward=0.0,
-            weight_version=0,
-        )
-        for i, length in enumerate(lengths)
-    ]
-    return GroupHandle(group_id=str(number), prompt_id="p", task_name="t", ref=f"ref{number}", samples=samples)
-
-
 def plan_of(lengths: list[int], batching: Batching, **layout: Any) -> BatchPlan:
     """Groups of one sample; the advantage of a sample is its number."""
-    groups = [handle(i, [length]) for i, length in enumerate(lengths)]
+    groups = [replace(handle(sample(prompt=1, generated=n - 1)), ref=f"ref{i}") for i, n in enumerate(lengths)]
     advantages = [[float(i)] for i in range(len(groups))]
     return plan_batch(groups, advantages, [[1.0]] * len(groups), batching=batching, **layout)
 

@@ -101,10 +101,6 @@ class Run(FakeRun):
 
         super().__init__(folder, config, make, calls=[], reward=reward)
 
-    @property
-    def text(self) -> str:
-        return self.trainer.tools.console._console.file.getvalue()  # type: ignore[attr-defined]
-
 
 def recording(root: Path) -> tuple[str, ...]:
     return ("grpo.rollout_record.enabled=true", f"grpo.rollout_record.save_dir={root}")
@@ -123,7 +119,7 @@ def test_every_step_is_recorded_with_what_was_trained(tmp_path):
     assert index.group_ids == list(index.trained) and all(name.startswith("2/") for name in index.group_ids)
     assert [sorted(of) for of in index.trained.values()] == [pytest.approx([-1.41421, 1.41421], abs=1e-4)] * 2
     assert index.environment_metrics == {"math/num_groups": 2.0}
-    assert "the first step" in run.text and "3 steps of rollouts" in run.text
+    assert "the first step" in run.text.getvalue() and "3 steps of rollouts" in run.text.getvalue()
     assert rows[0]["performance/recorded_bytes"] == 0 < rows[1]["performance/recorded_bytes"]
 
 
@@ -134,7 +130,7 @@ def test_a_run_that_goes_on_replaces_what_is_after_its_checkpoint(tmp_path):
     again = Run(tmp_path, *recording(tmp_path / "record"))
     again.go()
     assert recorded_steps(tmp_path / "record") == [1, 2, 3]
-    assert recorded_steps(tmp_path / "record" / "superseded_001") == [3] and "superseded_001" in again.text
+    assert recorded_steps(tmp_path / "record" / "superseded_001") == [3] and "superseded_001" in again.text.getvalue()
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,9 +20,10 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
+from nemo_rl.config.loader import dump_config
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.fakes import keys_of_plan
+from tests.fakes import keys_of_plan, run_tools
 from tests.unit.algorithms.example_runs import (
     ScoringPolicy,
     dpo_config,
@@ -31,7 +31,6 @@ from tests.unit.algorithms.example_runs import (
     handles,
     parts,
     prompts,
-    run_tools,
     sft_config,
 )
 
@@ -59,11 +58,9 @@ class Run:
     ) -> None:
         checkpoints = f"checkpointing.checkpoint_dir={folder / 'c'}"
         config = sft_config(*BASE, "sft.val_at_start=false", "sft.val_period=0", checkpoints, *overrides)
-        self.text = io.StringIO()
+        tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
         made = parts(config, rows, validation or {}, **how)
-        self.trainer = SupervisedTrainer(
-            config, run_tools(config, folder, self.text), made, NLLLoss(), Logprobs(filtered=False)
-        )
+        self.trainer = SupervisedTrainer(config, tools, made, NLLLoss(), Logprobs(filtered=False))
         assert isinstance(made.policy, ScoringPolicy)
         self.policy: ScoringPolicy = made.policy
 
@@ -104,7 +101,7 @@ def test_dpo_asks_the_reference_before_it_learns(tmp_path):
         *BASE, "checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"
     )
     made = parts(config, PAIRS, {})
-    rows = go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, None))
+    rows = go(DPOTrainer(config, run_tools(tmp_path, config.checkpointing)[0], made, None))
     assert isinstance(made.policy, ScoringPolicy)
     assert made.policy.calls[:4] == ["load", "reference", "sum reference_policy_logprobs", "train"]
     assert rows[0]["train/preference_loss"] == pytest.approx(LN2, abs=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
@@ -18,16 +17,13 @@ import torch
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer, merge_results
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
-from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
-from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.logger import Logger
-from tests.fakes import FakePolicy, NoData
+from tests.fakes import FakePolicy, NoData, checkpoints_in, run_tools
 
 
 class Write:
@@ -62,17 +58,11 @@ class CountingTrainer(Trainer):
         **checkpointing: object,
     ) -> None:
         self.folder, self.polls, self.failure, self.at_step = folder, polls, failure, at_step
-        self.text = io.StringIO()
-        settings = {"save_period": 3, "keep_top_k": None, "metric_name": None, "async_save": True} | checkpointing
+        keys = {"save_period": 3, "keep_top_k": None, "async_save": True} | checkpointing
+        tools, self.text = run_tools(folder, checkpoints_in(folder, **keys), num_steps)
         super().__init__(
             LoopConfig(val_period=0),
-            RunTools(
-                logger=Logger(LoggerConfig(), folder / "run"),
-                console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
-                checkpointing=CheckpointingConfig.model_validate({"checkpoint_dir": str(folder / "c")} | settings),
-                resolved_config_yaml="",
-                identity={},
-            ),
+            tools,
             num_steps=num_steps,
             policies=[],
             data=NoData(),
@@ -233,7 +223,6 @@ class TwoPolicies(Trainer):
         is_async: bool = False,
     ) -> None:
         self.calls: list[str] = []
-        self.text = io.StringIO()
         self.error = error
         self.policy, self.value = (
             FakePolicy(
@@ -244,21 +233,10 @@ class TwoPolicies(Trainer):
             for name in ("policy", "value")
         )
         self.position = Position()
-        checkpoints = {
-            "checkpoint_dir": str(folder / "c"),
-            "save_period": 2,
-            "metric_name": None,
-            "async_save": is_async,
-        }
+        tools, _ = run_tools(folder, checkpoints_in(folder, save_period=2, async_save=is_async), num_steps)
         super().__init__(
             LoopConfig(val_period=0),
-            RunTools(
-                logger=Logger(LoggerConfig(), folder / "run"),
-                console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
-                checkpointing=CheckpointingConfig.model_validate(checkpoints),
-                resolved_config_yaml="",
-                identity={},
-            ),
+            tools,
             num_steps=num_steps,
             policies=[self.policy, self.value],  # type: ignore[list-item]
             data=self.position,
@@ -335,23 +313,11 @@ class ScriptedTrainer(Trainer):
     """Validates after every step; the values are given."""
 
     def __init__(self, folder: Path, values: list[float], *, val_at_start: bool = False, **stopping: object) -> None:
-        self.text = io.StringIO()
-        settings = {"metric_name": "val:val_loss"} | stopping
+        rule = EarlyStoppingConfig.model_validate({"metric_name": "val:val_loss"} | stopping)
+        tools, self.text = run_tools(folder, checkpoints_in(folder, save_period=100), len(values))
         super().__init__(
-            LoopConfig(
-                val_period=1,
-                val_at_start=val_at_start,
-                early_stopping=EarlyStoppingConfig.model_validate(settings),
-            ),
-            RunTools(
-                logger=Logger(LoggerConfig(), folder / "run"),
-                console=RunConsole(num_steps=len(values), file=self.text, force_terminal=False),
-                checkpointing=CheckpointingConfig.model_validate(
-                    {"checkpoint_dir": str(folder / "c"), "save_period": 100, "metric_name": None}
-                ),
-                resolved_config_yaml="",
-                identity={},
-            ),
+            LoopConfig(val_period=1, val_at_start=val_at_start, early_stopping=rule),
+            tools,
             num_steps=len(values) - val_at_start,
             policies=[],
             data=NoData(),
@@ -363,8 +329,7 @@ class ScriptedTrainer(Trainer):
         pass
 
     def validate(self) -> dict[str, float]:
-        value = self.values[self.state.total_steps]
-        return {"val_loss": value}
+        return {"val_loss": self.values[self.state.total_steps]}
 
     def write_state(self, directory: Path) -> AllWritten:
         return AllWritten()

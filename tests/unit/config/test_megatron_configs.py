@@ -16,53 +16,24 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.layout import MegatronSizes, stage_layers
 from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
-from tests.unit.config.test_recipes import MODELS, ROOT, SCRIPT
+from tests.unit.config.test_recipes import EXPERTS, MODELS, ROOT, SCRIPT, model
 
-CONFIGS = {
-    "grpo_math_8B_megatron": 36,
-    "grpo_math_70B_megatron": 26,
-    "grpo_math_qwen30ba3b_megatron": 38,
-    "recipes/llm/grpo-deepseek-v3-32n8g": 35,
-    "recipes/llm/grpo-qwen3-235ba22b-24n8g": 34,
-}
-"""GB on each GPU while it trains, as the files say."""
-
-# As published in its config.json.
-DEEPSEEK = DeepseekV3Config(
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    n_shared_experts=1,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    first_k_dense_replace=3,
-    kv_lora_rank=512,
-    q_lora_rank=1536,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=128,
-    v_head_dim=128,
-    max_position_embeddings=163840,
-    tie_word_embeddings=False,
+CONFIGS = (
+    "grpo_math_8B_megatron",
+    "grpo_math_70B_megatron",
+    "grpo_math_qwen30ba3b_megatron",
+    "recipes/llm/grpo-deepseek-v3-32n8g",
+    "recipes/llm/grpo-qwen3-235ba22b-24n8g",
 )
-QWEN3_235B = Qwen3MoeConfig(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    moe_intermediate_size=1536,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    max_position_embeddings=40960,
+# As published in their config.json.
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+    num_key_value_heads=128, moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256, n_group=8,
+    num_experts_per_tok=8, topk_group=4, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536,
+    qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=163840,
+)  # fmt: skip
+QWEN3_235B = model(
+    Qwen3MoeConfig, 151936, 4096, 12288, 94, 64, 4, 40960, head_dim=128, **EXPERTS | {"moe_intermediate_size": 1536}
 )
 
 
@@ -77,8 +48,10 @@ def case(request) -> tuple[Path, GRPOMasterConfig]:
     return path, load_config(GRPOMasterConfig, path)
 
 
-def dry_run(path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    arguments = ["--config", str(path), "--dry-run", f"policy.model_name={model}"]
+def dry_run(
+    path: Path, directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    arguments = ["--config", str(path), "--dry-run", f"policy.model_name={directory}"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -29,86 +30,30 @@ RECIPES = [
 
 # As published in the models' config.json.
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+
+
+def model(kind: Any, vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, positions: int, **more: Any):
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": positions}
+    return kind(**sizes, **attention, **more)
+
+
 MODELS: dict[str, PretrainedConfig] = {
-    "meta-llama/Llama-3.1-8B-Instruct": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters=LLAMA3_ROPE,
+    "meta-llama/Llama-3.1-8B-Instruct": model(
+        LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 131072, rope_parameters=LLAMA3_ROPE
     ),
-    "meta-llama/Llama-3.3-70B-Instruct": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters=LLAMA3_ROPE,
+    "meta-llama/Llama-3.3-70B-Instruct": model(
+        LlamaConfig, 128256, 8192, 28672, 80, 64, 8, 131072, rope_parameters=LLAMA3_ROPE
     ),
-    "Qwen/Qwen2.5-7B-Instruct": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-    ),
-    "Qwen/Qwen2.5-32B-Instruct": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-    ),
-    "Qwen/Qwen3-8B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-    ),
-    "Qwen/Qwen3-32B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-    ),
-    "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-    ),
+    "Qwen/Qwen2.5-7B-Instruct": model(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 32768),
+    "Qwen/Qwen2.5-32B-Instruct": model(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 32768),
+    "Qwen/Qwen3-8B": model(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
+    "Qwen/Qwen3-32B": model(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 40960, head_dim=128),
+    "Qwen/Qwen3-30B-A3B": model(Qwen3MoeConfig, 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, **EXPERTS),
 }
 
 
