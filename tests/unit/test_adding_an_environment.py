@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,19 +93,3 @@ def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(
     named = PAGE.split("metrics, e.g. ")[1].split(" in training;")[0]
     assert {*TASK, "num_samples"} <= set(re.findall(r"`(\w+)`", named))
     assert "arithmetic/reward" in config.train_metrics
-
-
-@pytest.mark.slow
-def test_the_run_of_the_page_learns(folder, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words in commands():
-        given = [sys.executable, *(word for word in words[4:] if word != "python")]
-        done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [metrics] = folder.rglob("metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [row for row in rows if "train/reward" in row]
-    assert len(steps) == 20
-    assert {"train/second_chance/second_tries", "train/avg_turns_per_sample"} <= set(steps[0])
-    first, last = (sum(row["train/reward"] for row in part) / 3 for part in (steps[:3], steps[-3:]))
-    assert last > first + 0.1

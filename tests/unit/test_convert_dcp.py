@@ -21,13 +21,11 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
-    save_consolidated_tensors,
     save_model_files,
     save_tensors,
 )
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.convert import find_source
-from nemo_rl.refit.layout import exported
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
 from tests.unit.policy.models import VOCAB, save_model
@@ -136,36 +134,6 @@ def test_the_command_of_nemo_rl_converts(tmp_path):
     torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), want)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert find_source(tmp_path / "policy" / "weights" / "iter_0000000").weights == tmp_path / "policy" / "weights"
-
-
-def test_a_consolidated_directory_converts_too(tmp_path):
-    model = model_of("llama")
-
-    def rank_main(rank: int, world: int) -> torch.Tensor:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        tensors = [exported(name, lambda tensor=tensor: tensor) for name, tensor in policy_tensors([model]).items()]
-        consolidated = tmp_path / "policy" / "weights" / "consolidated"
-        save_model_files(model, consolidated)
-        save_consolidated_tensors(tensors, consolidated)
-        return logits_of(model)
-
-    want = run_world(rank_main, 2)[0]
-    (tmp_path / "policy" / "tokenizer").mkdir()
-    (tmp_path / "policy" / "tokenizer" / "tokenizer_config.json").write_text("{}")
-    consolidated = tmp_path / "policy" / "weights" / "consolidated"
-    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(consolidated)), want)
-    convert(consolidated, tmp_path / "out")
-    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), want)
-    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
-
-
-def test_parameters_are_cast_when_asked_and_buffers_are_not(tmp_path):
-    save(tmp_path, "deepseek-v3", "torch_save")
-    convert(tmp_path, tmp_path / "out", dtype="bfloat16")
-    stored = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
-    dtypes = {name.endswith("e_score_correction_bias"): tensor.dtype for name, tensor in stored.items()}
-    assert dtypes == {False: torch.bfloat16, True: torch.float32}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 # -- what is refused

@@ -207,15 +207,6 @@ def synchronous(folder: Path) -> FakeRun:
     return FakeRun(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=[])
 
 
-def test_a_synchronous_run_goes_on_asynchronously(tmp_path):
-    first = synchronous(tmp_path)
-    first.trainer.num_steps = 2
-    first.go()
-    run = Run(tmp_path)
-    run.go()
-    assert batches(run)[:2] == [[3, 3], [4, 4]]
-
-
 @pytest.mark.parametrize("lost", ["policy", "group_keeper"])
 def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, lost):
     run = Run(tmp_path, "checkpointing.save_period=3", "grpo.async_grpo.max_trajectory_age_steps=2")

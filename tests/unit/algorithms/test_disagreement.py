@@ -266,15 +266,6 @@ def test_tokens_that_were_made_from_text_are_named(models):
     assert "change when they are decoded and tokenised again, and no recorded sample does" in found.finding
 
 
-def test_samples_with_other_logprobs_and_no_known_cause_are_not_explained_away(models):
-    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
-        for sample in group.samples:
-            sample.generation_logprobs = sample.generation_logprobs * 1.5
-        return group
-
-    assert examine(models / "llama", after=after).cause == Cause.NOT_REPRODUCED
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeakyLayout(RowLayout):
     """Sequences that lie end to end see each other."""

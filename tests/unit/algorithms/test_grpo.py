@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.trainers.disagreement import COLUMN
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
-from nemo_rl.distributed.errors import WorkerDied, WorkerError
+from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import find_gpu
-from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import GroupHandle, SampleStatus, TrainResult
 from tests.fakes import FakePolicy, sample_meta
 from tests.unit.algorithms.fake_runs import FakeRun
@@ -153,25 +150,6 @@ def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
     rows = run.go()
     assert [row["train/num_skipped_steps"] for row in rows] == [1, 0, 0]
     assert "optimizer steps were skipped" in run.text.getvalue()
-
-
-class OutOfMemory(FakePolicy):
-    """Fails when an investigation computes something."""
-
-    def compute(self, task: HeadTask, column: str) -> None:
-        if column == COLUMN:
-            raise WorkerError("policy-0: out of memory", worker="policy-0", rank=0, method="compute")
-        super().compute(task, column)
-
-
-def test_an_investigation_of_disagreement_that_fails_does_not_end_the_run(tmp_path):
-    run = Run(tmp_path)
-    run.policy.results[0].metrics["token_mult_prob_error"] = 2.0
-    policy: Any = OutOfMemory(results=run.policy.results)
-    generation: Any = SimpleNamespace(abandon_requests=None)
-    run.trainer.policy, run.trainer.policies, run.trainer.generation = policy, [policy], generation
-    assert len(run.go()) == 3
-    assert run.text.getvalue().count("training and generation disagree; no cause found: policy-0: out of memory") == 1
 
 
 def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_path):

@@ -19,12 +19,10 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
-from nemo_rl.algorithms.setup.rollouts import first_prompts
 from nemo_rl.algorithms.trainers.metrics import (
     best_of_k,
     by_task,
     idle_metrics,
-    idle_verdict,
     pass_at_k,
     performance_metrics,
     rollout_metrics,
@@ -32,7 +30,6 @@ from nemo_rl.algorithms.trainers.metrics import (
     turn_seconds,
     validation_metrics,
 )
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
 from tests.unit.algorithms.fake_runs import FakeRun
@@ -212,13 +209,6 @@ def test_in_turns_each_side_idles_while_the_other_works():
     )
 
 
-def test_side_by_side_only_what_is_waited_for_is_exposed():
-    seconds = {"exposed_generation": 1.0, "wait_for_rollouts": 0.5, "policy_training": 8.5, "total_step_time": 10.0}
-    metrics = idle_metrics(seconds, use(5.9))
-    assert metrics["exposed_generation_s"] == 1.5 and metrics["training_idle_fraction"] == pytest.approx(0.15)
-    assert idle_verdict(metrics) == "generation starves: 41% idle"
-
-
 TWO_TASKS = (
     "data.train=[{dataset_name: arithmetic, weight: 3.0}, {dataset_name: arithmetic, env_name: other, weight: 1.0}]",
     "data.validation=[{dataset_name: arithmetic}, {dataset_name: arithmetic, env_name: other}]",
@@ -274,18 +264,3 @@ def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_pa
     assert rows[0]["train/arithmetic/reward"] == 0.5
     assert sum(rows[0][f"train/{task}/num_samples"] for task in tasks) == 8
     assert math.isfinite(rows[0]["train/arithmetic#2/mean_gen_tokens_per_sample"])
-
-
-def test_every_validation_dataset_has_its_part_of_a_short_validation():
-    def part(name: str, size: int) -> NamedRows:
-        return NamedRows(name=name, task_name=name, rows=[{"problem": str(i)} for i in range(size)])
-
-    data = PromptDataset([part("a", 10), part("b", 2), part("c", 10)])
-    assert [prompt.prompt_id for prompt in first_prompts(data, 8)] == [
-        *(f"a:{i}" for i in range(3)),
-        "b:0",
-        "b:1",
-        *(f"c:{i}" for i in range(3)),
-    ]
-    assert len(first_prompts(data, 99)) == 22
-    assert first_prompts(None, 3) == []

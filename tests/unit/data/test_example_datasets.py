@@ -13,7 +13,7 @@ from nemo_rl.data.datasets.examples import (
     tree_conversations,
     trees_of_messages,
 )
-from nemo_rl.data.datasets.registry import load_rows, load_stream
+from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import BAD_ROW
 
 
@@ -248,26 +248,6 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     assert rows[0][BAD_ROW].startswith(
         "has columns context, question, answers, which do not have the layout of the dataset"
     )
-
-
-def test_streams_give_the_rows_of_the_whole_table(write):
-    chats = [{"messages": [user(str(i)), assistant("x")], "tools": None} for i in range(5)]
-    path = write(chats)
-    for cfg in (
-        sft(data_path=path, streaming=True),
-        sft(dataset_name="tulu3_sft_mixture", data_path=path, streaming=True),
-    ):
-        stream = load_stream(cfg)
-        whole, _ = load_rows(cfg.model_copy(update={"streaming": False}))
-        assert [stream.convert(row)["messages"] for row in stream.table] == [row["messages"] for row in whole]
-    pairs = write(
-        [{"context": [user("q")], "completions": [{"rank": 0, "completion": [assistant(str(i))]}]} for i in range(3)]
-    )
-    stream = load_stream(dpo(dataset_name="PreferenceDataset", data_path=pairs, streaming=True))
-    assert [stream.convert(row)["chosen"][0]["content"] for row in stream.table] == ["0", "1", "2"]
-    for cfg in (sft(dataset_name="arithmetic", streaming=True), sft(dataset_name="open_assistant", streaming=True)):
-        with pytest.raises(ValueError, match="cannot be streamed"):
-            load_stream(cfg)
 
 
 @pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (1, "two"), (2, "two")])

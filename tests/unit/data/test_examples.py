@@ -94,17 +94,6 @@ def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
     assert tokenizer.decode(bare.token_ids) == "1+1|2|"
 
 
-def test_rows_that_are_tokens_already():
-    row = {"input_ids": [8, 9, 10, 11], "labels": [-100, -100, 10, 11]}
-    for processor in ("pretokenized", "sft_processor"):
-        (example,), meta = maker(processor)(prompt(row))
-        assert example.token_ids.tolist() == [8, 9, 10, 11]
-        assert example.token_mask.tolist() == [False, False, True, True]
-        assert meta.num_loss_tokens == 2
-    (example,), _ = maker()(prompt({"input_ids": [8, 9, 10]}))
-    assert example.token_mask.tolist() == [False, True, True]
-
-
 PAIR = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
 
 

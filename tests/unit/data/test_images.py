@@ -164,17 +164,3 @@ def test_a_folder_of_images(tmp_path):
     assert [part["type"] for part in rows[1]["problem"]] == ["text", "image", "text"]
     assert rows[0]["messages"][1] == {"role": "assistant", "content": "2"}
     assert read_image(rows[0]["problem"][0]["image"]).size == (48, 48)
-
-
-def test_hub_columns():
-    image = {"bytes": png(shapes.draw(SCENE)), "path": None}
-    clevr = pictures.clevr_row({"image": image, "problem": "How many?", "solution": "<answer> 2 </answer>"})
-    assert clevr["expected_answer"] == "2"
-    geometry = pictures.geometry_row({"images": [image], "problem": "<image>Find x.", "answer": "7"})
-    assert [part["type"] for part in geometry["problem"]] == ["image", "text"]
-    refcoco = pictures.refcoco_row({"image": image, "answer": ["the ball"], "bbox": [10, 20, 5, 6]})
-    assert json.loads(refcoco["expected_answer"]) == [10, 20, 15, 26]
-    okvqa = pictures.okvqa_row({"image": image, "question": "What?", "answers": ["race", "race", "racing"]})
-    assert json.loads(okvqa["expected_answer"]) == ["race", "race", "racing"]
-    with pytest.raises(ValueError, match="has 2 images and 1 times <image>"):
-        pictures.geometry_row({"images": [image, image], "problem": "<image>Find x.", "answer": "7"})

@@ -136,10 +136,3 @@ def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
         second.load_state_dict(json.loads(json.dumps(state)))
         assert first.fingerprint() == fresh().fingerprint()  # which reads rows too
         assert ids(epochs(second)) == [[name for name, _ in batch] for batch in whole[stop:]]
-
-
-def test_too_few_rows_are_refused_with_the_fix():
-    with pytest.raises(ValueError, match=r"has 3 rows.*policy.train_global_batch_size \(now 4\)"):
-        next(iter(StreamedPrompts([counted(3)], 4)))
-    with pytest.raises(ValueError, match="has 0 rows"):
-        next(iter(StreamedPrompts([counted(0)], 4, drop_last=False)))

@@ -7,10 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir, decode_row, encode_row
+from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
 from nemo_rl.types import Example, ExampleMeta, Prompt
 
 
@@ -47,27 +45,6 @@ def assert_same(one, other):
         for x, y in ((a.token_ids, b.token_ids), (a.token_mask, b.token_mask)):
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=3),
-    st.floats(allow_nan=False),
-    st.none() | st.text(max_size=20),
-)
-def test_what_is_written_is_what_is_read(sequences, margin, problem):
-    examples = [
-        Example(
-            sample_id=f"d:1/{k}",
-            token_ids=np.array(ids, dtype=np.int32),
-            token_mask=np.array([i % 3 == 0 for i in ids], dtype=bool),
-            margin=margin,
-        )
-        for k, ids in enumerate(sequences)
-    ]
-    lengths = tuple(len(ids) for ids in sequences)
-    meta = ExampleMeta(prompt_id="d:1", index=0, lengths=lengths, num_loss_tokens=1, problem=problem)
-    assert_same(decode_row(encode_row((examples, meta), "d:1"), prompt(1)), (examples, meta))
 
 
 def test_rows_are_found_again_by_content_under_the_ids_of_the_prompt(tmp_path):

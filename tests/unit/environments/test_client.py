@@ -193,12 +193,6 @@ def test_a_wrong_return_names_environment_and_field(change, message):
     assert re.search(message, str(failure))
 
 
-def test_several_rewards_are_kept_and_added_up():
-    actor = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(rewards=torch.tensor([[0.5, 0.0, 1.0]])))
-    (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
-    assert (step.reward, step.reward_parts) == (1.5, [0.5, 0.0, 1.0])
-
-
 def test_registry_names_what_is_missing():
     with pytest.raises(ValueError, match="did you mean math"):
         find_env_class("mth")

@@ -18,7 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.remote.environment import RemoteEnvironment
-from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, serve
+from nemo_rl.environments.remote.server import EnvironmentServer, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
 
 MATH = {"num_workers": 1}
@@ -213,33 +213,6 @@ def test_the_server_refuses_what_is_no_request():
         found = asyncio.run(answers(url))
     assert [status for status, _ in found] == [415, 400, 400, 400, 400, 400, 400]
     assert "application/json" in found[0][1] and "protocol 7" in found[2][1] and "batch[0]" in found[6][1]
-
-
-def test_a_request_that_comes_again_is_answered_from_memory_however_many_came_in_between():
-    import aiohttp
-
-    environment, times = Counting(), [0.0]
-
-    async def ask(url: str) -> None:
-        async with aiohttp.ClientSession() as session:
-
-            async def step(request_id: str) -> None:
-                batch = [{"messages": log("a"), "metadata": {"turn": 0}}]
-                body = {"protocol": 1, "request_id": request_id, "batch": batch}
-                async with session.post(f"{url}/step", json=body) as response:
-                    assert (await response.json())["metadata"] == [{"turn": 1}]
-
-            for number in range(300):
-                await step(str(number))
-            times[0] = REMEMBERED_S
-            await step("0")
-            assert len(environment.calls) == 300
-            times[0] = REMEMBERED_S + 1  # nobody asks again after so long
-            await step("0")
-            assert len(environment.calls) == 301
-
-    with served(EnvironmentServer(environment, "env", None, clock=lambda: times[0]).app()) as url:
-        asyncio.run(ask(url))
 
 
 GOOD = {

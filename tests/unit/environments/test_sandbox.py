@@ -23,7 +23,6 @@ from nemo_rl.environments.code.sandbox.isolation import (
     build_filter,
     numbers,
 )
-from nemo_rl.environments.code.sandbox.process import remove_tree
 from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable
 from nemo_rl.environments.config import SandboxConfig
@@ -105,11 +104,6 @@ def outcomes(pool: SandboxPool) -> dict[str, SandboxResult]:
 def test_hostile_program_is_contained_and_named(name: str, outcomes: dict[str, SandboxResult]) -> None:
     assert_contained(name, outcomes[name])
     assert outcomes[name].duration_s < LIMITS.time_limit_s + 3
-
-
-def test_facts_of_the_wrong_types_count_as_not_said(outcomes: dict[str, SandboxResult]) -> None:
-    result = outcomes["facts of the wrong types, with the token"]
-    assert (result.exit_status, result.error, result.failed_cell) == (1, "", None)
 
 
 def test_sixty_hostile_programs_in_a_row_leave_nothing_behind(pool: SandboxPool) -> None:
@@ -314,30 +308,6 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(t
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     SandboxPool(1, LIMITS).close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_depth_links_and_modes_are_no_obstacle(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "kept").write_text("x")
-    target = tmp_path / "target"
-    target.mkdir()
-    here = os.getcwd()
-    try:
-        os.chdir(target)
-        for _ in range(300):
-            os.mkdir("d" * 200)
-            os.chdir("d" * 200)
-    finally:
-        os.chdir(here)
-    (target / "link").symlink_to(outside)
-    (target / "loop").symlink_to(target)
-    (target / "closed").mkdir()
-    (target / "closed" / "inner").mkdir(mode=0)
-    (target / "closed").chmod(0)
-    remove_tree(str(target))
-    assert not target.exists()
-    assert (outside / "kept").read_text() == "x"
 
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x50000

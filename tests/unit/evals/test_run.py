@@ -73,17 +73,6 @@ def folder(tmp_path):
         yield samples
 
 
-def test_prompts_with_failed_samples_wait_for_the_end(folder):
-    chosen = writer(folder, "eval.max_failed_sample_fraction=0.5")
-    chosen.take([handle("arithmetic:0", 1.0, None), handle("arithmetic:1", 1.0, 1.0)])
-    chosen._write()
-    assert list(folder.outcomes) == ["arithmetic:1"], "a run that ends here asks the other one again"
-    chosen.finish()
-    assert list(folder.outcomes) == ["arithmetic:1", "arithmetic:0"]
-    failed = list(folder.records())[3]
-    assert (failed.status, failed.reward, failed.response) == ("failed", None, "")
-
-
 def test_too_many_failures_end_it_and_are_not_written(folder):
     chosen = writer(folder, "eval.max_failed_sample_fraction=0.1")
     chosen.take([handle("arithmetic:0", None, None), handle("arithmetic:1", 1.0, 1.0)])

@@ -205,35 +205,6 @@ def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
     assert browser.errors == []
 
 
-def test_dead_groups_and_tasks(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
-    for step in range(1, 11):
-        groups = [
-            {
-                "id": f"{step}/{n}",
-                "prompt": f"p:{n}",
-                "task": task,
-                "rewards": rewards,
-                "lengths": [5, 7],
-                "turns": [1, 1],
-            }
-            | {"status": "ct", "advantages": [0.0, 0.0]}
-            for n, (task, rewards) in enumerate([("math", [0.0, 1.0]), ("code", [step / 10, step / 10])])
-        ]
-        append(run / "groups.jsonl", step=step, groups=groups)
-    path = write_report([run])
-    (found,) = data_of(path)["runs"]
-    code, math = found["tasks"]
-    assert (code["task"], code["dead"], code["first"], code["last"]) == ("code", 1.0, 0.1, 1.0)
-    assert (math["dead"], math["truncated"], math["tokens"], math["samples"]) == (0.0, 0.5, 6.0, 20)
-    assert found["prompts"][0] == {"prompt": "p:1", "groups": 10, "dead": 10, "reward": pytest.approx(0.55)}
-    browser.open(path, "#groups")
-    browser.wait("document.querySelectorAll('.boxes').length === 20")
-    browser.evaluate("document.getElementById('dead-only').click()")
-    browser.wait("document.querySelectorAll('.boxes').length === 10")
-    assert browser.errors == []
-
-
 def test_two_runs_side_by_side(tmp_path, browser: Browser):
     runs = [write_run(tmp_path / "exp_000"), write_run(tmp_path / "exp_001", seed=7)]
     for run in runs:

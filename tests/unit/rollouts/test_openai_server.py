@@ -441,19 +441,3 @@ def test_requests_outlive_an_engine_and_end_with_the_server():
                 await client.models.list()
 
     asyncio.run(main())
-
-
-def test_nobody_is_sampled_for_who_went_away():
-    async def main() -> None:
-        replica = FakeReplica(lambda request: None)
-        server = OpenAIServer(settings(), [replica])
-        async with client_of(await server.listen()) as client:
-            waiting = asyncio.create_task(client.completions.create(model="tiny", prompt="1+2", n=2))
-            while len(replica.under_way) < 2:
-                await asyncio.sleep(0.01)
-            waiting.cancel()
-            while replica.under_way:
-                await asyncio.sleep(0.01)
-            await server.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 20))

@@ -32,7 +32,7 @@ def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
     return second
 
 
-@pytest.mark.over_20s("MLflow makes its database in fifty migrations")
+@pytest.mark.slow  # its database is made in fifty migrations
 def test_mlflow_in_sqlite(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
