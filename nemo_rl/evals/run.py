@@ -17,7 +17,7 @@ from nemo_rl.algorithms.setup.launch import run_command, start_cluster
 from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts, image_reader
 from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
 from nemo_rl.algorithms.setup.rollouts import sections_to_start
-from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.accelerator import Accelerator

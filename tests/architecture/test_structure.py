@@ -10,11 +10,11 @@ from tools import structure
 
 LIMITS = {
     "lines of nemo_rl": 56_400,
-    "files of nemo_rl": 268,
+    "files of nemo_rl": 269,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_700,
+    "lines of the GRPO walk": 7_550,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_000,

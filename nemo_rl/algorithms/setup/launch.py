@@ -12,7 +12,7 @@ import ray
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
-from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator

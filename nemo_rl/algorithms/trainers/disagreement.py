@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from nemo_rl.algorithms.trainers.rollout_trainer import NothingToCompare, RolloutTrainer
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.inspection import (
@@ -50,6 +51,10 @@ POSITION_SETTINGS = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq"),
     *("max_position_embeddings", "sliding_window", "use_sliding_window", "layer_types"),
 )
+
+
+class NothingToCompare(ValueError):
+    """No sample tells how far training and generation are apart."""
 
 
 class Cause(StrEnum):
@@ -470,3 +475,24 @@ def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, train
         precision=config.precision,
         micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
     ).investigate(groups, trained_version=trained_version, policy_version=trainer.version)
+
+
+def look_into(trainer: RolloutTrainer, groups: Sequence[GroupHandle]) -> None:
+    """`investigate` in the middle of a run: the cause goes to the console and into `disagreement_step_N.json`.
+
+    The run was sound before, so an investigation that fails is a warning, unless a worker died or hangs.
+    """
+    console, step = trainer.tools.console, trainer.state.total_steps + 1
+    try:
+        diagnosis = investigate(trainer, groups, trained_version=step - 1)
+    except (WorkerDied, WorkerHang):
+        raise
+    except (WorkerError, NothingToCompare) as error:
+        console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
+        return
+    path = trainer.tools.logger.run_dir / f"disagreement_step_{step}.json"
+    try:
+        path.write_text(diagnosis.to_json(), encoding="utf-8")
+    except OSError as error:
+        console.warn(f"{path} cannot be written: {error.strerror}")
+    console.warn(f"{diagnosis}\n  all    {path}")

@@ -1,21 +1,27 @@
-"""Where a run gets its groups of samples from: training prompts -> requests -> finished groups."""
+"""Where a run gets its groups of samples from: training prompts -> requests -> finished groups, and which failed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_rl.algorithms.config.rollout import RolloutConfig
+from nemo_rl.algorithms.config.rollout import RolloutConfig, RolloutMasterConfig
 from nemo_rl.algorithms.trainers.trainer import DataExhausted
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle, Prompt, SamplingParams
+from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.console import RunConsole
 
 BUFFER_FOLDER = "replay_buffer"
 OPEN_GROUPS = "open_groups.json"
+MAX_REASONS_SHOWN = 3
+
+
+class TooManyFailures(RuntimeError):
+    """More episodes failed than `max_failed_sample_fraction` allows."""
 
 
 class PromptRequests:
@@ -110,3 +116,37 @@ class GroupSource:
                 f"{folder.parent} was written by an asynchronous run and holds groups that were not trained yet: "
                 "set grpo.async_grpo.enabled=true, or take another checkpointing.checkpoint_dir"
             )
+
+
+def check_failures(groups: Sequence[GroupHandle], config: RolloutMasterConfig, console: RunConsole) -> None:
+    """Warn of samples without an outcome; stop the run when there are too many to be chance."""
+    samples = [sample for group in groups for sample in group.samples]
+    too_long = sorted({group.prompt_id for group in groups if group.samples[0].status is SampleStatus.PROMPT_TOO_LONG})
+    if too_long:
+        limit = config.data.max_input_seq_length
+        text = f"prompts longer than data.max_input_seq_length={limit}: {', '.join(too_long[:8])}"
+        if len(too_long) == len(groups):
+            raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
+        console.warn(f"{len(too_long)} {text}; they are left out")
+    late = [sample for sample in samples if sample.status.is_late]
+    limits = {
+        SampleStatus.TIMED_OUT: f"{config.section}.episode_timeout_s={config.rollout.episode_timeout_s}",
+        SampleStatus.AGENT_HUNG: "env.<name>.time_limit_s of their agents",
+    }
+    key = " or ".join(limits[status] for status in limits if any(sample.status is status for sample in late))
+    if late and len(late) == len(samples):
+        raise TooManyFailures(
+            f"all {len(late)} episodes took longer than {key}: raise it, lower "
+            f"{config.section}.max_rollout_turns or policy.generation.max_new_tokens, or sample on more devices"
+        )
+    if late:
+        console.warn(f"{len(late)} of {len(samples)} episodes took longer than {key}")
+    failed = [sample for sample in samples if sample.status.is_failure]
+    # Each reason once, with the first sample that has it.
+    by_reason = {str(sample.failure).replace(sample.sample_id, ""): str(sample.failure) for sample in failed[::-1]}
+    reasons = "\n".join(sorted(by_reason.values())[:MAX_REASONS_SHOWN])
+    if failed:
+        console.warn(f"{len(failed)} of {len(samples)} episodes failed:\n{reasons}")
+    if len(failed) > config.rollout.max_failed_sample_fraction * len(samples):
+        limit = f"{config.section}.max_failed_sample_fraction={config.rollout.max_failed_sample_fraction}"
+        raise TooManyFailures(f"{len(failed)} of {len(samples)} episodes failed, more than {limit}:\n{reasons}")

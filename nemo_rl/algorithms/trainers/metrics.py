@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from nemo_rl.algorithms.config.metric_names import turns_reported
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PaddedTokens
 from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
 from nemo_rl.models.policy.flops import Gpu
-from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, SampleMeta, SampleStatus
 from nemo_rl.utils.timer import GenerationUse
 
 
@@ -223,6 +224,53 @@ def _mean(values: Sequence[float]) -> float:
 
 def _max(values: Sequence[float]) -> float:
     return float(max(values)) if len(values) > 0 else math.nan
+
+
+def token_imbalance(plan: BatchPlan) -> float:
+    """Tokens of the fullest rank over the mean of all ranks (1.0 is even)."""
+    tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
+    return max(tokens) * len(tokens) / sum(tokens)
+
+
+def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
+    """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time.
+
+    Returns:
+        packing/num_micro_batches: of each rank, in training.
+        packing/num_logprob_micro_batches: of each rank, for logprobs.
+        packing/samples_per_micro_batch: mean, in training.
+        packing/fill: tokens over the token budget, or over the padded tokens if there is no budget.
+        packing/padding_fraction: the share of padding if these micro-batches were right-padded. Padding-free layouts,
+            such as sequence packing, do not compute it.
+        packing/token_imbalance: tokens of the fullest rank over the mean of all ranks (1.0 is even).
+        packing/work_imbalance: the same for the work, squared lengths included.
+        packing/wait_imbalance: the same for the work if ranks wait for each other at every micro-batch: the sum over
+            micro-batches of the largest work among ranks, over the sum of the mean work.
+    """
+    ranks = [[batch for step in rank.train for batch in step] for rank in plan.ranks]
+    batches = [batch for rank in ranks for batch in rank]
+    tokens = sum(sample.length for batch in batches for sample in batch)
+    padded = sum(_padded_tokens(batching.train, batch) for batch in batches)
+    room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
+    work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
+    return {
+        "packing/num_micro_batches": len(ranks[0]),
+        "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
+        "packing/samples_per_micro_batch": sum(len(batch) for batch in batches) / len(batches),
+        "packing/fill": tokens / room,
+        "packing/padding_fraction": 1 - tokens / padded,
+        "packing/token_imbalance": token_imbalance(plan),
+        # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.
+        "packing/work_imbalance": float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
+        "packing/wait_imbalance": float(work.max(axis=0).sum() / work.mean(axis=0).sum()),
+    }
+
+
+def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:
+    """Tokens of the micro-batch when it is right-padded."""
+    num_sequences = sum(len(sample.lengths) for sample in micro_batch)
+    lengths = (rule.padded_length(s) if isinstance(rule, PaddedTokens) else s.longest for s in micro_batch)
+    return num_sequences * max(lengths)
 
 
 WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")

@@ -11,8 +11,8 @@ from typing import Any
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch, token_imbalance
-from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests, check_failures
 from nemo_rl.algorithms.trainers.metrics import (
     DraftMeter,
     agent_metrics,
@@ -20,8 +20,10 @@ from nemo_rl.algorithms.trainers.metrics import (
     flops_metrics,
     idle_metrics,
     idle_verdict,
+    packing_metrics,
     performance_metrics,
     rollout_metrics,
+    token_imbalance,
     turn_metrics,
     turn_seconds,
     validation_metrics,
@@ -29,29 +31,20 @@ from nemo_rl.algorithms.trainers.metrics import (
 from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
-from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang, first_line
+from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
+from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams
 from nemo_rl.utils.checkpoint.save import StateWrite
 from nemo_rl.utils.registry import import_object
 
-INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:investigate"  # imported when it is needed
+INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:look_into"  # imported when it is needed
 TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
-MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
-
-
-class NothingToCompare(ValueError):
-    """No sample tells how far training and generation are apart."""
-
-
-class TooManyFailures(RuntimeError):
-    """More episodes failed than `max_failed_sample_fraction` allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +260,7 @@ class RolloutTrainer(Trainer):
 
     def look_into_disagreement(self, groups: Sequence[GroupHandle]) -> None:
         """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows."""
-        alarms, step = self.run.logger.alarms, self.state.total_steps + 1
+        alarms = self.run.logger.alarms
         limits = {TOKEN_ERROR: alarms.disagreement, SAMPLE_ERROR: alarms.sample_disagreement}
         errors = {name: self.metrics.get(name, 1.0) for name in limits}
         is_high = any(limit is not None and not errors[name] <= limit for name, limit in limits.items())
@@ -277,56 +270,11 @@ class RolloutTrainer(Trainer):
         if not alarms.enabled or not is_new or is_by_design or self.generation is None:
             return
         with self.phase("investigation"):
-            try:
-                diagnosis = import_object(INVESTIGATE, "investigation")(self, groups, trained_version=step - 1)
-            except (WorkerDied, WorkerHang):
-                raise
-            except (WorkerError, NothingToCompare) as error:  # the run was sound before somebody looked into it
-                self.tools.console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
-                return
-        path = self.tools.logger.run_dir / f"disagreement_step_{step}.json"
-        try:
-            path.write_text(diagnosis.to_json(), encoding="utf-8")
-        except OSError as error:
-            self.tools.console.warn(f"{path} cannot be written: {error.strerror}")
-        self.tools.console.warn(f"{diagnosis}\n  all    {path}")
-
-    # -- episodes without an outcome
+            import_object(INVESTIGATE, "investigation")(self, groups)
 
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
-        """Warn of samples without an outcome; stop the run when there are too many to be chance."""
-        samples = [sample for group in groups for sample in group.samples]
-        too_long = sorted(
-            {group.prompt_id for group in groups if group.samples[0].status is SampleStatus.PROMPT_TOO_LONG}
-        )
-        if too_long:
-            limit = self.run.data.max_input_seq_length
-            text = f"prompts longer than data.max_input_seq_length={limit}: {', '.join(too_long[:8])}"
-            if len(too_long) == len(groups):
-                raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
-            self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
-        late = [sample for sample in samples if sample.status.is_late]
-        limits = {
-            SampleStatus.TIMED_OUT: f"{self.run.section}.episode_timeout_s={self.run.rollout.episode_timeout_s}",
-            SampleStatus.AGENT_HUNG: "env.<name>.time_limit_s of their agents",
-        }
-        key = " or ".join(limits[status] for status in limits if any(sample.status is status for sample in late))
-        if late and len(late) == len(samples):
-            raise TooManyFailures(
-                f"all {len(late)} episodes took longer than {key}: raise it, lower "
-                f"{self.run.section}.max_rollout_turns or policy.generation.max_new_tokens, or sample on more devices"
-            )
-        if late:
-            self.tools.console.warn(f"{len(late)} of {len(samples)} episodes took longer than {key}")
-        failed = [sample for sample in samples if sample.status.is_failure]
-        # Each reason once, with the first sample that has it.
-        by_reason = {str(sample.failure).replace(sample.sample_id, ""): str(sample.failure) for sample in failed[::-1]}
-        reasons = "\n".join(sorted(by_reason.values())[:MAX_REASONS_SHOWN])
-        if failed:
-            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed:\n{reasons}")
-        if len(failed) > self.run.rollout.max_failed_sample_fraction * len(samples):
-            limit = f"{self.run.section}.max_failed_sample_fraction={self.run.rollout.max_failed_sample_fraction}"
-            raise TooManyFailures(f"{len(failed)} of {len(samples)} episodes failed, more than {limit}:\n{reasons}")
+        """See `group_sources.check_failures`."""
+        check_failures(groups, self.run, self.tools.console)
 
     # -- validation
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, packing_metrics, plan_samples, token_imbalance
-from nemo_rl.algorithms.trainers.metrics import flops_metrics
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize, plan_samples
+from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics, token_imbalance
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops

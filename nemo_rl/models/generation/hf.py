@@ -18,7 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.interfaces import AnswerQueue, EngineDied, GenerationInterface, prompt_problem
+from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
+from nemo_rl.models.generation.interfaces import EngineDied, GenerationInterface
 from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.types import GenerationAnswer, GenerationRequest
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import find_gpu

@@ -18,11 +18,12 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.algorithms.trainers.metrics import (
     best_of_k,
     by_task,
     idle_metrics,
+    packing_metrics,
     pass_at_k,
     performance_metrics,
     rollout_metrics,

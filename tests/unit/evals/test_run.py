@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig

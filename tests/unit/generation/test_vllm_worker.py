@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.interfaces import AnswerQueue
+from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.vllm.worker import VllmWorker, start_failure
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nemo_rl.distributed.collectives import own_address, release_port
+from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
-from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
 from nemo_rl.types import (
     Completion,
