@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,24 +35,34 @@ ATTENTION = "nemo_rl"
 PACKABLE_ARCHITECTURES = frozenset({
     "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared",
-    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3",
-    "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
-    "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "seed_oss", "smollm3",
-    "solar_open", "starcoder2",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minicpm3", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe",
+    "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "seed_oss",
+    "smollm3", "solar_open", "starcoder2",
 })
 # fmt: on
 """`model_type` of the architectures of transformers in which attention alone mixes tokens."""
 
-_WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+OTHER_MIXERS = {
+    "llama4_text": "Llama4TextAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+}
+"""Architectures with layers that read a row from its first token. In these layers, here by class, `token_mixers` gives
+every sequence a row of its own."""
 
 
 def unpackable_reason(config: PretrainedConfig) -> str | None:
-    """Why sequences of this architecture cannot be packed or cut over ranks; None if they can.
+    """Why sequences of this architecture cannot be packed; None if they can.
 
     An unknown architecture gets a reason: a leak from one sequence into another would raise no error.
     """
     text = config.get_text_config()
+    if text.model_type in OTHER_MIXERS:
+        return None
     model = _model_class(config)
     settings = text.to_dict()
     foreign = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -62,8 +72,6 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
         return "its attention scores are soft-capped (attn_logit_softcapping)"
     if settings.get("use_bidirectional_attention"):
         return "its attention is not causal (use_bidirectional_attention)"
-    if text.model_type in _WITH_SINKS:
-        return "its attention has sinks"
     if model._is_stateful:
         return f"{model.__name__} carries a state from token to token"
     if not model._supports_attention_backend:
@@ -71,6 +79,13 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
     if text.model_type not in PACKABLE_ARCHITECTURES:
         return "it is none of the architectures known to keep sequences apart"
     return None
+
+
+def uncuttable_reason(config: PretrainedConfig) -> str | None:
+    """Why sequences of this architecture cannot be cut over ranks; None if they can."""
+    if (mixer := OTHER_MIXERS.get(config.get_text_config().model_type)) is not None:
+        return f"its layers of type {mixer} read every sequence from its first token"
+    return unpackable_reason(config)
 
 
 def attention_implementation(config: PretrainedConfig) -> str | dict[str, str]:
@@ -175,6 +190,7 @@ def attention(
         query: [R, heads, W, D].
         key, value: [R, key heads, W, D].
         sliding_window: a query sees at most this many keys, the last of which is its own.
+        s_aux: [heads], one more score of each query, of a key without a value: a sink (GPT-OSS).
         seen: bool [R, 1, W, keys], in place of `cu_seqlens`: which keys of a cache each query sees.
 
     Returns:
@@ -182,14 +198,15 @@ def attention(
     """
     assert attention_mask is None, "the model made a mask: was it built with attn_implementation='nemo_rl'?"
     assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
-    assert softcap is None and s_aux is None, f"{type(module).__name__}: see unpackable_reason"
+    assert softcap is None, f"{type(module).__name__}: see unpackable_reason"
     rows, _, width, _ = query.shape
     if seen is not None:
-        return _sdpa(query, key, value, scaling, sliding_window, seen).transpose(1, 2).contiguous(), None
+        return _sdpa(query, key, value, scaling, sliding_window, s_aux, seen).transpose(1, 2).contiguous(), None
     if cu_seqlens is None:
-        if not (sliding_window is not None and sliding_window < width and _has_flash(query, value)):
-            return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-        # Rows become segments here: a window as a mask would take W x W numbers and rule out the fast kernels.
+        needs_mask = s_aux is not None or (sliding_window is not None and sliding_window < width)
+        if not (needs_mask and _has_flash(query, value)):
+            return _sdpa(query, key, value, scaling, sliding_window, s_aux).transpose(1, 2).contiguous(), None
+        # Rows become segments here: windows and sinks would take W x W numbers and rule out the fast kernels.
         # Made on the device, unlike `CuSeqlens.of`, whose copy from the host would wait.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
         cu_seqlens = CuSeqlens((width,) * rows, (width,) * rows, offsets, offsets, width, width)
@@ -200,7 +217,7 @@ def attention(
         gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, group))
         key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
     attend = _flash if _has_flash(query, value) else _attend_by_length
-    out = attend((query, key, value), cu_seqlens, scaling, sliding_window)
+    out = attend((query, key, value), cu_seqlens, scaling, sliding_window, s_aux)
     return out.unflatten(0, (rows, width)), None
 
 
@@ -227,17 +244,23 @@ def _gpu_has_flash(index: int) -> bool:
     return is_built and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _flash(states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None) -> torch.Tensor:
+def _flash(
+    states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """One kernel for all segments. [T, heads, D] -> [T, heads, D of values]."""
     query, key, value = states
     # Multi-head latent attention has narrower values than queries; the kernel takes one width only. The padding adds
     # columns of zeros to the output, which are cut off again.
     narrower = query.shape[-1] - value.shape[-1]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    value = F.pad(value, (0, narrower)) if narrower else value
+    if sinks is not None:
+        out = cast(torch.Tensor, _FlashWithSinks.apply(query, key, value, sinks, cu_seqlens, scale, window))
+        return out[..., : out.shape[-1] - narrower]
     out = varlen_attn(
         query,
         key,
-        F.pad(value, (0, narrower)) if narrower else value,
+        value,
         cu_seqlens.cu_seqlens_q,
         cu_seqlens.cu_seqlens_k,
         cu_seqlens.max_seqlen_q,
@@ -247,12 +270,56 @@ def _flash(states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, torch.Tensor)
-    return out[..., : value.shape[-1]]
+    return out[..., : out.shape[-1] - narrower]
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """The same kernel with one more key per head, whose score is a sink and whose value is zero.
+
+    With z, the log of the softmax's denominator, the sink changes it to z' = log(e^z + e^sink) and the output to
+    o e^(z - z'). The kernel's backward pass takes o' and z' for its own: P' = e^(s - z') and dS = P' (dP - sum(do o'))
+    hold with the sink too. Its own score has dP = 0, so d sink = - sum over queries of e^(sink - z') sum(do o').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        cu_seqlens: CuSeqlens,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        ctx.lengths = (cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_k)
+        ctx.how = (scale, [-1 if window is None else window - 1, 0])
+        ctx.is_causal = window is None
+        cu = (cu_seqlens.cu_seqlens_q, cu_seqlens.cu_seqlens_k)
+        out, log_sum, rng = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *cu, *ctx.lengths, ctx.is_causal, *ctx.how, query.shape[1] != key.shape[1]
+        )
+        assert log_sum.shape == (query.shape[1], len(query)), "heads come first"
+        with_sink = torch.logaddexp(log_sum, sinks.float()[:, None])
+        out = (out * (log_sum - with_sink).exp().T[..., None]).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, *cu, out, with_sink, rng)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, cu_q, cu_k, out, with_sink, rng = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_states = torch.ops.torch_attn._varlen_attn_backward(
+            grad, query, key, value, out, with_sink, cu_q, cu_k, *ctx.lengths, ctx.is_causal, rng, *ctx.how
+        )
+        drawn = (grad.float() * out.float()).sum(dim=-1).T  # [heads, T]
+        of_sinks = -((sinks.float()[:, None] - with_sink).exp() * drawn).sum(dim=1)
+        return *of_states, of_sinks.to(sinks.dtype), None, None, None
 
 
 @torch.compiler.disable
 def _attend_by_length(
-    states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None
+    states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One SDPA call per run of segments of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
     pairs = zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True)
@@ -264,7 +331,7 @@ def _attend_by_length(
     outs = []
     for (count, q, k), *parts in zip(runs, queries, keys, values, strict=True):
         batched = [x.unflatten(0, (count, n)).transpose(1, 2) for x, n in zip(parts, (q, k, k), strict=True)]
-        outs.append(_sdpa(*batched, scaling, window).transpose(1, 2).flatten(0, 1))
+        outs.append(_sdpa(*batched, scaling, window, sinks).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
 
@@ -274,6 +341,7 @@ def _sdpa(
     value: torch.Tensor,
     scaling: float | None,
     window: int | None,
+    sinks: torch.Tensor | None,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal, bottom-right aligned. [B, heads, q, D], [B, key heads, k, D] -> [B, heads, q, D of values].
@@ -290,9 +358,29 @@ def _sdpa(
     if groups > 1 and query.is_cuda:  # there, grouped heads rule out all kernels that do not store every score
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         groups = 1
+    if sinks is not None:
+        mask = causal_mask(q, k, window, query.device) if mask is None else mask
+        return _with_sinks(
+            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), scaling, mask, sinks
+        )
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_plain, scale=scaling, enable_gqa=groups > 1
     )
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Softmax with one more column, the sinks [heads], which has no value. Stores every score."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores.masked_fill(~mask, float("-inf")), column.to(scores.dtype)], dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
 # -- context parallelism: each rank has some of the tokens of every sequence (see `RowLayout`)

@@ -39,6 +39,7 @@ from nemo_rl.models.policy.head.scalar import (
     is_scalar,
     scalar_config,
 )
+from nemo_rl.models.policy.token_mixers import isolate_sequences
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 from nemo_rl.utils.checkpoint.tensors import shape_differences
@@ -80,8 +81,11 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     with parameters_on_meta():
         # transformers writes the dtype and more into the configuration of a model it builds: hence a copy.
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
+    if model.base_model is model:  # Llama4ForCausalLM names a prefix that it does not have
+        model.base_model_prefix = "model"
     if is_scalar(config):
         check_scalar_head(model)
+    isolate_sequences(model)
     model.tie_weights()  # transformers skips it if weights are not initialised
     model.config.get_text_config().use_cache = False
     return model

@@ -18,9 +18,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
-    GptOssConfig,
     JambaConfig,
-    Llama4TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
@@ -28,7 +27,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
-    Qwen3NextConfig,
 )
 
 from nemo_rl.models.policy.attention import (
@@ -191,9 +189,7 @@ def test_neighbours_of_equal_length_share_a_call_and_no_mask_is_made():
     ("config", "reason", "implementation"),
     [
         (Gemma2Config(), "soft-capped", "eager"),
-        (GptOssConfig(), "sinks", "eager"),
-        (Llama4TextConfig(), "chunked_attention", "sdpa"),
-        (Qwen3NextConfig(), "linear_attention", "sdpa"),
+        (Lfm2Config(layer_types=["conv", "full_attention"] * 16), "layers of type conv", "sdpa"),
         (JambaConfig(), "a state from token to token", "sdpa"),
         (NemotronConfig(), "none of the architectures known", "sdpa"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "not causal", "sdpa"),
@@ -205,15 +201,8 @@ def test_architectures_whose_tokens_meet_elsewhere_are_refused_with_the_reason(c
     assert attention_implementation(config) == implementation
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Gemma2Config(**SHAPE, **MIXED, attn_logit_softcapping=2.0),
-        GptOssConfig(**SHAPE, **MIXED, num_local_experts=4, num_experts_per_tok=2),
-    ],
-    ids=["gemma2", "gpt-oss"],
-)
-def test_refused_architectures_are_exact_in_padded_rows_with_the_attention_chosen_for_them(config):
+def test_a_refused_architecture_is_exact_in_padded_rows_with_the_attention_chosen_for_it():
+    config = Gemma2Config(**SHAPE, **MIXED, attn_logit_softcapping=2.0)
     expected = states_alone(build(config, "eager"), LENGTHS)
     layout = RowLayout(padding_free=False, divisible_by=16)
     actual = states_together(build(config, attention_implementation(config)), LENGTHS, layout)
@@ -236,7 +225,7 @@ def test_compiled_layers_do_not_compile_anew_for_other_lengths():
 
 def test_what_segments_cannot_say_is_refused_in_the_attention_itself():
     query = torch.randn(1, 2, 3, 8)
-    for wrong in ({"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}):
+    for wrong in ({"softcap": 50.0}, {"dropout": 0.1}):
         with pytest.raises(AssertionError):
             attention(nn.Identity(), query, query, query, None, **wrong)
     with pytest.raises(AssertionError, match="made a mask"):
@@ -286,15 +275,17 @@ def test_a_text_model_inside_a_larger_one_is_judged_by_its_own_configuration():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window):
+def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window, sinks):
     cu_seqlens = CuSeqlens.of([19, 1, 2, 7, 7, 30], [19, 1, 12, 7, 9, 30])
     generator = torch.Generator().manual_seed(0)
     states = [
         torch.randn(1, heads, sum(lengths), 64, generator=generator).to(dtype)
         for heads, lengths in ((4, cu_seqlens.query_lengths), (2, cu_seqlens.key_lengths), (2, cu_seqlens.key_lengths))
     ]
+    states += [torch.randn(4, generator=generator).to(dtype)] if sinks else []
     grad = torch.randn(1, sum(cu_seqlens.query_lengths), 4, 64, generator=generator).to(dtype)
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
@@ -303,7 +294,8 @@ def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out, _ = attention(nn.Identity(), *inputs, None, scaling=0.3, sliding_window=window, cu_seqlens=moved)
+            how = {"scaling": 0.3, "sliding_window": window, "s_aux": inputs[3] if sinks else None}
+            out, _ = attention(nn.Identity(), *inputs[:3], None, cu_seqlens=moved, **how)
             out.backward(grads)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy import peft_format
-from nemo_rl.models.policy.attention import unpackable_reason
+from nemo_rl.models.policy.attention import uncuttable_reason, unpackable_reason
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
@@ -53,8 +53,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     if not is_scalar(model):
         logit_transform(model)
     tensor_parallel.check_tensor_parallel(model, settings)
-    reason = unpackable_reason(model)
-    if settings.context_parallel_size > 1 and reason is not None:
+    if settings.context_parallel_size > 1 and (reason := uncuttable_reason(model)) is not None:
         raise ValueError(
             f"{settings.key('context_parallel_size')}={settings.context_parallel_size}: sequences of a "
             f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
@@ -66,6 +65,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         lora.check_lora(model, lora_cfg)
     if lora_cfg.adapter_path is not None:
         peft_format.check_peft_adapter(Path(lora_cfg.adapter_path), model, lora_cfg, config.model_name)
+    reason = unpackable_reason(model)
     why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
     if reason is not None and config.padding_free:
         raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
