@@ -9,10 +9,10 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 56_400,
-    "files of nemo_rl": 269,
+    "lines of nemo_rl": 56_750,
+    "files of nemo_rl": 271,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_000,
+    "lines that run_grpo_math.py reaches": 25_150,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_550,
     "files in the largest folder": 20,

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from nemo_rl.models.policy.vision.families import sees_images
+from nemo_rl.models.policy.weight_loading import local_part
 
 ATTENTION = "nemo_rl"
 """Name of the function in transformers."""
@@ -53,6 +54,9 @@ OTHER_MIXERS = {
 }
 """Architectures with layers that read a row from its first token. In these layers, here by class, `token_mixers` gives
 every sequence a row of its own."""
+
+STATEFUL = frozenset(OTHER_MIXERS.values()) - {"Llama4TextAttention"}
+"""Those of them that carry a state from token to token."""
 
 
 def unpackable_reason(config: PretrainedConfig) -> str | None:
@@ -200,6 +204,7 @@ def attention(
     assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
     assert softcap is None, f"{type(module).__name__}: see unpackable_reason"
     rows, _, width, _ = query.shape
+    s_aux = None if s_aux is None else local_part(s_aux)  # tensor parallel ranks have some of the heads
     if seen is not None:
         return _sdpa(query, key, value, scaling, sliding_window, s_aux, seen).transpose(1, 2).contiguous(), None
     if cu_seqlens is None:

@@ -94,6 +94,11 @@ class ExpertNames:
             ValueError: the number of experts, or a shape, is not that of config.json.
         """
         assert stored.names is not None
+        if f"{name}_blocks" in stored.names:
+            from nemo_rl.models.policy import mxfp4
+
+            mxfp4.read(name, tensor, stored)
+            return True
         experts = self.fused_sources(name, tensor.shape)
         if not experts:
             other = self.stored_name(name)

@@ -111,7 +111,9 @@ class ModelFlops:
             width = 2 * (settings.get("head_dim") or hidden // heads)
         window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
         kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
-        windows = tuple(window if kind == "sliding_attention" else None for kind in kinds if kind not in WITHOUT_PAIRS)
+        # In a chunk of Llama 4 a query sees half of the chunk on average.
+        reaches = {"sliding_attention": window, "chunked_attention": (settings.get("attention_chunk_size") or 0) // 2}
+        windows = tuple(reaches.get(kind) for kind in kinds if kind not in WITHOUT_PAIRS)
         latent = settings.get("kv_lora_rank")
         key_values = 2 * (settings.get("num_key_value_heads") or heads) * (settings.get("head_dim") or hidden // heads)
         cached = latent + settings["qk_rope_head_dim"] if latent else key_values

@@ -28,7 +28,7 @@ from transformers.initialization import no_init_weights
 
 from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors
-from nemo_rl.models.policy.attention import attention_implementation
+from nemo_rl.models.policy.attention import OTHER_MIXERS, attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import (
@@ -39,7 +39,6 @@ from nemo_rl.models.policy.head.scalar import (
     is_scalar,
     scalar_config,
 )
-from nemo_rl.models.policy.token_mixers import isolate_sequences
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 from nemo_rl.utils.checkpoint.tensors import shape_differences
@@ -85,7 +84,10 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
         model.base_model_prefix = "model"
     if is_scalar(config):
         check_scalar_head(model)
-    isolate_sequences(model)
+    if model.config.get_text_config().model_type in OTHER_MIXERS:
+        from nemo_rl.models.policy.token_mixers import isolate_sequences
+
+        isolate_sequences(model)
     model.tie_weights()  # transformers skips it if weights are not initialised
     model.config.get_text_config().use_cache = False
     return model
@@ -108,8 +110,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:
-    """config.json of the model with `overrides` applied."""
-    return AutoConfig.from_pretrained(model_path, **overrides)
+    """config.json of the model with `overrides` applied. ValueError for weights in a format that cannot be read."""
+    return _of_plain_weights(AutoConfig.from_pretrained(model_path, **overrides), model_path)
+
+
+def _of_plain_weights(config: Any, name: str) -> Any:
+    if "quantization_config" not in config.to_dict():
+        return config
+    from nemo_rl.models.policy.mxfp4 import plain_config
+
+    return plain_config(config, name)
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -153,6 +163,10 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "change nothing in training; rope_theta and its like stand in "
             "rope_parameters: {rope_type: default, rope_theta: ...}"
         )
+    try:
+        model = _of_plain_weights(model, name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
     if sees_images(model):
         check_vision_model(config, model)
     elif config.freeze:
@@ -240,8 +254,16 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
         _check_head(f"{key}: {name!r}", stored, wants_score=is_scalar(config), has_score=has_score)
         for parameter, tensor in named_tensors(model):
             shape = tuple(tensor.shape)
-            if parameter != HEAD_WEIGHT or has_score:
-                wanted |= {parameter: shape} if parameter in stored.names else dict(names.split_meta(parameter, shape))
+            if parameter == HEAD_WEIGHT and not has_score:
+                continue
+            if parameter in stored.names:
+                wanted[parameter] = shape
+            elif f"{parameter}_blocks" in stored.names:
+                from nemo_rl.models.policy.mxfp4 import stored_shapes
+
+                wanted |= stored_shapes(parameter, shape)
+            else:
+                wanted |= dict(names.split_meta(parameter, shape))
         found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}
     missing, differing = shape_differences(found, wanted)
     if found and (missing or differing):

@@ -41,6 +41,7 @@ def _combined(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
 class _OneRowEach:
     """Goes before a layer's own class."""
 
+    @torch.compiler.disable
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, cu_seqlens: CuSeqlens | None = None, **kwargs: Any
     ) -> Any:

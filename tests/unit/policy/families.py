@@ -88,18 +88,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """`model_type` -> settings of its config.json beside the shape."""
 
 
-def family_config(family: str) -> PretrainedConfig:
-    settings = _SHAPE | FAMILIES[family]
+def family_config(family: str, **changes: Any) -> PretrainedConfig:
+    settings = _SHAPE | FAMILIES[family] | changes
     return AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
 
 
 def random_model(
-    family: str, dtype: torch.dtype = torch.float32, attn_implementation: str = "eager"
+    family: str, dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **changes: Any
 ) -> PreTrainedModel:
     """Weights with every bias and norm perturbed, so that nothing hides behind 0 or 1."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        family_config(family), dtype=dtype, attn_implementation=attn_implementation
+        family_config(family, **changes), dtype=dtype, attn_implementation=attn_implementation
     )
     if model.base_model is model:
         model.base_model_prefix = "model"
@@ -109,11 +109,13 @@ def random_model(
     return model.eval()
 
 
-def save_random_model(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same model with the tiny model's tokenizer in `directory`."""
+def save_random_model(
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """The same model, with the tiny model's tokenizer in `directory`."""
     from nemo_rl.data.tiny_model import build_tiny_tokenizer
 
-    model = random_model(family, dtype)
+    model = random_model(family, dtype, **changes)
     model.save_pretrained(directory)
     build_tiny_tokenizer().save_pretrained(directory)
     return model

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_rl.models.policy.attention import ATTENTION, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.dtensor.checks import check_policy
+from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.token_mixers import isolate_sequences
+from tests.unit.generation.configs import generation_config
 from tests.unit.policy.families import family_config, random_model
+from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.unit.policy.test_attention import gradients, states_alone, states_together
+from tests.worlds import run_world
 
 NEW = ["gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "llama4_text"]
 
@@ -28,7 +38,7 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("family", NEW)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 3, 7, 8, 9, 16, 31, 70]), min_size=1, max_size=6).filter(
         lambda x: max(x) > 1
@@ -57,3 +67,61 @@ def test_gradients_are_those_of_each_sequence_alone_and_would_show_a_leak(family
         assert (grad - expected_grads[name]).norm() <= 2e-5 * expected_grads[name].norm() + 1e-7, name
     leaked = states_together(ours, lengths, RowLayout(padding_free=True), drop_segments=True)
     assert (leaked - expected)[lengths[0] :].abs().max() > 0.01
+
+
+def pack_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, in, out] of numbers that MXFP4 holds exactly -> blocks and scales, one scale per group of 32."""
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    groups = matrices.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(dim=-1).div(6).log2().round().int()
+    scaled = torch.ldexp(groups, -exponents[..., None])
+    codes = torch.tensor([*values, *(-value for value in values)])
+    index = (scaled[..., None] - codes).abs().argmin(dim=-1).to(torch.uint8)
+    return index[..., ::2] | index[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_path: Path):
+    model = random_model("gpt_oss")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want, packed = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.tensor([6.0, -6.0, 0.5, 1.0, -1.5, 2.0, 3.0, -4.0])
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        shape = state.pop(name).transpose(1, 2).unflatten(-1, (-1, 32)).shape
+        chosen = levels[torch.randint(8, shape, generator=generator)]
+        chosen[..., 0] = 6.0  # so that the scale is known
+        scales = torch.randint(-6, 3, shape[:-1], generator=generator)
+        want[name] = torch.ldexp(chosen, scales[..., None]).flatten(-2).transpose(1, 2)
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = pack_mxfp4(want[name])
+    model.config.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    save_file(state | packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = convert_moe_packed_tensors(*list(packed.values())[:2], dtype=torch.float32)
+    torch.testing.assert_close(theirs, want[next(iter(want))])
+
+    config = policy_config(model_name=str(tmp_path))
+    assert not hasattr(read_model_config(config, str(tmp_path)), "quantization_config")
+
+    def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+        return whole_weights(make_worker(tmp_path, config))
+
+    for found in run_world(on_rank, 2):
+        for name, expected in (want | state).items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
+
+
+def test_other_quantised_models_are_refused_by_the_method(tmp_path: Path):
+    config = family_config("llama")
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"policy.model_name: .* is quantised \(fp8\)"):
+        read_model_config(policy_config(model_name=str(tmp_path)), str(tmp_path))
+
+
+def test_layers_with_a_state_are_not_decoded_from_prompts_padded_on_the_left():
+    generation = generation_config().model_copy(update={"backend": "hf"})
+    config = RolloutPolicyConfig(**dict(policy_config()), generation=generation)
+    with pytest.raises(ValueError, match="backend=hf: prompts are padded on the left"):
+        check_policy(config, family_config("qwen3_next"), "unused")

@@ -466,6 +466,7 @@ def prepare_environment(device: str, engine_size: int) -> None:
 
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
     """vLLM's arguments. `nodes` are those of `join_nodes`; all others are the same on every node of an engine."""
+    from transformers import PretrainedConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cfg, vllm_cfg = settings.cfg, settings.cfg.vllm_cfg
@@ -510,7 +511,10 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     arguments |= cfg.vllm_kwargs
     # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
     head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
-    arguments["hf_overrides"] = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
+    overrides = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
+    arguments["hf_overrides"] = overrides
+    if settings.load_format == "dummy" and "quantization_config" in PretrainedConfig.get_config_dict(settings.model)[0]:
+        arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
     if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
         # A draft model has its own weights, while those of the target come from the policy.
         arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
@@ -523,6 +527,13 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
+
+
+def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """config.json of a model that is quantised on disk as that of the ordinary weights that the policy sends."""
+    config.update(overrides)
+    del config.quantization_config
+    return config
 
 
 def _own_logs() -> list[Path]:

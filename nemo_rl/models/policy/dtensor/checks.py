@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy import peft_format
-from nemo_rl.models.policy.attention import uncuttable_reason, unpackable_reason
+from nemo_rl.models.policy.attention import OTHER_MIXERS, uncuttable_reason, unpackable_reason
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.head.logprobs import logit_transform
@@ -27,6 +27,12 @@ from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
 def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
     """ValueError, naming the key and what would work, if layout, optimizer or scheduler do not work."""
     check_layout(config, model)
+    kind = model.get_text_config().model_type
+    if isinstance(config, RolloutPolicyConfig) and config.generation.backend == "hf" and kind in OTHER_MIXERS:
+        raise ValueError(
+            f"{config.generation.key('backend')}=hf: prompts are padded on the left there, and the layers of type "
+            f"{OTHER_MIXERS[kind]} of a {kind!r} model would read the padding; set it to vllm"
+        )
     optimizer = build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(config, optimizer)
 

@@ -2,11 +2,12 @@
 
     hidden states [T, H] -> router -> indices, weights [T, K] -> rows sorted by expert [T x K, H] -> experts -> [T, H]
 
-A layer is a router (`gate`) beside a module of fused experts with the parameters `gate_up_proj` [E, 2I, H] and
-`down_proj` [E, H, I]. With expert parallelism an all-to-all over the ranks that share experts carries the sorted rows
-to their experts, and a second one carries the results back (Lepikhin et al. 2020, arXiv 2006.16668, without capacity:
-no token is dropped). The ranks see different tokens. The gradient of an expert is complete on the rank that holds it.
-Tensor-parallel ranks, which see the same tokens, each do the same work in a group of their own.
+A layer is a router (`gate`) beside a module of fused experts with the parameters `gate_up_proj` [E, 2I, H], or
+`up_proj` [E, I, H] if they have no gate, and `down_proj` [E, H, I]. With expert parallelism an all-to-all over the
+ranks that share experts carries the sorted rows to their experts, and a second one carries the results back (Lepikhin
+et al. 2020, arXiv 2006.16668, without capacity: no token is dropped). The ranks see different tokens. The gradient of
+an expert is complete on the rank that holds it. Tensor-parallel ranks, which see the same tokens, each do the same
+work in a group of their own.
 """
 
 from __future__ import annotations
@@ -70,8 +71,14 @@ def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the fused experts of every layer, in the model's order."""
     for name, module in root.named_modules():
         fused = {key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
-        if fused >= {"gate_up_proj", "down_proj"}:
+        if "down_proj" in fused and fused & {"gate_up_proj", "up_proj"}:
             yield name, module
+
+
+def _matrices(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameters of fused experts before and after their activation; those before it may lack a gate."""
+    has_gate = "gate_up_proj" in module._parameters
+    return module.get_parameter("gate_up_proj" if has_gate else "up_proj"), module.get_parameter("down_proj")
 
 
 # -- computing
@@ -124,14 +131,14 @@ def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
 
 
 def run_experts(
-    module: nn.Module, gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
+    module: nn.Module, up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """The gated MLP of each expert on its rows: `rows` [N, H] sorted by expert, `counts` int64 [E] -> [N, H].
+    """The MLP of each expert on its rows: `rows` [N, H] sorted by expert, `counts` int64 [E] -> [N, H].
 
-    `module` combines gate and up.
+    `module` combines gate and up, or has an activation alone.
     """
-    combine: Any = module._apply_gate
-    return _grouped_linear(combine(_grouped_linear(rows, gate_up, counts)), down, counts)
+    activate: Any = module._apply_gate if "gate_up_proj" in module._parameters else module.act_fn
+    return _grouped_linear(activate(_grouped_linear(rows, up, counts)), down, counts)
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -144,9 +151,9 @@ def grouped_experts(
 ) -> torch.Tensor:
     """All experts of one layer on this rank: hidden states [T, H], indices and weights [T, K] -> [T, H]."""
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    gate_up, down = local_part(module.get_parameter("gate_up_proj")), local_part(module.get_parameter("down_proj"))
+    up, down = (local_part(matrix) for matrix in _matrices(module))
     rows = permute(hidden_states, order, top_k_index.shape[1])
-    out = run_experts(module, gate_up, down, rows, count_sorted(ids, gate_up.shape[0]))
+    out = run_experts(module, up, down, rows, count_sorted(ids, up.shape[0]))
     return _weighted_sum(permute(out, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 
 
@@ -159,11 +166,11 @@ def parallel_experts(
     T differs by rank and may be 0. Waits for the device once, for the number of rows to send and receive. Collective,
     in the backward pass too.
     """
-    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    assert isinstance(gate_up, DTensor)
-    group, ranks = gate_up.device_mesh.get_group(), gate_up.device_mesh.size()
+    up, down = _matrices(module)
+    assert isinstance(up, DTensor)
+    group, ranks = up.device_mesh.get_group(), up.device_mesh.size()
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    counts = count_sorted(ids, gate_up.shape[0])
+    counts = count_sorted(ids, up.shape[0])
     theirs = torch.empty_like(counts)  # [ranks x own experts]: rows of each rank for each expert of this one
     dist.all_to_all_single(theirs, counts, group=group)
     theirs = theirs.view(ranks, -1)
@@ -174,7 +181,7 @@ def parallel_experts(
     # Rows arrive sorted by rank, then by expert; the grouped product needs them sorted by expert.
     own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
     by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
-    out = run_experts(module, local_part(gate_up), local_part(down), permute(rows, by_expert), theirs.sum(dim=0))
+    out = run_experts(module, local_part(up), local_part(down), permute(rows, by_expert), theirs.sum(dim=0))
     back = funcol.all_to_all_single_autograd(permute(out, _inverse(by_expert)), sent, received, group)
     return _weighted_sum(permute(back, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 

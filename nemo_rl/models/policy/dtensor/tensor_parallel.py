@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.rules import divisors
+from nemo_rl.models.policy.attention import STATEFUL
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
@@ -279,6 +280,7 @@ class Region(_Style):
         self.fused_heads = fused_heads
 
     def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        place_parameters(module, mesh, dict.fromkeys(_OF_HEADS, Shard(0)))
         if not self.fused_heads:
             return
         attention = cast(Any, module)
@@ -349,6 +351,7 @@ class VocabularyParallelEmbedding(_Style):
 #
 #     embeddings    split by rows of the vocabulary
 #     blocks        norms and other modules between the regions: whole parameters
+#       layers with a state from token to token: unchanged
 #       regions     attention and MLPs that the plan names: input whole, output reduced by their row-parallel matrix
 #       experts     unchanged, routers too
 #     final norm    whole parameters, whole output
@@ -364,6 +367,7 @@ HOW_TO_WRITE = (
 
 # Added to transformers' own plans, which leave attention whole where heads are fused or compressed.
 _ATTENTION = "model.layers.*.self_attn."
+_WHOLE = "whole"  # takes a module out of transformers' plan
 _OWN_WORDS: dict[str, dict[str, str]] = {
     "phi3": {
         _ATTENTION + "qkv_proj": "fused_qkv",
@@ -378,7 +382,24 @@ _OWN_WORDS: dict[str, dict[str, str]] = {
         _ATTENTION + "kv_a_proj_with_mqa": "mla_kv_a_proj",
         _ATTENTION + "o_proj": "rowwise",
     },
+    "glm4_moe": dict.fromkeys((_ATTENTION + "q_norm", _ATTENTION + "k_norm"), "replicated_with_grad_allreduce"),
+    "gpt_oss": {
+        **dict.fromkeys((_ATTENTION + name for name in ("q_proj", "k_proj", "v_proj")), "colwise"),
+        _ATTENTION + "o_proj": "rowwise",
+    },
+    # The layer adds to the output of its shared expert in place.
+    "llama4_text": {
+        f"model.layers.*.feed_forward.shared_expert.{name}_proj": _WHOLE for name in ("gate", "up", "down")
+    },
+    "nemotron_h": {
+        **dict.fromkeys((f"model.layers.*.mixer.{name}_proj" for name in ("q", "k", "v", "up")), "colwise"),
+        **dict.fromkeys((f"model.layers.*.mixer.{name}_proj" for name in ("o", "down")), "rowwise"),
+        "model.layers.*.mixer.shared_experts.up_proj": "colwise",
+        "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
+    },
 }
+_OF_HEADS = {"sinks"}
+"""Parameters of attention itself that have one number for each head."""
 
 _ROWWISE = {"rowwise", "rowwise_split_input"}
 _MATRICES = {"colwise", "colwise_gather_output", "fused_qkv", "fused_gate_up", "mla_kv_a_proj"} | _ROWWISE
@@ -438,7 +459,7 @@ def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
             )
     else:
         plan = user_plan(hf, path, key)
-    if words := {pattern: value for pattern, value in plan.items() if isinstance(value, str)}:
+    if words := {pattern: value for pattern, value in plan.items() if isinstance(value, str) and value != _WHOLE}:
         return _Planner(hf, words, settings).plan()
     if settings.sequence_parallel:
         raise ValueError(
@@ -475,14 +496,16 @@ class _Planner:
         self.layers = [name for name, module in self.modules.items() if id(module) in layers]
         # Blocks with experts. Expert parallelism splits experts and routers; the plan may name modules beside them.
         self.moe_blocks = [name for name, module in self.modules.items() if "experts" in dict(module.named_children())]
+        # Layers with a state from token to token: every rank computes them whole.
+        self.stateful = [name for name, module in self.modules.items() if type(module).__name__ in STATEFUL]
         self.hidden = SEQUENCE if settings.sequence_parallel else Replicate()
-        experts = [f"{block}.experts" for block in self.moe_blocks]
+        unchanged = [*(f"{block}.experts" for block in self.moe_blocks), *self.stateful]
         self.words = {
             name: word
             for name, module in self.modules.items()
             for pattern, word in words.items()
             if matches(name, pattern)
-            and not self._is_in(f"{name}.", experts)
+            and not self._is_in(f"{name}.", unchanged)
             and all(module is not end for end in self.ends)
         }
         # Name of an attention or MLP -> words of its modules.
@@ -518,7 +541,7 @@ class _Planner:
                 plan[name] = self._region_style(name)
             elif name in self.words:
                 plan[name] = self._style(name)
-            elif name in self.moe_blocks and self.hidden is SEQUENCE:
+            elif name in self.moe_blocks + self.stateful and self.hidden is SEQUENCE:
                 plan[name] = WholeSequence()
             elif next(module.parameters(recurse=False), None) is not None:
                 plan |= self._unnamed(name)
@@ -530,7 +553,8 @@ class _Planner:
 
     def _region_style(self, name: str) -> ParallelStyle:
         words = self.regions[name]
-        if name in self.layers or next(self.modules[name].parameters(recurse=False), None) is not None:
+        own = {parameter for parameter, _ in self.modules[name].named_parameters(recurse=False)}
+        if name in self.layers or not own <= _OF_HEADS:
             self._refuse(name)
         if self.hidden is SEQUENCE and not words & _ROWWISE:
             raise ValueError(
@@ -567,7 +591,7 @@ class _Planner:
             if not self.regions[region] <= _WHOLE_ACTIVATIONS:
                 self._refuse(name)
             return {name: Replicated(Replicate())}
-        if self._is_in(name, self.moe_blocks):
+        if self._is_in(name, self.moe_blocks) or self._is_in(f"{name}.", self.stateful):
             return {}
         if name in self.layers:
             self._refuse(name)

@@ -1,0 +1,178 @@
+"""The cells of the table in docs/models.md: what a family can do, tried on its tiny random model.
+
+`refusal` says what the code refuses before a run starts, `try_cell` tries the rest. `families.json` holds what they
+found, and tools/models_page.py writes the page from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
+from nemo_rl.models.policy.dtensor.checks import check_layout
+from nemo_rl.models.policy.experts import ExpertNames
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.checks import check_megatron_layout
+from tests.unit.policy.families import FAMILIES, family_config, save_random_model
+from tests.unit.policy.megatron.parity import Layout
+from tests.unit.policy.steps import Step, load_step, make_worker, one_step, policy_config, whole_weights
+from tests.unit.policy.test_layouts import CP, EP, PACKED, PADDED, PP, TP, cut, plain_logprobs, settings_of
+from tests.worlds import run_world
+
+RECORDED = Path(__file__).parent / "families.json"
+ENGINE = "vLLM on CPU"
+_TOO_NARROW = {  # for the rank: layers of one output, or one per head
+    "qwen3_next": ["*shared_expert_gate"],
+    "qwen3_5_text": ["*in_proj_a", "*in_proj_b"],
+    "qwen3_5_moe_text": ["*shared_expert_gate", "*in_proj_a", "*in_proj_b"],
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "GRPO": (2, PADDED),
+    "packing": (2, PACKED),
+    "TP": (2, PADDED | cut(**{TP: 2})),
+    "SP": (2, PADDED | cut(**{TP: 2, "sequence_parallel": True})),
+    "CP": (2, PACKED | cut(**{CP: 2})),
+    "EP": (2, PACKED | cut(**{EP: 2})),
+    "PP": (2, PACKED | cut(**{PP: 2})),
+    "LoRA": (2, PACKED),
+}
+COLUMNS = ["load", "SFT", *LAYOUTS, "Megatron", ENGINE]
+CELLS = [(family, column) for family in FAMILIES for column in COLUMNS if column != ENGINE]
+
+
+def layout(family: str, column: str) -> tuple[int, dict[str, Any]]:
+    """Ranks, and keys of the policy."""
+    world, changes = LAYOUTS[column]
+    return world, changes | (cut(lora_cfg=adapters(family)) if column == "LoRA" else {})
+
+
+def adapters(family: str) -> LoRAConfig:
+    return LoRAConfig(enabled=True, dim=4, alpha=8.0, exclude_modules=_TOO_NARROW.get(family, []))
+
+
+def refusal(family: str, column: str) -> str | None:
+    """Why the code refuses it before a run starts, without key and remedy; None if it does not."""
+    model: PretrainedConfig = family_config(family)
+    try:
+        if column == "Megatron":
+            check_megatron_layout(Layout(world=1).config(), model)
+        elif column in LAYOUTS:
+            check_layout(policy_config(**layout(family, column)[1]), model)
+    except ValueError as error:
+        reason = re.sub(r"^policy\.\S+: ", "", str(error).splitlines()[0])
+        return re.split(r"[;.] |: its plan", reason)[0]
+    return None
+
+
+class Alone:
+    """Steps of a family on one rank, one padded micro-batch per optimizer step. `alone` gives it a directory."""
+
+    def __init__(self, family: str, directory: Path) -> None:
+        self.family, self.directory = family, directory
+        save_random_model(family, directory)
+        self._steps: dict[bool, Step] = {}
+
+    def step(self, *, adapted: bool) -> Step:
+        if adapted not in self._steps:
+            changes = cut(lora_cfg=adapters(self.family)) if adapted else {}
+            config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
+            self._steps[adapted] = run_world(one_step, 1, self.directory, config)[0]
+        return self._steps[adapted]
+
+
+@contextmanager
+def alone(family: str) -> Iterator[Alone]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Alone(family, Path(directory))
+
+
+def try_cell(base: Alone, column: str) -> None:
+    """AssertionError, or whatever goes wrong, unless the family can do what the column says."""
+    if column == "load":
+        _load(base)
+    elif column == "SFT":
+        losses = [run_world(_sft_loss, world, base.directory, config)[0] for world, config in _SFT]
+        assert abs(losses[0] - losses[1]) < 1e-5 * losses[0]
+    elif column == "Megatron":
+        _compare(run_world(one_step, 1, base.directory, Layout(world=1).config()), base.step(adapted=False))
+    else:
+        world, changes = layout(base.family, column)
+        steps = run_world(one_step, world, base.directory, settings_of(changes))
+        _compare(steps, base.step(adapted=column == "LoRA"))
+
+
+def outcomes(base: Alone, family: str) -> dict[tuple[str, str], str]:
+    """Every cell of a family but the engine's: "yes", or why the code refuses it."""
+    found = {}
+    for column in COLUMNS:
+        if column != ENGINE:
+            why = refusal(family, column)
+            if why is None:
+                try_cell(base, column)
+            found[family, column] = why or "yes"
+    return found
+
+
+def _load(base: Alone) -> None:
+    """The logprobs are those of transformers, and what is exported goes back into transformers under its names."""
+    expected = plain_logprobs(base.directory, temperature=0.8)
+    for sample, (logprobs, _) in base.step(adapted=False).logprobs.items():
+        assert (logprobs - expected[sample]).abs().max() < 2e-5
+    exported = run_world(_exported, 2, base.directory, policy_config())[0]
+    model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    names = ExpertNames(model.config.model_type)
+    want = {part: tensor for name, whole in model.state_dict().items() for part, tensor in names.split(name, whole)}
+    if model.config.tie_word_embeddings:
+        del want["lm_head.weight"]
+    assert exported.keys() == want.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, want[name], rtol=0, atol=0)
+
+
+def _exported(rank: int, world: int, path: Path, config: PolicyConfig) -> dict[str, torch.Tensor]:
+    return whole_weights(make_worker(path, config))
+
+
+_SFT = [(1, policy_config(train_micro_batch_size=8, **PADDED)), (2, settings_of({}))]
+
+
+def _sft_loss(rank: int, world: int, path: Path, config: PolicyConfig) -> float:
+    """Of the second of two steps."""
+    worker = make_worker(path, config)
+    load_step(worker, config)
+    return worker.train(NLLLoss(), Logprobs()).losses[-1]
+
+
+def _compare(steps: list[Step], want: Step) -> None:
+    for step in steps:
+        for sample, kinds in step.logprobs.items():
+            for logprobs, others in zip(kinds, want.logprobs[sample], strict=True):
+                assert (logprobs - others).abs().max() < 1e-5, sample
+        for norm, other in zip(step.result.grad_norms, want.result.grad_norms, strict=True):
+            assert abs(norm - other) < 1e-5 * other
+        for name, weight in want.weights.items():
+            assert (step.weights[name] - weight).abs().max() < 1e-5, name
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    """Family -> column -> "yes", or why not."""
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def record(found: dict[tuple[str, str], str]) -> None:
+    """Replace cells of `families.json`."""
+    table = recorded() if RECORDED.exists() else {}
+    for (family, column), outcome in found.items():
+        table.setdefault(family, {})[column] = outcome
+    ordered = {f: {c: table[f][c] for c in COLUMNS if c in table[f]} for f in FAMILIES if f in table}
+    RECORDED.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
