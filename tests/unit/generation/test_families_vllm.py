@@ -11,8 +11,7 @@ import torch
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.refit.sync import REFIT, Refit
 from tests.unit.generation.configs import engines, generation_config
-from tests.unit.generation.test_refit_moe_vllm import OneRankPolicy
-from tests.unit.generation.test_refit_vllm import change, logprob_difference
+from tests.unit.generation.test_refit_vllm import ExpertsPolicy, change, logprob_difference
 from tests.unit.policy.families import FAMILIES, save_random_model
 
 # What vLLM's CPU target takes of a family: other settings than those of the table, and its precision.
@@ -31,7 +30,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     config = generation_config()
     config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update={"precision": dtype})})
     with engines(str(tmp_path), config, accelerator=accelerator, load_format="dummy") as generation:
-        policy: Any = OneRankPolicy(model)
+        policy: Any = ExpertsPolicy(model)
         refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype=dtype)
         for version in range(2):
             change(model, version)
