@@ -1,7 +1,5 @@
 """A headless Chromium that a test drives through its pipe of the DevTools protocol; no driver package is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -3,8 +3,6 @@
 The model hub is switched off before anything imports it: tests need no network.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

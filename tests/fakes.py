@@ -1,7 +1,5 @@
 """Hand-written stand-ins for the parts of a run. Each notes what it was asked in `calls`, in order."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

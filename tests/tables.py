@@ -7,8 +7,6 @@ A line is overrides with `&` between them, and parts of the message in their ord
 begins with `->`, `&` or `...` goes on with the line before.
 """
 
-from __future__ import annotations
-
 import re
 
 FINE = "fine"

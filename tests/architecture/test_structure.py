@@ -1,7 +1,5 @@
 """The limits on size and tangle that `tools/structure.py` measures, and the walks of `docs/reading.md`."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The real command line in a process of its own, on the tiny model, with real Ray and real vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

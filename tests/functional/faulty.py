@@ -4,8 +4,6 @@ As a script it takes the command line of `run_grpo_math.py` and reads `faults.js
 `Fault`. A line of output is written for each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Runs of the real command line whose episodes are agents: exact over several rows of an episode, in both loops."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

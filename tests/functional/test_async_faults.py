@@ -3,8 +3,6 @@
 Each run plays many faults: starting one takes half a minute.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Asynchronous GRPO by the real command line: it learns from weights that arrive in flight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

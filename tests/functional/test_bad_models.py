@@ -1,7 +1,5 @@
 """A critic or a teacher that does not go with the policy, and what is said of it before Ray starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of on-policy distillation: learning, resuming, several teachers on machines of their own."""
 
-from __future__ import annotations
-
 import json
 import time
 

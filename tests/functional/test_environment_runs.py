@@ -1,7 +1,5 @@
 """The CPU example of every environment by its real command line: no sample fails, and something is learned."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole evaluations of the real command line: cut off, completed, compared; and what a user can get wrong."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -3,8 +3,6 @@
 Each run plays many faults: starting one takes half a minute.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs of the real command line: learning, resuming, and on several ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from nemo_rl.report.run_files import read_index, read_run, status_of

@@ -1,7 +1,5 @@
 """Whole runs of the real command line with the model cut in every direction: they learn, agree and change layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

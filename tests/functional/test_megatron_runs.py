@@ -1,7 +1,5 @@
 """Whole runs of the real command lines, trained with Megatron Core."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

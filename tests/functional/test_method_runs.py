@@ -1,7 +1,5 @@
 """The twins of recipes of methods run two steps, and their loss is a number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

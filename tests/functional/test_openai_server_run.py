@@ -1,7 +1,5 @@
 """A real run with the OpenAI-compatible server, and an agent outside that talks to it while the policy trains."""
 
-from __future__ import annotations
-
 import json
 import stat
 import time

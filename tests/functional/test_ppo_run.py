@@ -1,7 +1,5 @@
 """Whole runs of PPO: learning, resuming."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

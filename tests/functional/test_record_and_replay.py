@@ -1,7 +1,5 @@
 """A recorded run, trained again from its record without engines."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

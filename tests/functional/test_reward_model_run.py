@@ -1,7 +1,5 @@
 """GRPO whose rewards are the scores of a reward model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

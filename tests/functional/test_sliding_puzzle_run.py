@@ -1,7 +1,5 @@
 """The sliding puzzle by its real command line: a game of several turns is learned."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -3,8 +3,6 @@
 By name only: `pytest -m slurm`. Without Slurm the tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

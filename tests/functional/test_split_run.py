@@ -1,7 +1,5 @@
 """GRPO with generation on its own resources, by the real command line."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.functional.cli import ROOT, SMALL, comparable, run

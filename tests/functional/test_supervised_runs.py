@@ -1,8 +1,5 @@
 """Whole runs of SFT, DPO and reward models on the real command line: learning, resuming, more ranks, streams."""
 
-from __future__ import annotations
-
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
-from tests.functional.cli import ROOT, Finished, comparable, continues_bit_for_bit, run, run_until
+from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -137,48 +134,6 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
 def test_a_killed_run_continues_bit_for_bit(tmp_path, kind, how):
     script, config = command(kind)
     continues_bit_for_bit(tmp_path, *small(kind), f"{kind}.max_num_steps=6", *how, script=script, config=config)
-
-
-def write_rows(folder: Path) -> None:
-    """Two files of conversations of other lengths, in which one row of seven is too long."""
-    folder.mkdir()
-    for name, number in (("short", 30), ("long", 34)):
-        rows = []
-        for i in range(number):
-            answer = "9" * 60 if i % 7 == 3 else str(i) * (1 if name == "short" else 4)
-            turns = [{"role": "user", "content": f"{i}+0"}, {"role": "assistant", "content": answer}]
-            rows.append({"messages": turns})
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-@pytest.mark.slow
-def test_epochs_of_several_streamed_datasets_resume_in_the_middle_of_an_epoch(tmp_path):
-    """64 rows, four steps of 16 each epoch, ten steps, killed in the second epoch."""
-    write_rows(tmp_path / "rows")
-    sets = ", ".join(f"{{dataset_name: {tmp_path}/rows/{name}.jsonl, streaming: true}}" for name in ("short", "long"))
-    how = (
-        *small("sft"),
-        f"data.train=[{sets}]",
-        "+sft.max_num_epochs=3",
-        "sft.max_num_steps=100",
-        "+sft.val_at_end=true",
-        "checkpointing.keep_top_k=null",
-        "checkpointing.metric_name=null",
-    )
-    whole = finished(tmp_path / "whole", "sft", *how)
-    script, config = command("sft")
-    process = run_until(tmp_path / "cut", "step 7/", *how, script=script, config=config)
-    process.kill()
-    process.wait()
-    again = finished(tmp_path / "cut", "sft", *how)
-    assert "step_6 after step 6" in again.output
-    rows = comparable(whole.metrics)
-    assert comparable(again.metrics) == [row for row in rows if row["step"] > 6]
-    assert max(row["step"] for row in rows) == 12
-    for epoch in range(3):
-        steps = [row for row in rows if 4 * epoch < row["step"] <= 4 * epoch + 4 and "train/loss" in row]
-        assert sum(row.get("train/num_too_long", 0) for row in steps) == 9
-    assert "more than data.max_input_seq_length=48" in whole.output
 
 
 # -- slow: ranks

@@ -1,7 +1,5 @@
 """The types of the package, by pyright: it takes a minute of one core, which goes on beside other tests."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

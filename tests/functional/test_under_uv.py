@@ -1,7 +1,5 @@
 """Ray under `uv run`: workers run in the driver's own environment and folder, not in a copy of the project."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/adding-an-environment.md, as it is written: its files, commands and output."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

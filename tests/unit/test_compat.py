@@ -1,7 +1,5 @@
 """Every name of NeMo RL imports, and calls as its users write them give what they expect or say what to call."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Every format of a checkpoint becomes a Hugging Face model with the logits of the policy it was saved from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The merged model directory: its logits, its files, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

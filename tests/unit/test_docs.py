@@ -1,7 +1,5 @@
 """What the documents say is there: keys with their defaults, commands, YAML, links, files, metrics."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `HOSTILE_CASES=10000 pytest tests/unit/test_hostile_input.py` looks longer; a failure prints the input that causes it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs that learn from rows, with rows of chosen lengths and a policy in this process that scores without a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a trainer that samples is made of, with fakes in place of workers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Asynchronous GRPO on fakes: what is sampled from which weights, trained when, and found again after a restart."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Why training and generation disagree: each fault is put into a real policy or a real generator, and is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The step of on-policy distillation, who teaches what, its configuration, and teachers that do not fit."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GRPO step and the loop around it, with fakes in place of workers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

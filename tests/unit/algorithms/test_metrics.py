@@ -1,7 +1,5 @@
 """Metrics of rollouts, validation, tasks and devices, and their names in the configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace

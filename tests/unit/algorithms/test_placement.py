@@ -1,7 +1,5 @@
 """What --dry-run says of a run, which machines train and generate, and layouts that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig

@@ -1,7 +1,5 @@
 """The PPO step and its configuration, with fakes in place of workers."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is looked for before anything starts: models, environments, servers, and what a checkpoint shares with a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a run records of its rollouts, and training again from it; fakes in place of workers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

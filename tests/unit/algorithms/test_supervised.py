@@ -1,7 +1,5 @@
 """Learning from rows: the order of a step, which rows count, validation, the end of the data, the reference."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Checkpoints in the background, several policies of one run, and the end of a run that is good enough."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

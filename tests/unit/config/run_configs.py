@@ -1,7 +1,5 @@
 """The smallest run configuration, to vary in tests."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

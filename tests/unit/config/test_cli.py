@@ -1,7 +1,5 @@
 """The command line as a user meets it: output, exit status and time of real processes."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`tools/config_cli.py convert`: today's form, only what differs, with the comments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig

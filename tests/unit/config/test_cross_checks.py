@@ -1,7 +1,5 @@
 """Values that do not fit together: each is refused with what would work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tables import FINE, cases, said_once

@@ -1,7 +1,5 @@
 """Which key is offered for one that does not exist, and how problems are put together."""
 
-from __future__ import annotations
-
 import pytest
 
 from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key

@@ -1,7 +1,5 @@
 """FP8 in training and generation: what is asked for reaches Megatron and vLLM, what cannot work is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """From a file to a model: defaults, interpolation, errors, and what is not supported yet."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations that train large models with Megatron Core: their --dry-run, layout and memory, from config.json."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Settings of Megatron that do not fit together or to the devices: each is refused with what would work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tables import cases, said_once

@@ -1,7 +1,5 @@
 """Recipes of methods: each dry-runs, has the numbers of its paper, and a twin that a machine without a GPU can run."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from itertools import pairwise

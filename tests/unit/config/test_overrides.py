@@ -1,7 +1,5 @@
 """Overrides in Hydra's grammar."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

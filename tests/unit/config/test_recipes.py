@@ -3,8 +3,6 @@
 Those that train with Megatron are in test_megatron_configs.py, those of methods in test_methods.py.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

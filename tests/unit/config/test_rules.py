@@ -1,7 +1,5 @@
 """Tables of rules: how a rule is read, and that every rule of the library names keys that exist."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterator

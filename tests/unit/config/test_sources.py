@@ -1,7 +1,5 @@
 """YAML files: inheritance, and the file and line of every key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Files in NeMo RL's form load, with remarks; what the library lacks is one line for each feature."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

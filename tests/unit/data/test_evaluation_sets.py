@@ -1,7 +1,5 @@
 """Rows of evaluation sets in the columns they have on the hub, through a local copy of each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """From rows to tokens and loss masks, and what is said of rows that cannot be trained on."""
 
-import json
 import logging
 import pickle
 import re
@@ -286,34 +285,6 @@ def test_own_processors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="did you mean sft_processor"):
         find_processor("sft_procesor", of_examples=True)
     assert sft_processor is find_processor("sft_processor", of_examples=True)
-
-
-def test_setup_of_conversations(tmp_path, caplog):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": [USER, {**ANSWER, "content": str(i)}]}) for i in range(20)))
-    default = {"processor": "sft_processor"}
-    cfg = ExampleDataConfig(
-        train=[
-            {**default, "dataset_name": "arithmetic", "kwargs": {"num_samples": 5}},
-            {**default, "data_path": str(path), "split_validation_size": 0.1, "repeat": 2},
-            {**default, "data_path": str(path), "system_prompt": "Be brief."},
-        ],
-        validation={"math": {**default, "dataset_name": "arithmetic", "split": "validation"}},
-        max_input_seq_length=64,
-    )
-    setup = setup_examples(cfg)
-    assert isinstance(setup.train, PromptDataset)
-    assert len(setup.train) == 5 + 2 * 18 + 20
-    assert {name: len(rows) for name, rows in setup.validation.items()}.keys() == {"default", "math"}
-    assert len(setup.validation["default"]) == 2
-    assert set(setup.tasks) == {"arithmetic", "rows", "rows#2"}
-    ids = [p.prompt_id for p in setup.train]
-    assert len(set(ids)) == len(ids)
-    assert not set(ids) & {p.prompt_id for rows in setup.validation.values() for p in rows}
-    make = ExampleMaker(setup.tasks, TOKENIZER, 64)
-    check_examples(make, setup.train, "data.train")
-    (example,), _ = make(setup.train[len(setup.train) - 1])
-    assert TOKENIZER.decode(example.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

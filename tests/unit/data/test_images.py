@@ -1,7 +1,5 @@
 """Images of rows: from any source to pixels and spans of tokens."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Conversations of several turns as the model sees them, against what the chat template makes of them."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Bins of sequences, and parts of equal cost."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Conversations of outside agents as token ids: sampled turns stay as they were sampled."""
 
-from __future__ import annotations
-
 import pytest
 
 from nemo_rl.data.chat.served import ServedChat

@@ -1,7 +1,5 @@
 """Tools of rows: in the prompt, in the metadata, and where they come from."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

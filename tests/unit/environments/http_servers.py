@@ -1,7 +1,5 @@
 """aiohttp applications on loopback, each in a thread with an event loop of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """An MCP server with two tools, over stdio, or over HTTP at the port that is its argument."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Rewards of programs, by tests, by output and by their words; several rewards of mathematics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards made of several: what is combined, what is reported, and whose fault it is."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The judge against a fake OpenAI-compatible server on loopback, and against a tiny model."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

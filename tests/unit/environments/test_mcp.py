@@ -1,7 +1,5 @@
 """Tools of real MCP servers around an environment."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """NeMo Gym's protocol, against servers written from its documentation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

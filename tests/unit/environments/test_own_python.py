@@ -1,7 +1,5 @@
 """An environment whose actor has packages that the run lacks, or has in another version."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """An environment behind HTTP gives what it gives in this process, and says where it could not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The reward model environment on a tiny random model, without Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

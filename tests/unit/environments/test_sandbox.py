@@ -1,7 +1,5 @@
 """Programs in the sandbox: what they may, what they may not, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The configuration of an evaluation: what is refused, and what follows from what."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers of an evaluation against their definitions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is written of finished groups, and what is done about failures; datasets of one evaluation."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

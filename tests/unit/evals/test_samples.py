@@ -1,7 +1,5 @@
 """What an evaluation finds when it comes back to its folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Log folders of runs as the library writes them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report as a file, and as a browser shows it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run writes for its report."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The terminal view, from files alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Groups and steps to record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups as they finish: how many are under way, and what happens when a worker dies meanwhile."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

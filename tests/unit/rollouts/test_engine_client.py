@@ -1,7 +1,5 @@
 """Requests of many episodes to replicas that answer, die, stop or are replaced."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any
@@ -82,30 +80,6 @@ def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
     async def test() -> None:
         with pytest.raises(RequestFailed, match="generation worker 0: too long"):
             await ask(engines_of(Refuses()), [1])
-
-    run(test())
-
-
-@pytest.mark.parametrize("method", ["submit", "drain", "abort"])
-def test_a_call_that_fails_in_an_unexpected_way_fails_those_who_wait(method, caplog):
-    async def fails(*_: Any) -> None:
-        raise KeyError("of Ray itself")
-
-    async def test() -> None:
-        replica = FakeReplica(never)
-        setattr(replica, method, fails)
-        engines = engines_of(replica)
-        asked = [ask(engines, [n]) for n in range(3)]
-        await settle()
-        if method == "abort":
-            asked.pop().cancel()
-        for task in asked:
-            with pytest.raises(RequestFailed, match="generation worker 0: KeyError"):
-                await task
-        assert "a call failed" in caplog.text
-        living = FakeReplica()
-        engines.replace([living])
-        assert (await ask(engines, [1])).token_ids == [11, 3]
 
     run(test())
 

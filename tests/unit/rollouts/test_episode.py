@@ -1,7 +1,5 @@
 """One episode against a scripted engine and a scripted environment."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The OpenAI-compatible server over a made-up engine, as OpenAI's own client sees it, and over replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Recorded steps on disk: whole or not there, what was written comes back, and what people see of them."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

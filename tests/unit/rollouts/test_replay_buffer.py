@@ -1,7 +1,5 @@
 """The window of versions: no group too old, none lost, none twice, whatever finishes when."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The manifests of deploy/kuberay: sound as they are, and one clear line for what a user may get wrong in them."""
 
-from __future__ import annotations
-
 import shlex
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command that predicts a step before anything has run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """requirements/*.txt: complete, from any index, and as pyproject.toml asks. Without a network."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

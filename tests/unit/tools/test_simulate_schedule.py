@@ -1,7 +1,5 @@
 """Predicted step times against what can be said on paper."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -48,25 +46,8 @@ def test_a_straggler_holds_up_who_waits_for_it_and_nobody_else():
 
 
 def test_the_command_prints_a_table_and_what_to_set(capsys):
-    assert (
-        main(
-            [
-                "--generation-s",
-                "30",
-                "--training-s",
-                "30",
-                "--devices",
-                "2",
-                "--lone-speedup",
-                "1",
-                "--measured-training-devices",
-                "1",
-                "--measured-generation-devices",
-                "1",
-            ]
-        )
-        == 0
-    )
+    measured = "--generation-s 30 --training-s 30 --measured-training-devices 1 --measured-generation-devices 1"
+    assert main([*measured.split(), "--devices", "2", "--lone-speedup", "1"]) == 0
     text = capsys.readouterr().out
     assert "synchronous, in turns" in text and "max_trajectory_age_steps=1" in text and "1.50 times" in text
     assert main(["--devices", "2"]) == 2

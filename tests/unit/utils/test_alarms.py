@@ -1,7 +1,5 @@
 """Alarms on learning: synthetic curves that go wrong, and curves that do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

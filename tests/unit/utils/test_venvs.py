@@ -1,7 +1,5 @@
 """Worker environments: made once, made again when they should be, and failing with what to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

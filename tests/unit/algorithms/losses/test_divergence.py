@@ -1,7 +1,5 @@
 """Estimators of the KL divergence, importance weights, and the agreement of training and generation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

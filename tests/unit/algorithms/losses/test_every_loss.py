@@ -1,7 +1,5 @@
 """What every loss owes the trainer: independence from splits, masks and padding, and no bad value that is hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of pairs of answers: DPO and its variants, and reward models."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

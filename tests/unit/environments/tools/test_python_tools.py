@@ -1,7 +1,5 @@
 """Episodes with tools; the calculator computes as Python does, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Agents play episodes over real HTTP, with a made-up engine: what they see, what is recorded, how they may end."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue

@@ -1,7 +1,5 @@
 """Rows of an agent's episode on their way to training: rewards, plan, tokens on the worker, records."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random trees of conversations -> rows: every sampled token in the loss of exactly one row, as the client saw it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass
