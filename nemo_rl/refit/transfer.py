@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
+from nemo_rl.refit.adapters import Adapters
 from nemo_rl.refit.buffers import TransferBuffer, create_buffer
 from nemo_rl.refit.fingerprint import fingerprints, hash_and_copy, host_fingerprint, word_fingerprint
 from nemo_rl.refit.layout import (
@@ -35,7 +36,6 @@ from nemo_rl.refit.layout import (
     TensorMeta,
     Transport,
     choose_bucket_bytes,
-    merge,
 )
 
 
@@ -229,8 +229,7 @@ class WeightReceiver:
         self._received: set[int] = set()
         self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes, how many have arrived)
         self._version = -1
-        self._base: dict[int, list[torch.Tensor]] = {}  # adapted weight -> values without adapter, in host memory
-        self._half_adapters: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
+        self._adapters = Adapters()
         self._expected: set[int] = set()  # buckets that may arrive
         self._weights = {meta.name: index for index, meta in enumerate(layout.weights)}
 
@@ -243,7 +242,7 @@ class WeightReceiver:
         self._targets, self._load, self._version = targets, load, version
         self._received.clear()
         self._assembly.clear()
-        self._half_adapters.clear()
+        self._adapters.halves.clear()
         self._expected.clear()
 
     def receive(self, bucket: int, fingerprints_sent: bytes) -> None:
@@ -254,7 +253,7 @@ class WeightReceiver:
         assert bucket not in self._received, f"bucket {bucket} came twice"
         self._await(bucket)
         if bucket < self.layout.num_base_buckets:
-            self._base.clear()
+            self._adapters = Adapters()
         if bucket not in self._jobs:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
         jobs, expected = self._jobs[bucket], np.frombuffer(fingerprints_sent, dtype=np.uint64).tolist()
@@ -291,8 +290,7 @@ class WeightReceiver:
                     self._expected.add(coming)
             self._buffer.wait(bucket % NUM_HALVES)
         except ConnectionError as error:
-            where = f"{self._transport}, version {self._version}, {self.layout.describe(bucket)}"
-            raise RefitError(f"{where}: {error}") from error
+            raise RefitError(f"{self._place}, {self.layout.describe(bucket)}: {error}") from error
 
     def finish(self) -> None:
         """End a sync of all buckets, or of all adapters. RefitError if a bucket did not arrive."""
@@ -302,17 +300,21 @@ class WeightReceiver:
         if missing:
             names = sorted({self.layout.tensors[p.tensor].name for b in missing for p in self.layout.buckets[b]})
             raise RefitError(f"{self._where(missing[0])}: never arrived; its tensors: {', '.join(names[:10])}")
-        assert not self._assembly and not self._half_adapters
+        assert not self._assembly and not self._adapters.halves
 
     def close(self) -> None:
         """Release the buffer and the model's memory."""
         self._jobs.clear()
-        self._base.clear()
+        self._adapters = Adapters()
         self._targets = None
         self._buffer.close()
 
+    @property
+    def _place(self) -> str:
+        return f"{self._transport}, version {self._version}"
+
     def _where(self, bucket: int) -> str:
-        return f"{self._transport}, version {self._version}, bucket {bucket}"
+        return f"{self._place}, bucket {bucket}"
 
     def _job(self, bucket: int, piece: Piece) -> _Job:
         position = self.layout.half_offset(bucket) + piece.offset
@@ -349,45 +351,23 @@ class WeightReceiver:
         if self._targets is None:
             whole.append((meta.name, tensor.view(meta.shape)))
         elif meta.adapts is not None:
-            self._add_adapter(self._weights[meta.adapts], piece.tensor, tensor.view(meta.shape))
+            weight = self._weights[meta.adapts]
+            if not self._adapters.holds(weight) and not self._received.issuperset(range(self.layout.num_base_buckets)):
+                raise RefitError(
+                    f"{self._place}: adapters came, and the weights they belong to ({meta.adapts} and others) have not "
+                    "been received in whole"
+                )
+            try:
+                self._adapters.add(weight, self._targets[weight], piece.tensor, tensor.view(meta.shape))
+            except ValueError as error:
+                raise RefitError(
+                    f"{self._place}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work for {meta.adapts}: "
+                    f"{error}; set it to merged"
+                ) from error
         else:
             for segment in self._targets[piece.tensor]:
                 offset = tensor.storage_offset() + segment.offset
                 segment.target.copy_(tensor.as_strided(segment.size, segment.stride, offset))
-
-    @torch.no_grad()
-    def _add_adapter(self, weight: int, tensor: int, values: torch.Tensor) -> None:
-        """Keep one matrix of an adapter until the other arrives, then write W + B A into the memory of W.
-
-        Every merge begins at the kept values of W, so nothing accumulates over syncs. An engine that holds a slice of W
-        keeps and computes that slice alone.
-        """
-        assert self._targets is not None
-        if weight not in self._half_adapters:
-            self._half_adapters[weight] = (tensor, values.clone())
-            return
-        halves = [self._half_adapters.pop(weight), (tensor, values)]
-        (_, lora_a), (_, lora_b) = sorted(halves, key=lambda half: half[0])
-        segments, name = self._targets[weight], self.layout.tensors[weight].name
-        if weight not in self._base:
-            if not self._received.issuperset(range(self.layout.num_base_buckets)):
-                raise RefitError(
-                    f"{self._transport}, version {self._version}: adapters came, and the weights they belong to "
-                    f"({name} and others) have not been received in whole"
-                )
-            self._base[weight] = [
-                torch.empty_like(s.target, device="cpu", pin_memory=s.target.is_cuda).copy_(s.target) for s in segments
-            ]
-        try:
-            for segment, base in zip(segments, self._base[weight], strict=True):
-                rows, columns = _block(segment, lora_a.shape[1])
-                base = base.to(segment.target.device, non_blocking=True)
-                segment.target.copy_(merge(base, lora_a[:, columns], lora_b[rows], 1.0))
-        except ValueError as error:
-            raise RefitError(
-                f"{self._transport}, version {self._version}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work "
-                f"for {name}: {error}; set it to merged"
-            ) from error
 
 
 def largest_difference(tensor: torch.Tensor, segments: Sequence[Segment]) -> float:
@@ -398,15 +378,3 @@ def largest_difference(tensor: torch.Tensor, segments: Sequence[Segment]) -> flo
         if not torch.equal(part, segment.target):
             worst = max(worst, (part.float() - segment.target.float()).abs().nan_to_num(nan=math.inf).max().item())
     return worst
-
-
-def _block(segment: Segment, width: int) -> tuple[slice, slice]:
-    """Rows and columns that a segment covers of a matrix with `width` columns. ValueError if it is no such block."""
-    row, column = divmod(segment.offset, width)
-    if len(segment.size) == 2:
-        num_rows, num_columns = segment.size
-        in_rows = num_rows == 1 or segment.stride[0] == width
-        in_columns = num_columns == 1 or segment.stride[1] == 1
-        if in_rows and in_columns and column + num_columns <= width:
-            return slice(row, row + num_rows), slice(column, column + num_columns)
-    raise ValueError(f"the engine takes it as {list(segment.size)} with strides {list(segment.stride)}")
