@@ -234,6 +234,12 @@ class LoggerConfig(StrictModel):
     report: ReportConfig = ReportConfig()
     """The page `report.html` of the run."""
 
+    @property
+    def enabled_trackers(self) -> list[str]:
+        """Names of the packages that get the metrics too."""
+        names = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+        return [name for name in names if vars(self)[f"{name}_enabled"]]
+
 
 class ProfileConfig(StrictModel):
     """Traces of torch's profiler, in `profile/` of the run's log folder."""

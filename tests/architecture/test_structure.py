@@ -8,9 +8,9 @@ from tools import structure
 
 LIMITS = {
     "lines of nemo_rl": 56_750,
-    "files of nemo_rl": 272,
+    "files of nemo_rl": 273,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_150,
+    "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_530,
     "files in the largest folder": 20,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
-from nemo_rl.utils.logger import RETRY_S, GuardedTracker, Logger, Tracker, check_packages
+from nemo_rl.utils.logger import Logger, check_packages
+from nemo_rl.utils.trackers import RETRY_S, GuardedTracker, Tracker
 
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
 PARAMS = {"grpo": {"seed": 1, "names": ["a", "b"], "none": None}}
