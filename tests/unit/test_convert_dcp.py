@@ -176,13 +176,3 @@ def test_what_is_no_checkpoint_ends_with_status_2_and_what_to_give(tmp_path, cap
     assert convert_dcp_to_hf.main([f"--checkpoint={tmp_path}/c", f"--hf-ckpt-path={tmp_path}/o"]) == 2
     assert "holds no policy/weights; give a step_N directory" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
-
-
-def test_unfinished_checkpoints_and_directories_in_use_are_refused(tmp_path):
-    (tmp_path / "tmp_step_3").mkdir()
-    with pytest.raises(ValueError, match="never finished"):
-        convert(tmp_path / "tmp_step_3", tmp_path / "out")
-    with pytest.raises(ValueError, match="is no directory; give a step_N directory"):
-        convert(tmp_path / "step_3", tmp_path / "out")
-    with pytest.raises(ValueError, match="exists already"):
-        convert(tmp_path, tmp_path)

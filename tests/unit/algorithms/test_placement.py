@@ -152,31 +152,6 @@ def test_a_division_that_cannot_be_is_refused_with_what_would_work(overrides: tu
     said_once(said, problems_of(*overrides))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "num_nodes", "message"),
-    [
-        (4, 2, 2, None),
-        (2, 4, 4, None),
-        (8, 1, 2, "8 devices that share every layer have to be on one node of 4 GPUs; set it to one of 1, 2, 4"),
-        (2, 3, 3, "3 x tensor_parallel_size=2 = 6 does not fill nodes of 4 GPUs; make it a multiple of 4"),
-    ],
-)
-def test_the_stages_of_an_engine_may_lie_on_several_nodes(
-    tensor: int, pipeline: int, num_nodes: int, message: str | None
-) -> None:
-    settings = (
-        f"policy.generation.vllm_cfg={{tensor_parallel_size: {tensor}, pipeline_parallel_size: {pipeline}}}",
-        "cluster.gpus_per_node=4",
-        f"{RESOURCES}.num_nodes={num_nodes}",
-        f"cluster.num_nodes={num_nodes + 1}",
-        "policy.train_micro_batch_size=1",
-    )
-    if message is None:
-        assert build(APART, *settings).policy.generation.vllm_cfg.engine_size == 8
-    else:
-        assert message in problems_of(APART, *settings)
-
-
 def megatron_lines(model: str, *layout: str) -> list[str]:
     overrides = [f"policy.megatron_cfg.{key}" for key in layout]
     cfg = build(

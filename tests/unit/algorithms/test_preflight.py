@@ -14,8 +14,6 @@ from nemo_rl.algorithms.setup.preflight import check_environments, http_server_t
 from nemo_rl.algorithms.setup.serve import write_address
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
-from nemo_rl.environments.config import ENV_REGISTRY
-from nemo_rl.environments.registry import register_env
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from tests.unit.config.run_configs import build, problems_of
@@ -122,14 +120,6 @@ def test_a_mistyped_environment_is_refused_where_it_is_used(name: str, near: str
     build(section)
 
 
-def test_registered_names_and_import_paths_are_environments() -> None:
-    register_env("registered here", "a.B")
-    build("+env.it={type: registered here}", USED)
-    del ENV_REGISTRY["registered here"]
-    for path in ("a.B", "a:B"):
-        build(f"+env.it={{type: '{path}'}}", USED)
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -143,27 +133,6 @@ def test_registered_names_and_import_paths_are_environments() -> None:
 )
 def test_episodes_that_cannot_end_in_their_turns_are_refused(overrides: tuple[str, ...], said: str) -> None:
     assert said in problems_of(*overrides)
-
-
-def test_episodes_that_can_end_in_their_turns_are_not() -> None:
-    build(TOOLS, USED, "grpo.max_rollout_turns=2")
-    build(PUZZLE, PUZZLES, "grpo.max_rollout_turns=30")
-    build(PUZZLE, PUZZLES[:-1] + ", kwargs: {max_moves: 4}}", "grpo.max_rollout_turns=4")
-    build(TOOLS, PUZZLE.replace("it", "unused"))
-
-
-@pytest.mark.parametrize(
-    ("boards", "key"),
-    [
-        ("shuffle_moves: -1", "shuffle_moves: shuffle_moves is a number from 1"),
-        ("shuffle_moves: [9, 3]", "shuffle_moves: shuffle_moves is a number from 1"),
-        ("shuffle_moves: [1, 2, 3]", "shuffle_moves: shuffle_moves is a number from 1"),
-        ("size: 9999", "size: the size of a sliding puzzle is a number from 2 to 20"),
-    ],
-)
-def test_boards_that_cannot_be_made_are_refused_by_the_section(boards: str, key: str) -> None:
-    section = f"+env.it={{type: sliding_puzzle_game, cfg: {{game_config: {{{boards}}}}}}}"
-    assert f"env.it.cfg.game_config.{key}" in problems_of(section)
 
 
 CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"

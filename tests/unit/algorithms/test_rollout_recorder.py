@@ -153,29 +153,6 @@ def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
     assert f"the record in {record} ends with step 3" in caplog.text
 
 
-def test_dynamic_sampling_gets_its_batches_again(tmp_path):
-    """Every other batch says nothing."""
-    record = tmp_path / "record"
-    dynamic = ("grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
-
-    def reward(request: Any, index: int) -> float:
-        return float(index % 2) if request.seed_step % 2 == 0 else 0.0
-
-    want = Run(tmp_path / "one", *recording(record), *dynamic, reward=reward).go()
-    assert len(read_index(record, 1).group_ids) == 4 and len(read_index(record, 1).trained) == 2
-    got = Run(tmp_path / "two", *dynamic, f"grpo.replay_from={record}", rollouts=Replaying(record)).go()
-    assert trained(got) == trained(want) and want[0]["train/dynamic_sampling_num_gen_batches"] == 2
-    stricter = Run(
-        tmp_path / "three",
-        *dynamic,
-        "grpo.reward_scaling={enabled: true, source_min: 1.0, source_max: 2.0}",
-        f"grpo.replay_from={record}",
-        rollouts=Replaying(record),
-    )
-    with pytest.raises(ValueError, match="step 1 wants more groups than it got"):
-        stricter.go()
-
-
 def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
     record = tmp_path / "record"
     run = Run(tmp_path, *recording(record))

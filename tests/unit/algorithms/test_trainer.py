@@ -131,13 +131,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_appears_when_it_is_who
     assert [row["step"] for row in rows if "timing/train/checkpointing" in row] == [3, 6]
 
 
-def test_one_save_at_a_time_the_next_waits(tmp_path):
-    trainer = CountingTrainer(tmp_path, polls=100, save_period=1, num_steps=3)
-    trainer.train()
-    assert trainer.seen == {1: [], 2: ["tmp_step_1"], 3: ["step_1", "tmp_step_2"]}
-    assert sound_steps(trainer) == ["step_1", "step_2", "step_3"]
-
-
 def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_path):
     CountingTrainer(tmp_path, num_steps=3).train()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import Slot, build_config
-from nemo_rl.config.rules import StrictModel, divisors, parse_rule
+from nemo_rl.config.rules import StrictModel, parse_rule
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import TokenizerConfig
 
@@ -67,12 +67,6 @@ def test_a_violated_rule_names_its_key_and_the_remedy(values: dict[str, Any], pr
     with pytest.raises(ConfigError) as raised:
         build_config(Machine, {"engine": values})
     assert str(raised.value) == problem
-
-
-def test_divisors() -> None:
-    assert divisors(12) == "1, 2, 3, 4, 6, 12"
-    assert divisors(12, 18) == "1, 2, 3, 6"
-    assert divisors(24, multiple_of=4) == "4, 8, 12, 24"
 
 
 def models_below(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:

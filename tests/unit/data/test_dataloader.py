@@ -1,5 +1,4 @@
 import json
-from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, whole_weights
-from nemo_rl.data.rows.dataloader import MixedOrder, NamedRows, PromptDataLoader, PromptDataset, prompt_loader
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset, prompt_loader
 
 
 def make_dataset(size=23, word="p"):
@@ -85,20 +84,6 @@ def mixed(sizes, weights, batch_size, *, shuffle=True, seed=3, drop_last=True):
         for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
     return PromptDataLoader(PromptDataset(parts), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.data())
-def test_any_stretch_of_prompts_has_its_share_of_each_dataset(weights, data):
-    sizes = [data.draw(st.integers(1, 9)) for _ in weights]
-    order = MixedOrder(sizes, [float(weight) for weight in weights], shuffle=True, seed=1)
-    whole = order.weights
-    drawn = [order.row(position)[0] for position in range(3 * sum(whole))]
-    for number, share in enumerate(weight / sum(order.weights) for weight in order.weights):
-        taken = [0, *accumulate(int(i == number) for i in drawn)]
-        behind = [share * count - mine for count, mine in enumerate(taken)]
-        assert max(behind) - min(behind) < 2
-        assert max(map(abs, behind)) < 1
 
 
 def test_every_batch_has_its_share_exactly_and_each_dataset_comes_in_whole_passes():

@@ -213,22 +213,3 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
         PromptProcessor(setup.tasks, tokenizer, 64)(
             Prompt(prompt_id="x:2", row={"text": "a"}, idx=0, task_name="arithmetic")
         )
-
-
-def test_other_processors():
-    from nemo_rl.data.interfaces import TaskDataSpec
-    from nemo_rl.data.rows.processors import find_processor
-
-    tokenizer = build_tiny_tokenizer()
-    spec = TaskDataSpec("t")
-    row = {"question": "Which?", "options": {"A": "this", "B": "that"}, "answer": "B"}
-    datum = find_processor("multichoice_qa_processor")(row, spec, tokenizer, 100, 0)
-    assert datum["message_log"][0]["content"] == "<|user|>Which?\n\nA) this\nB) that<eos><|assistant|>"
-    assert datum["extra_env_info"] == {"ground_truth": "B"}
-    with pytest.raises(ValueError, match="no 'options'"):
-        find_processor("multichoice_qa_processor")({"question": "Q", "answer": "A"}, spec, tokenizer, 100, 0)
-    row = {"problem": "1", "expected_answer": "2", "level": 3}
-    assert find_processor("math_data_processor")(row, spec, tokenizer, 100, 0)["extra_env_info"] == {
-        "level": 3,
-        "ground_truth": "2",
-    }

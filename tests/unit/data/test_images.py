@@ -2,16 +2,14 @@
 
 import base64
 import io
-import json
 import pickle
 
 import pytest
 from PIL import Image
 
 from nemo_rl.data import tiny_vision
-from nemo_rl.data.chat.images import ImageReader, image_digest, read_image, text_of
-from nemo_rl.data.config import ExampleDatasetConfig
-from nemo_rl.data.datasets import pictures, shapes
+from nemo_rl.data.chat.images import ImageReader, image_digest, read_image
+from nemo_rl.data.datasets import shapes
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.example_processors import sft_processor
 from nemo_rl.data.rows.examples import ExampleMaker
@@ -147,18 +145,3 @@ def test_bad_rows_are_named(model, tokenizer, reads, content, message):
 
 
 # -- datasets
-
-
-def test_a_folder_of_images(tmp_path):
-    shapes.draw(SCENE).save(tmp_path / "a.png")
-    lines = [
-        {"file_name": "a.png", "problem": "How many?", "answer": 2},
-        {"file_name": "a.png", "problem": "In <image>, how many?", "answer": 2},
-    ]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    cfg = ExampleDatasetConfig(dataset_name="image_folder", data_path=str(tmp_path), processor="sft_processor")
-    rows = list(pictures.load_image_folder(cfg))
-    assert [text_of(row["problem"]) for row in rows] == ["How many?", "In , how many?"]
-    assert [part["type"] for part in rows[1]["problem"]] == ["text", "image", "text"]
-    assert rows[0]["messages"][1] == {"role": "assistant", "content": "2"}
-    assert read_image(rows[0]["problem"][0]["image"]).size == (48, 48)

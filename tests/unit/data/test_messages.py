@@ -92,26 +92,6 @@ def test_thoughts_that_a_template_shows_in_the_last_turn_only():
     assert written(log, tokenizer)[1] == "<|im_start|>assistant\n2<|im_end|>"
 
 
-def test_a_special_token_is_never_shared_by_two_messages():
-    """Renderings agree up to the `<` of two marks that begin alike."""
-    template = (
-        "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|im_end|>' -}}{%- endfor -%}"
-        "{{- '<|assistant|>' if add_generation_prompt else '<eos>' -}}"
-    )
-    log = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    assert written(log, tokenizer_with(template), add_generation_prompt=True) == [
-        "<|user|>a<|im_end|>",
-        "b<|im_end|>",
-        "<|user|>c<|im_end|>",
-        "d<|im_end|><eos>",
-    ]
-
-
 def test_tool_calls_names_and_tools_reach_the_template():
     template = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}" + TEMPLATES["thinking"]
     template = template.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.name or '')")

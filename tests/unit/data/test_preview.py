@@ -23,11 +23,6 @@ def example(tokenizer, text, learned):
     return Example(sample_id="d:0", token_ids=ids, token_mask=mask)
 
 
-def test_without_colours_learned_tokens_are_in_brackets_and_borders_are_seen(tokenizer):
-    text = token_text(example(tokenizer, "<|user|>1+2<eos>3\n<eos>", {5, 6, 7}), tokenizer, coloured=False)
-    assert text.plain == "<|user|>|1|+|2|<eos>[3][↵\n][<eos>]"
-
-
 def shown(tokenizer, lengths, num_shown, note=""):
     def make(prompt):
         length = lengths[prompt.idx]

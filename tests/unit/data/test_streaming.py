@@ -101,18 +101,6 @@ def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
     assert source.epoch == 2
 
 
-def test_resuming_reads_one_block_and_nothing_before_it():
-    def make(read):
-        return StreamedPrompts([streamed(Resumable(100, read), "a")], 5, shuffle_block=20)
-
-    first, read = make([]), []
-    list(islice(epochs(first), 10))  # 50 rows: in the middle of the third block
-    second = make(read)
-    second.load_state_dict(first.state_dict())
-    next(iter(second))
-    assert read == list(range(40, 60))
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
     table = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)])

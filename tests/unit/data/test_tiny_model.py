@@ -32,14 +32,6 @@ def test_same_recipe_gives_the_same_bytes_whatever_the_surroundings(tmp_path):
     assert files_of(ensure_tiny_model(tmp_path / "c", replace(SHORT, seed=1))) != first
 
 
-def test_a_finished_directory_is_used_as_it_is(tmp_path):
-    made = Path(ensure_tiny_model(tmp_path / "m", SHORT))
-    before = (made / "model.safetensors").stat().st_mtime_ns
-    assert ensure_tiny_model(tmp_path / "m", SHORT) == str(made)
-    assert (made / "model.safetensors").stat().st_mtime_ns == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.lock"]
-
-
 def test_resolve_model_leaves_other_names_alone_and_names_the_nearest():
     assert resolve_model("Qwen/Qwen2.5-1.5B") == "Qwen/Qwen2.5-1.5B"
     with pytest.raises(ValueError, match="did you mean tiny:arithmetic"):

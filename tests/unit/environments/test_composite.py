@@ -22,7 +22,6 @@ from nemo_rl.environments.rewards import (
     exact_answer,
     exact_answer_alphanumeric,
     format_reward,
-    math_expression,
 )
 from tests.unit.environments.test_reward_model import CPU_CONFIG
 
@@ -229,21 +228,6 @@ def test_exact_answers():
     assert exact_answer_alphanumeric(log("new york"), known) == 0.0
     with pytest.raises(ValueError, match=r"no 'ground_truth' \(it has nothing\)"):
         exact_answer(log("x"), {})
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "reward"),
-    [
-        ("<think>a</think> <answer>42</answer>", "42", 1.0),
-        ("<think>41</think> <answer>43</answer>", "42", 0.0),
-        ("<answer>2x + 3</answer>", "3 + 2x", 1.0),
-        ("<answer>$\\frac{1}{2}$</answer>", "0.5", 1.0),
-        ("<answer>It is \\boxed{7}.</answer>", "7", 1.0),
-        ("<answer>1</answer> no, <answer>7</answer>", "7", 1.0),
-    ],
-)
-def test_an_expression_in_the_answer_tag_is_judged_as_if_boxed(response, truth, reward):
-    assert math_expression(log(response), {"ground_truth": truth}) == reward
 
 
 def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):

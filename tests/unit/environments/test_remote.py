@@ -145,15 +145,6 @@ def test_a_server_without_an_answer_in_time_fails_the_conversations_and_is_named
         time.sleep(0.5)
 
 
-def test_a_server_that_goes_away_fails_the_conversations():
-    with serving(Counting(), max_retries=0) as remote:
-        pass
-    [failure] = remote.step([log("a")], [{"turn": 0}]).failures
-    assert remote.connection.url in failure and "tried once" in failure
-    with pytest.raises(RuntimeError, match="/metrics"):
-        remote.global_post_process_and_metrics(BatchedDataDict({"message_log": []}))
-
-
 def test_the_token_is_asked_for(monkeypatch):
     monkeypatch.setenv("TOKEN", "sesame")
     with serving(Counting(), "sesame", token_env="TOKEN") as remote:

@@ -92,21 +92,6 @@ def test_reward_is_the_score_of_the_row_and_the_answer(model_directory, tmp_path
     torch.testing.assert_close(squashed.rewards, want.sigmoid(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_score_of_a_bfloat16_model_is_computed_in_float32(model_directory, tmp_path):
-    model = tiny_classifier(initializer_range=0.02)
-    with torch.no_grad():
-        model.score.weight *= 10  # scores near 1
-    model.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
-    model.save_pretrained(tmp_path)
-    build_tiny_tokenizer().save_pretrained(tmp_path)
-    scores = RewardModelEnvironment(config(tmp_path, precision="bfloat16")).step(*asked()).rewards
-    want = one_by_one(tmp_path)
-    torch.testing.assert_close(scores, want, rtol=1e-2, atol=1e-2)
-    assert scores.dtype == torch.float32
-    assert (scores != scores.bfloat16().float()).all(), "finer than bfloat16 can say"
-    assert ((scores * 2**7) % 1 != 0).all()
-
-
 @pytest.mark.parametrize("file_format", ["torch_save", "safetensors", "consolidated"])
 def test_a_checkpoint_of_a_run_is_a_reward_model(model_directory, tmp_path, file_format):
     policy = tmp_path / "step_7" / "policy"

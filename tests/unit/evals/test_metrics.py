@@ -38,16 +38,6 @@ def test_cons_at_k_is_the_mean_over_all_draws(answers, data):
     assert cons_at_k(answers, correct, k) == pytest.approx(majority_over_all_draws(answers, correct, k), abs=1e-12)
 
 
-def test_cons_at_k_by_hand():
-    assert cons_at_k(["4", "4", "5"], [1, 1, 0], 3) == 1.0
-    assert cons_at_k(["4", "5"], [1, 0], 2) == 0.5, "a tie is drawn by lot"
-    assert cons_at_k([None, None, "4"], [0, 0, 1], 3) == 1.0, "samples without an answer abstain"
-    assert cons_at_k([None, None], [0, 0], 2) == 0.0
-    assert cons_at_k(["4", "4"], [1, 0], 2) == 0.5, "equal texts judged differently count as their mean"
-    with pytest.raises(ValueError, match="k=3 needs at least k samples"):
-        cons_at_k(["4", "4"], [1, 1], 3)
-
-
 def test_the_interval_is_clustered_by_prompt():
     values = [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
     low, high = clustered_interval(values) or (0, 0)

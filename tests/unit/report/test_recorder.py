@@ -2,15 +2,13 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_rl.report.recorder import RunRecorder, chosen_rows, machine
-from nemo_rl.report.run_files import is_alive, read_run, status_of
+from nemo_rl.report.recorder import RunRecorder, machine
+from nemo_rl.report.run_files import read_run, status_of
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RankPlan, SampleStatus
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
@@ -20,15 +18,6 @@ from tests.unit.report.runs import append, write_run
 
 def planned(group: int, index: int, *, num_rows: int = 1, advantage: float = 0.0, mask: float = 1.0) -> PlannedSample:
     return PlannedSample(group=group, index=index, lengths=(10,) * num_rows, advantage=advantage, mask=mask)
-
-
-def test_of_groups_all_over_the_plan_the_best_and_the_worst_are_reported():
-    plan = [planned(group, index) for group in range(8) for index in (2, 0, 1)]
-    rewards = [[0.5, None if group == 2 else 0.0, 1.0] for group in range(8)]
-    assert chosen_rows(plan, rewards, 8) == [(g, i) for g in (0, 2, 4, 6) for i in (2, 1)]
-    assert chosen_rows(plan, rewards, 1) == [(0, 2)]
-    assert chosen_rows(plan, rewards, 0) == []
-    assert len(chosen_rows(plan, rewards, 1000)) == 16
 
 
 def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
@@ -89,16 +78,6 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     (run / "config.yaml").write_text("a: [")  # cannot be read
     own.close()
     assert "the report goes without report.html" in text.getvalue()
-
-
-def test_this_process_is_alive_and_another_with_its_number_is_not():
-    here = machine()
-    assert is_alive(here["pid"], here["pid_started"])
-    assert not is_alive(here["pid"], "1")
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    assert not is_alive(process.pid, "1")
-    assert here["versions"]["torch"] and here["memory_gb"] > 0
 
 
 @pytest.mark.parametrize(

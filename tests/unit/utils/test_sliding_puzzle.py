@@ -67,25 +67,6 @@ def test_an_action_is_what_stands_before_the_first_end(text, action):
     assert read_action(text) == action
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("up", "No action found. Write one like <action>down</action>. Possible now: down, left."),
-        ("<action>up</action>", "No tile can move up. Possible now: down, left."),
-        ("<action>jump</action>", "Unknown action. Write up, down, left, right or slide N. Possible now: down, left."),
-        ("<action>slide 2</action>", "Tile 2 is not beside the empty square. Possible now: down, left."),
-        ("<action>slide 0</action>", "Tile 0 is not beside the empty square. Possible now: down, left."),
-        (
-            "<action>slide -1</action>",
-            "Unknown action. Write up, down, left, right or slide N. Possible now: down, left.",
-        ),
-    ],
-)
-def test_an_action_that_cannot_be_done_leaves_the_board_and_says_what_can(text, wrong):
-    board = ((1, 2), (0, 3))
-    assert play(board, text) == (board, wrong)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=st.sampled_from("<>/action up1\n"), max_size=60))
 def test_no_text_breaks_the_game(text):
