@@ -44,21 +44,20 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
 
 
+ROW = '{"input": "1+1=", "output": "2"}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "overrides", "told"),
     [
         (None, (), r"dataset file '.*rows\.jsonl' does not exist"),
-        ("", (), "is empty"),
-        ('{"question": "1+1=", "output": "2"}', (), r"no column 'input' \(input_key\); its columns are: question, out"),
-        ('{"input": "1+1=", "output": "2"}\n{"inp', (), "cannot be read as json"),
-        ("\n".join(['{"input": "1+1=", "output": null}'] * 4), (), "row 0 has nothing in column 'output'"),
-        ('{"input": "1+1=", "output": "2"}', (), r"has 1 prompts, fewer than one step takes: set grpo\.num_prompts"),
+        (ROW, (), r"has 1 prompts, fewer than one step takes: set grpo\.num_prompts"),
         (
-            "\n".join(['{"input": "1+1=", "output": "2"}'] * 4),
+            ROW * 4,
             ("data.max_input_seq_length=3",),
             r"all prompts .* training data are longer than data.max_input_seq_length=3 tokens: 4 of them have \d+ to",
         ),
-        ("\n".join(['{"input": "1+1=", "output": "2"}'] * 4), ("data.default.prompt_file=no.txt",), "'no.txt' does no"),
+        (ROW * 4, ("data.default.prompt_file=no.txt",), "'no.txt' does no"),
     ],
 )
 def test_training_data(tmp_path, content, overrides, told):
@@ -311,33 +310,14 @@ def test_a_checkpoint_without_its_optimizer_is_not_continued_in_silence(tmp_path
         prepared()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "--config examples/configs/grpo_math_cpu.yaml"),
-        (("--config", str(CPU_CONFIG), "grpo.num_prompt=4"), "nearest valid key is grpo.num_prompts_per_step"),
-        (
-            ("--config", str(CPU_CONFIG), "policy.model_name=nobody/nothing"),
-            "ERROR policy.model_name: 'nobody/nothing'",
-        ),
-        (
-            (
-                *("--config", str(CPU_CONFIG), "cluster.cpu_workers_per_node=2"),
-                "policy.dtensor_cfg.pipeline_parallel_size=2",
-            ),
-            "ERROR policy.dtensor_cfg.pipeline_parallel_size=2: this qwen2 model shares one matrix",
-        ),
-    ],
-)
-def test_the_command_ends_with_status_2_and_one_message(tmp_path, monkeypatch, arguments, told):
+def test_the_command_ends_with_status_2_and_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, SCRIPT, "--config", str(CPU_CONFIG), "policy.model_name=nobody/nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     text = done.stdout + done.stderr
     assert done.returncode == 2, text
-    assert told in text and "Traceback" not in text
+    assert "ERROR policy.model_name: 'nobody/nothing'" in text and "Traceback" not in text
     assert not (tmp_path / "logs").exists()

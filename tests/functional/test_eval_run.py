@@ -13,6 +13,7 @@ from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.run import prepare, run_eval
 from tests.functional import cli
+from tests.tables import cases
 
 SCRIPT = cli.ROOT / "examples" / "run_eval.py"
 CPU_CONFIG = cli.ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
@@ -87,37 +88,22 @@ def told(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("content", "overrides", "message"),
-    [
-        (None, [], "rows.jsonl' does not exist"),
-        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": null}', [], "row 1 has no answer: column"),
-        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": ""}', [], "column 'answer' is empty; fill"),
-        ('{"problem": "1+1"}', [], "has no column 'answer' (data.solution_key); its columns are: problem"),
-        ('{"problem": "1+1", "answer": "2"}', ["data.max_input_seq_length=3"], "all prompts tried of the evaluation"),
-        ('{"problem": "1+1", "answer": "2"}', ["data.prompt_file=no.txt"], "prompt_file 'no.txt' does not exist"),
-        (
-            '{"problem": "1+1", "answer": "2"}',
-            ["generation.model_name=./no"],
-            "generation.model_name: directory './no'",
-        ),
-        (
-            '{"problem": "1+1", "answer": "2"}',
-            ["generation.vllm_cfg.max_model_len=4096"],
-            "generation.vllm_cfg.max_model_len=4096: more than the 2048 positions",
-        ),
-        (
-            '{"problem": "1+1", "answer": "2"}',
-            ["tokenizer.chat_template=fancy"],
-            "tokenizer.chat_template 'fancy' is neither default",
-        ),
-        ('{"problem": "1+1", "answer": "2"}', ["eval.save_path=rows.jsonl"], "eval.save_path: cannot write to"),
-    ],
-)
-def test_bad_input(tmp_path, capsys, content, overrides, message):
-    if content is not None:
-        (tmp_path / "rows.jsonl").write_text(content)
-    said = told(capsys, "data.dataset_name=rows.jsonl", "data.kwargs={}", "data.split=null", *overrides)
+NO_ANSWER = '{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": null}'
+WRONG = """
+data.dataset_name=none.csv -> none.csv' does not exist
+data.dataset_name=rows.jsonl -> row 1 has no answer: column
+data.max_input_seq_length=3 -> all prompts tried of the evaluation
+generation.model_name=./no -> generation.model_name: directory './no'
+generation.vllm_cfg.max_model_len=4096 -> generation.vllm_cfg.max_model_len=4096: more than the 2048 positions
+eval.save_path=rows.jsonl -> eval.save_path: cannot write to
+"""
+
+
+@pytest.mark.parametrize(("given", "message"), cases(WRONG))
+def test_bad_input(tmp_path, capsys, given, message):
+    (tmp_path / "rows.jsonl").write_text(NO_ANSWER)
+    of_a_file = ("data.kwargs={}", "data.split=null") if given[0].startswith("data.dataset_name") else ()
+    said = told(capsys, *of_a_file, *given)
     assert message in said and "policy." not in said
     assert not (tmp_path / "results").exists()
 

@@ -176,18 +176,7 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["data.dataset_name=gms8k"], r"unknown dataset 'gms8k'; did you mean gsm8k"),
-        (["data.dataset_name=no.csv"], r"dataset file 'no.csv' does not exist"),
-        (["data.dataset_name=nowhere.sets:load"], r"dataset_name 'nowhere.sets:load': no module 'nowhere'"),
-        (["data.dataset_name=gsm8k"], r"dataset 'gsm8k' takes no kwargs, got num_samples"),
-        (["data.processor=math_hf_procesor"], r"unknown processor 'math_hf_procesor'; did you mean"),
-        (["+env.mine={type: 'nowhere:Env'}", "data.env_name=mine"], r"environment 'nowhere:Env': no module 'nowhere'"),
-        (["data.kwargs.num_samples=0"], r"arithmetic: kwargs takes .*num_samples: Input should be greater"),
-    ],
-)
-def test_data_that_cannot_be_asked(overrides, told):
-    with pytest.raises((ValueError, FileNotFoundError), match=told):
-        load_eval_data(load_config(EvalMasterConfig, CPU, [*overrides]))
+def test_a_mistake_in_the_data_is_said_where_it_was_made():
+    config = load_config(EvalMasterConfig, CPU, ["data.dataset_name=gms8k"])
+    with pytest.raises(ValueError, match=r"unknown dataset 'gms8k'; did you mean gsm8k"):
+        load_eval_data(config)
