@@ -15,7 +15,8 @@ import logging
 import time
 
 from nemo_rl.environments.code.environment import CodeEnvironment
-from nemo_rl.environments.config import CodeEnvironmentConfig, SandboxConfig
+from nemo_rl.environments.config import CodeEnvironmentConfig
+from nemo_rl.environments.section_parts import SandboxConfig
 
 PROGRAM = """<code>
 from collections import Counter

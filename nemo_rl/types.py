@@ -226,6 +226,7 @@ class SampleMeta:
     branches: list[SampleMeta] = field(default_factory=list)
     credit: float = 1.0  # factor of the episode's advantage on this sequence
     own_reward: float | None = None  # of this sequence alone; None: it shares the reward of its episode
+    role: str = ""  # in whose name it was sampled; rewards are compared within a role
 
     @property
     def rows(self) -> list[SampleMeta]:

@@ -72,7 +72,7 @@ class GRPOTrainer(RolloutTrainer):
         """Rewards by group -> one advantage per sample."""
         with self.phase("advantage_calculation"):
             result = compute_advantages(
-                [group.for_estimator() for group in groups],
+                [compared for group in groups for compared in group.for_estimator()],
                 self.config.grpo.adv_estimator,
                 kl_in_reward=self.config.loss_fn.use_kl_in_reward,
                 bounds=self.config.grpo.advantage_bounds,
@@ -82,7 +82,8 @@ class GRPOTrainer(RolloutTrainer):
 
     def plan(self, groups: Sequence[ScoredGroup], advantages: AdvantageResult) -> BatchPlan:
         """Which sample goes to which rank, optimizer step and micro-batch; the workers fetch their rows."""
-        of_rows = [group.of_rows(found) for group, found in zip(groups, advantages.advantages, strict=True)]
+        found = iter(advantages.advantages)
+        of_rows = [group.of_rows([next(found) for _ in group.roles]) for group in groups]
         return self.plan_and_load([group.handle for group in groups], of_rows, [group.row_masks for group in groups])
 
     def score(self) -> None:

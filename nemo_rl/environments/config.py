@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
+from nemo_rl.environments.agents.config import AgentEnvironmentConfig
+from nemo_rl.environments.section_parts import ActorsConfig, DeviceConfig, HttpAddress, ProgramsConfig, PyExecutable
 from nemo_rl.models.policy.config import TokenizerConfig
 
 ENV_REGISTRY: dict[str, str] = {
@@ -50,13 +52,6 @@ LANGUAGES = (
     *("tr", "turkish", "zh", "chinese"),
 )
 """Languages whose stop words the package bm25s has, under either name."""
-
-
-def _http_address(address: str) -> None:
-    if not address.startswith(("http://", "https://")):
-        raise ValueError("must begin with http:// or https://")
-    if not re.fullmatch(r"https?://[^\s?#]+", address):
-        raise ValueError("must be an address without query, fragment or white space, e.g. http://127.0.0.1:8000")
 
 
 def check_supported(env_type: str) -> None:
@@ -100,87 +95,8 @@ def _language(name: str) -> None:
         raise ValueError(f"no stop words of this language are known; write one of {', '.join(LANGUAGES)}, or null")
 
 
-HttpAddress = Annotated[str, accepted_by(_http_address)]
-"""`http://host:port/path`, to which paths are appended."""
-
-PyExecutable = str | list[str]
 Precision = Literal["float32", "bfloat16", "float16"]
 MathVerifier = Literal["hf_math_verify", "dapo_math_verify"]
-
-
-class ActorsConfig(StrictModel):
-    """Base of the sections of environments that may run as several actors."""
-
-    num_actors: int = Field(default=1, ge=1)
-    """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
-
-    py_executable: PyExecutable | None = None
-    """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
-    file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
-    """
-
-
-class DeviceConfig(StrictModel):
-    """The device that the model of an environment runs on."""
-
-    gpus_per_node: int = Field(default=0, ge=0, le=1)
-    """1: a GPU of its own, beside those of `cluster`; 0: the CPU."""
-
-    num_nodes: Literal[1] = 1
-    """Always 1."""
-
-
-class SandboxConfig(StrictModel):
-    """Limits of the programs that a model writes, and of their isolation."""
-
-    time_limit_s: float = Field(default=10.0, gt=0)
-    """Wall-clock seconds of one program."""
-
-    cpu_limit_s: int = Field(default=5, ge=1)
-    """CPU seconds of one program, over all its threads."""
-
-    memory_mib: int = Field(default=512, ge=64)
-    """Address space of one program in MiB; the interpreter takes about 40 of them."""
-
-    max_output_bytes: int = Field(default=65536, ge=1)
-    """Bytes of its output and error output together; beyond them it is ended, and the first bytes are kept."""
-
-    max_threads: int = Field(default=32, ge=1)
-    """Threads of one program. It is one process and starts no other."""
-
-    max_open_files: int = Field(default=64, ge=16)
-    """Files that are open at the same time."""
-
-    max_file_mib: int = Field(default=16, ge=1)
-    """Size of one file in MiB."""
-
-    max_disk_mib: int = Field(default=64, ge=1)
-    """Size of all its files together in MiB."""
-
-    max_files: int = Field(default=1000, ge=1)
-    """Number of its files and directories."""
-
-    preload: list[str] = Field(default_factory=list)
-    """Modules that are imported before programs start, e.g. `[numpy]`, beside some of the standard library."""
-
-    site_packages: bool = False
-    """Programs may import the packages of this Python environment."""
-
-    allow_weaker: list[Literal["network", "writes", "reads", "processes", "signals"]] = Field(default_factory=list)
-    """Guarantees that need not hold, for trusted programs on machines that cannot keep them. The log lists them."""
-
-
-class ProgramsConfig(ActorsConfig):
-    """Base of the sections of environments that run programs."""
-
-    num_workers: int = Field(default=8, ge=1)
-    """Programs or tool calls that run at the same time, and processes that check answers."""
-
-    max_result_characters: int = Field(default=2000, ge=1)
-    """Characters of a result that the model sees; of a longer text the beginning and the end."""
-
-    sandbox: SandboxConfig = SandboxConfig()
-    """Limits of the programs."""
 
 
 class CodeEnvironmentConfig(ProgramsConfig):
@@ -312,77 +228,6 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
             "{num_votes} greedy replies are the same reply; set temperature above 0, or num_votes to 1"
         ),
     }
-
-
-class SessionConfig(StrictModel):
-    """Where the sessions of agents listen. Each session has its own key."""
-
-    host: str = "127.0.0.1"
-    """Address of the interface; 127.0.0.1 admits programs of this machine only."""
-
-    port: int = Field(default=0, ge=0, le=65535)
-    """Its port; 0 is any free one."""
-
-
-class AgentEnvironmentConfig(ActorsConfig):
-    """Agents that own their loop: programs that call the model in a session of their own, and give a reward."""
-
-    type: Literal["agent"] = "agent"
-    """Registry name of the environment."""
-
-    run: str | None = None
-    """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `run`, by name."""
-
-    command: list[str] | None = Field(default=None, min_length=1)
-    """In its place: a program and its arguments, started for each episode with the session in its environment."""
-
-    url: HttpAddress | None = None
-    """In its place: a service to which each episode's task is posted as JSON."""
-
-    env_vars: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of `command`."""
-
-    memory_mib: int | None = Field(default=None, ge=64)
-    """Address space of each process of `command` in MiB; null: no limit."""
-
-    verifier: str | None = None
-    """Import path of a function of the task and of the conversations of the episode, one list of messages for each row,
-    that returns a reward; it is added to the agent's."""
-
-    environment: str | None = None
-    """Section of `env` that gives a reward to the last conversation of the episode; it is added to the agent's."""
-
-    credit: Literal["shared", "branch", "discounted"] = "shared"
-    """What the rows of an episode share: its advantage; nothing, each has the rewards of its own answers beside those
-    of the episode; or its advantage times `discount` for each later call of the model."""
-
-    discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor of `credit: discounted`."""
-
-    max_concurrent: int = Field(default=256, ge=1)
-    """Agents of each actor that run at the same time."""
-
-    time_limit_s: float = Field(default=600.0, gt=0)
-    """Seconds of one agent."""
-
-    max_generated_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that one episode may sample in all its calls; the call that passes it is the last. null: no limit."""
-
-    session: SessionConfig = SessionConfig()
-    """Where its sessions listen."""
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        ways = {"run": self.run, "command": self.command, "url": self.url}
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
-        if self.kwargs and self.run is None:
-            yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
-        if self.discount != 1 and self.credit != "discounted":
-            yield "discount", f"has no effect with credit={self.credit}; set credit=discounted"
 
 
 class RemoteEnvironmentConfig(ActorsConfig):

@@ -24,36 +24,49 @@ class ScoredGroup:
     parts: list[list[float]]  # each of several rewards, scaled; empty for a sample with one reward or none
     own_rewards: list[list[float]] | None = None  # of each row of each sample, if branches are rewarded one by one
 
-    def for_estimator(self) -> GroupRewards:
-        """The rewards that are compared with each other: of the samples, or of all their rows."""
+    @property
+    def roles(self) -> list[str]:
+        """Whose rows are compared with each other; one, unless agents have rewarded roles."""
+        if self.own_rewards is None:
+            return [""]
+        return sorted({row.role for row in self.handle.rows})
+
+    def for_estimator(self) -> list[GroupRewards]:
+        """The rewards that are compared with each other: of the samples, or of all rows of each of `roles`."""
         samples = self.handle.samples
         if self.own_rewards is not None:
-            rows = [
-                (sample, row, mask) for sample, mask in zip(samples, self.masks, strict=True) for row in sample.rows
-            ]
-            return GroupRewards(
-                rewards=[reward for of_sample in self.own_rewards for reward in of_sample],
-                valid=[sample.has_reward for sample, _, _ in rows],
-                num_loss_tokens=[row.num_generated_tokens if mask > 0 else 0 for _, row, mask in rows],
+            return [self._of_role(role, self.own_rewards) for role in self.roles]
+        return [
+            GroupRewards(
+                rewards=self.rewards,
+                parts=self.parts,
+                # A failed sample has no reward, which is not the same as a reward of 0: it must not move the baseline.
+                valid=[sample.has_reward for sample in samples],
+                num_loss_tokens=[
+                    sum(row.num_generated_tokens for row in sample.rows) if mask > 0 else 0
+                    for sample, mask in zip(samples, self.masks, strict=True)
+                ],
             )
-        return GroupRewards(
-            rewards=self.rewards,
-            parts=self.parts,
-            # A failed sample has no reward, which is not the same as a reward of 0: it must not move the baseline.
-            valid=[sample.has_reward for sample in samples],
-            num_loss_tokens=[
-                sum(row.num_generated_tokens for row in sample.rows) if mask > 0 else 0
-                for sample, mask in zip(samples, self.masks, strict=True)
-            ],
-        )
+        ]
 
-    def of_rows(self, advantages: Sequence[float]) -> list[float]:
+    def _of_role(self, role: str, own_rewards: list[list[float]]) -> GroupRewards:
+        rows = [
+            (reward, sample.has_reward, row.num_generated_tokens if mask > 0 else 0)
+            for sample, mask, rewards in zip(self.handle.samples, self.masks, own_rewards, strict=True)
+            for row, reward in zip(sample.rows, rewards, strict=True)
+            if row.role == role
+        ]
+        rewards, valid, num_loss_tokens = zip(*rows, strict=True)
+        return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=num_loss_tokens)
+
+    def of_rows(self, advantages: Sequence[Sequence[float]]) -> list[float]:
         """The advantage of each row, in the order of `handle.rows`, from those of `for_estimator`."""
         samples = self.handle.samples
         if self.own_rewards is not None:
-            found = iter(advantages)
-            return self.handle.row_values([[next(found) for _ in sample.rows] for sample in samples])
-        pairs = zip(samples, advantages, strict=True)
+            found = dict(zip(self.roles, map(iter, advantages), strict=True))
+            return self.handle.row_values([[next(found[row.role]) for row in sample.rows] for sample in samples])
+        [of_samples] = advantages
+        pairs = zip(samples, of_samples, strict=True)
         return self.handle.row_values([[advantage * row.credit for row in sample.rows] for sample, advantage in pairs])
 
     @property
@@ -150,7 +163,7 @@ class DynamicSampler:
         assert not self.is_complete, "the step has enough groups"
         self._num_batches += 1
         self._num_groups += len(groups)
-        self._kept += [group for group in groups if group.for_estimator().has_variance]
+        self._kept += [group for group in groups if any(c.has_variance for c in group.for_estimator())]
         self._rewards += _rewards(groups)
         if not self.is_complete and self._num_batches >= self._max_batches:
             mean = sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import ray
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, EpisodeEnvironment, decode
 from nemo_rl.data.chat.served import ServedChat
+from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.code.tools import find_calls
-from nemo_rl.environments.config import AgentEnvironmentConfig
+from nemo_rl.environments.registry import MAX_RESTARTS
 from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
+from nemo_rl.rollouts.agents.frozen import FrozenModel, frozen_generate
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
+from nemo_rl.utils.files import cache_root
 
 
 def answer_settings(
@@ -66,13 +73,29 @@ def make_connect_agents(
         )
         for section, config in sections.items()
     ]
+    frozen = {
+        section: {role: None if model is None else _start_frozen(model, vllm.dtype) for role, model in c.roles.items()}
+        for section, c in sections.items()
+    }
     judges = {section: config.environment for section, config in sections.items() if config.environment is not None}
-    return partial(_connect, settings, judges, env_step_timeout_s)
+    return partial(_connect, settings, judges, frozen, env_step_timeout_s)
+
+
+def _start_frozen(name: str, dtype: str) -> Any:
+    """The actor of a model, or of the newest sound checkpoint in a folder, whose weights stay as they are."""
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file() and is_checkpoint(path):
+        found = model_of_checkpoint(path, dtype=dtype, cache=cache_root(), resolve_base=resolve_model)
+        model = str(found.model)
+    else:
+        model = resolve_model(name)
+    return ray.remote(FrozenModel).options(num_cpus=0, max_restarts=MAX_RESTARTS, max_task_retries=-1).remote(model)
 
 
 def _connect(
     settings: Sequence[AgentSettings],
     judges: Mapping[str, str],
+    frozen: Mapping[str, Mapping[str, Any]],
     env_step_timeout_s: float,
     actors: Mapping[str, Sequence[Any]],
     task_to_env: Mapping[str, str],
@@ -83,5 +106,6 @@ def _connect(
         if own.name in judges:
             name = judges[own.name]
             judge = EpisodeEnvironment(EnvironmentPool(name, actors[name], env_step_timeout_s)).step
-        agents[own.name] = Agents(own, actors[own.name], judge)
+        roles = {role: None if actor is None else frozen_generate(actor) for role, actor in frozen[own.name].items()}
+        agents[own.name] = Agents(own, actors[own.name], judge, roles)
     return {task: agents[name] for task, name in task_to_env.items() if name in agents}

@@ -27,6 +27,7 @@ class AgentTask:
     metadata: Any  # of the data processor, e.g. {"ground_truth": "4"}
     seed: int  # of this episode, for what the agent draws by itself
     episode: str  # the sample's id
+    roles: Mapping[str, str] = field(default_factory=dict)  # role -> base URL of the session in its name
 
 
 def import_agent(path: str) -> Callable[[AgentTask], Any]:
@@ -48,5 +49,6 @@ class AgentOutcome:
 
     end: AgentEnd
     reward: float | None = None  # that it returned
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of single roles
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""  # the reason, unless it is done

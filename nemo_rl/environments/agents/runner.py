@@ -208,20 +208,25 @@ async def post_task(url: str, task: AgentTask) -> AgentOutcome:
 def outcome(returned: Any) -> AgentOutcome:
     """What a callable returned: nothing, a number, or `{"reward": number, "metrics": {name: number}}`.
 
-    Raises TypeError or ValueError for anything else.
+    `"rewards": {role: number}` are those of single roles. Raises TypeError or ValueError for anything else.
     """
     metrics: Any = {}
+    rewards: Any = {}
     reward = returned
     if isinstance(returned, Mapping):
-        unknown = returned.keys() - {"reward", "metrics"}
+        unknown = returned.keys() - {"reward", "rewards", "metrics"}
         if unknown:
-            raise ValueError(f"an agent returns reward and metrics, not {', '.join(sorted(map(str, unknown)))}")
-        reward, metrics = returned.get("reward"), returned.get("metrics", {})
+            raise ValueError(
+                f"an agent returns reward, rewards and metrics, not {', '.join(sorted(map(str, unknown)))}"
+            )
+        reward, rewards, metrics = returned.get("reward"), returned.get("rewards", {}), returned.get("metrics", {})
     if reward is not None and not math.isfinite(reward := float(reward)):
         raise ValueError(f"an agent's reward must be finite, got {reward}")
-    return AgentOutcome(
-        end=AgentEnd.DONE, reward=reward, metrics={str(name): float(value) for name, value in metrics.items()}
-    )
+    of_roles = {str(role): float(value) for role, value in rewards.items()}
+    if not all(map(math.isfinite, of_roles.values())):
+        raise ValueError(f"an agent's rewards must be finite, got {of_roles}")
+    numbers = {str(name): float(value) for name, value in metrics.items()}
+    return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=of_roles, metrics=numbers)
 
 
 def _text(error: BaseException) -> str:

@@ -53,8 +53,16 @@ class JudgeFn(Protocol):
 class Agents:
     """The agents of one environment. `runners` are handles of `AgentRunner` actors, which take episodes in turn."""
 
-    def __init__(self, settings: AgentSettings, runners: Sequence[Any], judge: JudgeFn | None = None) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        runners: Sequence[Any],
+        judge: JudgeFn | None = None,
+        roles: Mapping[str, GenerateFn | None] | None = None,
+    ) -> None:
+        """`roles`: as of a `Session`."""
         self.settings = settings
+        self._roles = roles or {}
         self._judge = judge
         self.name = settings.name
         self.server = SessionServer(settings.host, settings.port)
@@ -83,6 +91,7 @@ class Agents:
             sampling=sampling,
             seed_of=seed_of_turn,
             limits=self.settings.limits,
+            roles=self._roles,
         )
         url = await self.server.open(session)
         task = AgentTask(
@@ -96,6 +105,7 @@ class Agents:
             metadata=datum["extra_env_info"],
             seed=seed_of_turn(0),
             episode=sample_id,
+            roles={role: f"{url}/r/{role}/v1" for role in self._roles},
         )
         runner = next(self._next_runner)
         try:
@@ -105,9 +115,9 @@ class Agents:
             raise
         finally:
             self.server.close(session)
-        branches = session.tree.branches()
+        branches = session.branches()
         if outcome.end is AgentEnd.DONE and branches:
-            outcome = await self._judged(runner, task, outcome, branches)
+            outcome = await self._judged(runner, task, outcome, [branch for _, branch in branches])
         return finished(session, outcome, datum, self.settings, sample_id=sample_id, branches=branches)
 
     async def _judged(
@@ -157,31 +167,37 @@ def finished(
     settings: AgentSettings,
     *,
     sample_id: str,
-    branches: Sequence[Branch],
+    branches: Sequence[tuple[str, Branch]],
 ) -> Sample:
     """The sample of an episode that has ended: a row for each branch of its session."""
+    unknown = sorted(outcome.rewards.keys() - session.trees.keys())
     status, failure = SampleStatus.COMPLETED, ""
     if outcome.end is AgentEnd.CRASHED:
         status, failure = SampleStatus.AGENT_CRASHED, outcome.failure
     elif outcome.end is AgentEnd.HUNG:
         status, failure = SampleStatus.AGENT_HUNG, outcome.failure
+    elif unknown:
+        status, failure = SampleStatus.AGENT_CRASHED, f"it rewarded {unknown[0]!r}, which is no role of the policy"
     elif not branches:
         status, failure = SampleStatus.AGENT_SILENT, "it ended without a call of the model"
-    elif outcome.reward is None and not session.was_rewarded:
+    elif outcome.reward is None and not outcome.rewards and not session.was_rewarded:
         status, failure = SampleStatus.FAILED, "it gave no reward: return a number, or POST it to reward_url"
     elif session.num_refused:
         status = SampleStatus.TRUNCATED
     if failure:
         return without_reward(datum, sample_id=sample_id, status=status, failure=f"agent of {sample_id}: {failure}")
     of_episode = sum(session.rewards) + (outcome.reward or 0.0)
-    reward = of_episode + sum(call.reward for call in session.tree.calls)
-    rows = [_row(branch, settings, sample_id=sample_id, status=status, reward=reward) for branch in branches]
-    for row, branch in zip(rows, branches, strict=True):
+    of_roles = {role: session.role_rewards[role] + outcome.rewards.get(role, 0.0) for role in session.trees}
+    reward = of_episode + sum(of_roles.values()) + sum(call.reward for call in session.calls)
+    rows = [_row(branch, settings, sample_id=sample_id, status=status, reward=reward) for _, branch in branches]
+    for row, (role, branch) in zip(rows, branches, strict=True):
         row.meta.hit_turn_limit = session.num_refused > 0
-        if settings.credit == "branch":
-            row.meta.own_reward = of_episode + sum(call.reward for call in branch.path)
+        row.meta.role = role
+        calls = branch.path if settings.credit == "branch" else session.trees[role].calls
+        if settings.credit == "branch" or len(session.roles) > 1:
+            row.meta.own_reward = of_episode + of_roles[role] + sum(call.reward for call in calls)
         elif settings.credit == "discounted":
-            row.meta.credit = settings.discount ** (len(session.tree.calls) - 1 - branch.path[-1].number)
+            row.meta.credit = settings.discount ** (len(calls) - 1 - branch.path[-1].number)
     sample = rows[0]
     sample.branches = rows[1:]
     sample.meta.branches = [row.meta for row in sample.branches]

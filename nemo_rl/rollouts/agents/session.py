@@ -1,7 +1,9 @@
 """Sessions: the OpenAI-compatible endpoints of single episodes, which record every request as tokens.
 
     /s/<session>/v1/...          as `openai_server.py`; Authorization: Bearer <key of the session>
-    POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one
+    /s/<session>/r/<role>/v1/... the same in the name of a role
+    POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one, with
+                                 "role": <name>, of that role
 
 Without `/s/<session>` the key alone says which session it is, for clients whose URL cannot change. A session ends with
 its agent. Later requests are answered with status 410.
@@ -13,8 +15,9 @@ import asyncio
 import secrets
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -24,7 +27,7 @@ import xxhash
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nemo_rl.rollouts.agents.tree import Call, CallTree
+from nemo_rl.rollouts.agents.tree import Branch, Call, CallTree
 from nemo_rl.rollouts.openai_requests import RequestError
 from nemo_rl.rollouts.openai_server import (
     MAX_BODY_BYTES,
@@ -57,6 +60,7 @@ class RewardRequest(BaseModel):
 
     reward: float
     answer: str | None = None  # `id` of a completion; None: the reward is the episode's
+    role: str | None = None  # the reward is this role's
 
 
 class Session:
@@ -65,6 +69,9 @@ class Session:
     The run decides temperature, top-p and top-k, because training needs samples from the distribution that it trains;
     the agent decides stop strings and the length of an answer. The seed of a request is derived from `seed_of`, its
     prompt and the number of equal prompts before it, so that samples do not depend on the order of parallel requests.
+
+    `roles` have URLs and conversations of their own. With a function it is a model with weights of its own, whose calls
+    are neither recorded nor limited; with None it is the policy. "" is the role of an agent without roles.
     """
 
     def __init__(
@@ -75,11 +82,14 @@ class Session:
         sampling: SamplingParams,
         seed_of: Callable[[int], int],
         limits: SessionLimits,
+        roles: Mapping[str, GenerateFn | None] | None = None,
     ) -> None:
         self.session_id = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
-        self.tree = CallTree()
+        self.roles = {"": None, **(roles or {})}
+        self.trees = {role: CallTree() for role, frozen in self.roles.items() if frozen is None}
         self.rewards: list[float] = []  # of the episode
+        self.role_rewards: Counter[str] = Counter()
         self.was_rewarded = False
         self.num_refused = 0  # by a limit
         self.num_begun = 0
@@ -91,18 +101,35 @@ class Session:
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)  # numbers of those that failed, a heap
         self._num_generated = 0
         self.ended = asyncio.Event()
-        self.answers = Answers(
-            settings,
-            chat=settings.make_chat(),
-            generate=self.generate,
-            sampling=sampling,
-            ended=self.ended,
-            shows_tokens=False,
-            on_answer=self._note,
-        )
-        self._answered: dict[str, list[Call]] = {}  # by id of the answer
+        self._answers = {
+            role: Answers(
+                settings,
+                chat=settings.make_chat(),
+                generate=self.generate if frozen is None else partial(self._generate_frozen, frozen),
+                sampling=sampling,
+                ended=self.ended,
+                shows_tokens=False,
+                on_answer=partial(self._note, role) if frozen is None else None,
+            )
+            for role, frozen in self.roles.items()
+        }
+        self._answered: dict[str, list[Call]] = {}  # calls by id of the answer
         # (prompt, completion, seconds) by id(completion), until it is answered
         self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
+
+    def answers(self, role: str = "") -> Answers:
+        """The endpoints of a role. RequestError for an unknown one."""
+        if role not in self._answers:
+            raise RequestError(f"there is no role {role!r}; env.<name>.roles: {', '.join(self.roles) or 'none'}", 404)
+        return self._answers[role]
+
+    def branches(self) -> list[tuple[str, Branch]]:
+        """(role, row) of all rows, in an order that depends on the tokens alone."""
+        return [(role, branch) for role, tree in sorted(self.trees.items()) for branch in tree.branches()]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for tree in self.trees.values() for call in tree.calls]
 
     async def generate(
         self,
@@ -117,6 +144,34 @@ class Session:
         assert not images, "requests of agents are text"
         self._check_limits()
         self.num_begun += 1
+        started = time.perf_counter()
+        try:
+            completion = await self._seeded(self._generate, prompt_token_ids, sampling, on_tokens)
+        except BaseException:
+            self.num_begun -= 1
+            raise
+        self._num_generated += len(completion.token_ids)
+        self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
+        return completion
+
+    async def _generate_frozen(
+        self,
+        generate: GenerateFn,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        return await self._seeded(generate, prompt_token_ids, sampling, on_tokens)
+
+    async def _seeded(
+        self,
+        generate: GenerateFn,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None,
+    ) -> Completion:
         prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
         if self._given_back[prompt]:
             repetition = heappop(self._given_back[prompt])
@@ -124,32 +179,32 @@ class Session:
             repetition = self._asked[prompt]
             self._asked[prompt] += 1
         own = self._sampling
-        started = time.perf_counter()
         try:
-            completion = await self._generate(
+            return await generate(
                 prompt_token_ids,
                 replace(sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k),
                 self._seed_of((prompt + repetition) % 2**_SEED_BITS),
                 on_tokens=on_tokens,
             )
         except BaseException:
-            self.num_begun -= 1
             heappush(self._given_back[prompt], repetition)  # the client will ask again
             raise
-        self._num_generated += len(completion.token_ids)
-        self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
-        return completion
 
-    def _note(self, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
-        call = self.tree.add(*self._sampled.pop(id(completion)))
+    def _note(self, role: str, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
+        call = self.trees[role].add(*self._sampled.pop(id(completion)))
         call.messages = messages
         self._answered.setdefault(answer_id, []).append(call)
 
-    def reward(self, reward: float, answer_id: str | None) -> None:
-        """Add a reward of the episode, or of the calls of one answer. RequestError for an unknown answer."""
+    def reward(self, reward: float, answer_id: str | None, role: str | None = None) -> None:
+        """Add a reward of the episode, of a role, or of the calls of one answer. RequestError for an unknown one."""
+        if role is not None and (role not in self.trees or answer_id is not None):
+            raise RequestError(f"name an answer, or one of the roles {', '.join(self.trees)}, not {role!r}", 404)
         if answer_id is not None and answer_id not in self._answered:
             raise RequestError(f"there is no answer {answer_id!r} in this episode", 404)
         self.was_rewarded = True
+        if role is not None:
+            self.role_rewards[role] += reward  # pyright: ignore[reportArgumentType]  (a sum of floats)
+            return
         if answer_id is None:
             self.rewards.append(reward)
             return
@@ -170,6 +225,10 @@ class Session:
 _SESSION = web.RequestKey("session", Session)
 
 
+def _answers(request: web.Request) -> Answers:
+    return request[_SESSION].answers(request.match_info.get("role", ""))
+
+
 class SessionServer:
     """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
 
@@ -183,11 +242,12 @@ class SessionServer:
         self._started: asyncio.Task[str] | None = None
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         router = self._app.router
+        for prefix in ("/s/{session}/r/{role}", "/s/{session}", "/r/{role}", ""):
+            router.add_get(f"{prefix}/v1/models", lambda r: _answers(r).models(r))
+            router.add_post(f"{prefix}/v1/completions", lambda r: _answers(r).completions(r))
+            router.add_post(f"{prefix}/v1/chat/completions", lambda r: _answers(r).chat_completions(r))
+            router.add_post(f"{prefix}/v1/responses", lambda r: _answers(r).responses(r))
         for prefix in ("/s/{session}", ""):
-            router.add_get(f"{prefix}/v1/models", lambda r: r[_SESSION].answers.models(r))
-            router.add_post(f"{prefix}/v1/completions", lambda r: r[_SESSION].answers.completions(r))
-            router.add_post(f"{prefix}/v1/chat/completions", lambda r: r[_SESSION].answers.chat_completions(r))
-            router.add_post(f"{prefix}/v1/responses", lambda r: r[_SESSION].answers.responses(r))
             router.add_post(f"{prefix}/reward", self._reward)
         self._runner = web.AppRunner(
             self._app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
@@ -242,5 +302,5 @@ class SessionServer:
             wanted = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:
             raise RequestError(f'write {{"reward": number}}: {error.errors()[0]["msg"]}') from error
-        session.reward(wanted.reward, wanted.answer)
+        session.reward(wanted.reward, wanted.answer, wanted.role)
         return web.json_response({"ok": True})

@@ -50,16 +50,20 @@ def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
     branched, failed = sample(1.0, generated=10), sample(0.0, SampleStatus.FAILED)
     branched.branches = [sample(generated=3), sample(generated=4)]
     (shared,) = score_groups([handle(branched, failed)], cfg)
-    assert shared.for_estimator().rewards == [10.0, 0.0] and shared.for_estimator().num_loss_tokens == [17, 0]
+    assert shared.for_estimator()[0].rewards == [10.0, 0.0] and shared.for_estimator()[0].num_loss_tokens == [17, 0]
     branched.branches[1].credit = 0.5
-    assert shared.of_rows([2.0, 0.0]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
+    assert shared.of_rows([[2.0, 0.0]]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
     branched.branches[0].own_reward, failed.own_reward = 0.5, 0.7
     (own,) = score_groups([handle(branched, failed)], cfg)
-    compared = own.for_estimator()
-    assert (compared.rewards, compared.valid) == ([0.0, 5.0, 0.0, 0.0], [True, True, True, False])
-    assert compared.num_loss_tokens == [10, 3, 4, 0]
-    assert own.of_rows([1.0, 2.0, 3.0, 4.0]) == [1.0, 4.0, 2.0, 3.0]
+    [compared] = own.for_estimator()
+    assert (*compared.rewards,) == (0.0, 5.0, 0.0, 0.0) and (*compared.valid,) == (True, True, True, False)
+    assert (*compared.num_loss_tokens,) == (10, 3, 4, 0)
+    assert own.of_rows([[1.0, 2.0, 3.0, 4.0]]) == [1.0, 4.0, 2.0, 3.0]
     assert own.row_masks == [1.0, 0.0, 1.0, 1.0]
+    branched.branches[1].role = "black"
+    (roles,) = score_groups([handle(branched, failed)], cfg)
+    assert [(*of_role.num_loss_tokens,) for of_role in roles.for_estimator()] == [(10, 3, 0), (4,)]
+    assert roles.of_rows([[1.0, 2.0, 3.0], [4.0]]) == [1.0, 3.0, 2.0, 4.0], "rows are compared within their role"
 
 
 def test_masks():
@@ -80,7 +84,7 @@ def test_scoring_scales_before_shaping_and_leaves_failures_alone():
     )
     assert scored.rewards == [20.0, 10.0, 0.0]
     assert scored.masks == [1.0, 0.0, 0.0]
-    rewards = scored.for_estimator()
+    [rewards] = scored.for_estimator()
     assert list(rewards.valid) == [True, True, False]
     assert list(rewards.num_loss_tokens) == [10, 0, 0]  # the filtered sample's reward counts, its tokens do not
 

@@ -23,7 +23,7 @@ from nemo_rl.environments.code.sandbox.isolation import (
 )
 from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable
-from nemo_rl.environments.config import SandboxConfig
+from nemo_rl.environments.section_parts import SandboxConfig
 from tests.unit.environments.hostile_programs import HOSTILE
 
 ROOT = str(Path(__file__).parents[3])
@@ -273,7 +273,7 @@ ABANDONED = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import SandboxConfig
+from nemo_rl.environments.section_parts import SandboxConfig
 from nemo_rl.environments.code.sandbox.program import Program
 pool = SandboxPool(1, SandboxConfig(time_limit_s=60.0))
 program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])

@@ -36,7 +36,7 @@ from nemo_rl.environments.code.sandbox.program import (
 from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
 
 if TYPE_CHECKING:
-    from nemo_rl.environments.config import SandboxConfig
+    from nemo_rl.environments.section_parts import SandboxConfig
 
 logger = logging.getLogger(__name__)
 

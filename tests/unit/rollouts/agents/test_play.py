@@ -119,7 +119,7 @@ def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **op
             credit=options.pop("credit", "shared"),
             discount=options.pop("discount", 1.0),
         )
-        judge = options.pop("judge", None)
+        judge, roles = options.pop("judge", None), options.pop("roles", None)
         way = {} if {"command", "url"} & options.keys() else {"run": f"{__name__}:asks_twice"}
         runners = []
         for agent in agents:
@@ -127,7 +127,7 @@ def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **op
             if way:
                 runner.agent = agent
             runners.append(Handle(runner))
-        playing = Agents(settings, runners, judge)
+        playing = Agents(settings, runners, judge, roles)
         try:
             return await asyncio.gather(*(one(playing, next(numbers)) for _ in agents))
         finally:
@@ -458,3 +458,42 @@ def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_under_
 
     asyncio.run(main())
     assert seeds[2] == seeds[0] != seeds[1]
+
+
+def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_not_trained():
+    """One question, asked in the name of two roles and of a frozen opponent."""
+
+    async def says_nine(*_: Any, **__: Any) -> Completion:
+        return Completion(
+            token_ids=[*tokens("9"), EOS], logprobs=[-0.1] * 2, stop_reason=StopReason.STOP, weight_version=-1
+        )
+
+    async def plays(task: AgentTask) -> dict[str, Any]:
+        said = {}
+        for role, url in task.roles.items():
+            async with openai.AsyncOpenAI(base_url=url, api_key=task.api_key, max_retries=0) as client:
+                answer: Any = await client.chat.completions.create(model="any", messages=list(task.messages))
+                said[role] = answer.choices[0].message.content
+        assert said["opponent"] == "9<eos>"
+        headers = {"Authorization": f"Bearer {task.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(task.reward_url, json={"reward": 0.5, "role": "white"}) as posted:
+                assert posted.status == 200
+            async with http.post(task.reward_url, json={"reward": 0.5, "role": "opponent"}) as posted:
+                assert posted.status == 404
+        async with openai.AsyncOpenAI(base_url=f"{task.base_url[:-3]}/r/red/v1", api_key=task.api_key) as client:
+            with pytest.raises(openai.NotFoundError, match="no role 'red'"):
+                await client.chat.completions.create(model="any", messages=list(task.messages))
+        return {"rewards": {"white": 1.0, "black": -1.0}}
+
+    async def rewards_a_stranger(task: AgentTask) -> dict[str, Any]:
+        await ask(task, task.messages)
+        return {"rewards": {"red": 1.0}}
+
+    roles = {"white": None, "black": None, "opponent": says_nine}
+    [sample, failed] = play(plays, rewards_a_stranger, roles=roles)
+    assert [(row.meta.role, row.meta.own_reward) for row in sample.rows] == [("black", -1.0), ("white", 1.5)]
+    assert sample.meta.reward == 0.5 and not any(
+        text_of(row.token_ids[row.token_mask][:-1]) == "9" for row in sample.rows
+    )
+    assert failed.meta.status is SampleStatus.AGENT_CRASHED and "'red'" in str(failed.meta.failure)

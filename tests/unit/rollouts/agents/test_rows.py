@@ -47,15 +47,14 @@ def group(*episodes: Sample, name: str = "g") -> RolloutGroup:
 
 
 def advantages(scored: ScoredGroup) -> list[float]:
-    found = compute_advantages([scored.for_estimator()], GRPO.adv_estimator).advantages[0]
-    return scored.of_rows(found)
+    return scored.of_rows(compute_advantages(scored.for_estimator(), GRPO.adv_estimator).advantages)
 
 
 def test_rows_share_the_advantage_of_their_episode_whatever_their_number():
     played = group(episode("a", 1.0, [3, 4, 5]), episode("b", 0.0, [2]))
     [scored] = score_groups([handle_of(played)], GRPO)
-    assert scored.for_estimator().rewards == [1.0, 0.0], "episodes are compared, not rows"
-    assert scored.for_estimator().num_loss_tokens == [12, 2]
+    assert scored.for_estimator()[0].rewards == [1.0, 0.0], "episodes are compared, not rows"
+    assert scored.for_estimator()[0].num_loss_tokens == [12, 2]
     # In the order of `rows`: the first row of each episode, then the others.
     assert advantages(scored) == [0.5, -0.5, 0.5, 0.5] and scored.row_masks == [1.0] * 4
     played.samples[0].meta.branches[1].credit = 0.5

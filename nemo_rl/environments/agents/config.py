@@ -1,0 +1,92 @@
+"""The section of agents: programs of their own that call the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.rules import StrictModel
+from nemo_rl.environments.section_parts import ActorsConfig, HttpAddress
+
+
+class SessionConfig(StrictModel):
+    """Where the sessions of agents listen. Each session has its own key."""
+
+    host: str = "127.0.0.1"
+    """Address of the interface; 127.0.0.1 admits programs of this machine only."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0 is any free one."""
+
+
+class AgentEnvironmentConfig(ActorsConfig):
+    """Agents that own their loop: programs that call the model in a session of their own, and give a reward."""
+
+    type: Literal["agent"] = "agent"
+    """Registry name of the environment."""
+
+    run: str | None = None
+    """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `run`, by name."""
+
+    command: list[str] | None = Field(default=None, min_length=1)
+    """In its place: a program and its arguments, started for each episode with the session in its environment."""
+
+    url: HttpAddress | None = None
+    """In its place: a service to which each episode's task is posted as JSON."""
+
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of `command`."""
+
+    memory_mib: int | None = Field(default=None, ge=64)
+    """Address space of each process of `command` in MiB; null: no limit."""
+
+    roles: dict[str, str | None] = Field(default_factory=dict)
+    """Roles that the model plays in an episode, by name, each with a URL of its own: null is the policy; a model or
+    checkpoint (`results/grpo/step_100`) is an opponent whose weights stay as they are."""
+
+    verifier: str | None = None
+    """Import path of a function of the task and of the conversations of the episode, one list of messages for each row,
+    that returns a reward; it is added to the agent's."""
+
+    environment: str | None = None
+    """Section of `env` that gives a reward to the last conversation of the episode; it is added to the agent's."""
+
+    credit: Literal["shared", "branch", "discounted"] = "shared"
+    """What the rows of an episode share: its advantage; nothing, each has the rewards of its own answers beside those
+    of the episode; or its advantage times `discount` for each later call of the model."""
+
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Factor of `credit: discounted`."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Agents of each actor that run at the same time."""
+
+    time_limit_s: float = Field(default=600.0, gt=0)
+    """Seconds of one agent."""
+
+    max_generated_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that one episode may sample in all its calls; the call that passes it is the last. null: no limit."""
+
+    session: SessionConfig = SessionConfig()
+    """Where its sessions listen."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        ways = {"run": self.run, "command": self.command, "url": self.url}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
+        if self.kwargs and self.run is None:
+            yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
+        bad = [name for name in self.roles if not re.fullmatch(r"[\w-]+", name)]
+        if bad:
+            yield "roles", f"{bad[0]!r} is no name of a role: use letters, digits, _ and -"
+        if self.roles and self.credit == "discounted":
+            yield "credit", "roles have rewards of their own, which discounted does not know; set shared or branch"
+        if self.discount != 1 and self.credit != "discounted":
+            yield "discount", f"has no effect with credit={self.credit}; set credit=discounted"
