@@ -7,8 +7,8 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 56_750,
-    "files of nemo_rl": 273,
+    "lines of nemo_rl": 57_050,
+    "files of nemo_rl": 276,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
