@@ -44,7 +44,7 @@ class ImageSpan:
 
 
 class DatumSpec(TypedDict):
-    """What a data processor returns for one row."""
+    """The result of a data processor for one row."""
 
     message_log: LLMMessageLogType
     length: int  # tokens of the whole message log
@@ -204,7 +204,7 @@ class TurnMeta:
 
 @dataclass(kw_only=True)
 class SampleMeta:
-    """What the controller knows about a sample: all it needs to plan and report, and no tokens."""
+    """The controller's knowledge of a sample: all it needs to plan and report, and no tokens."""
 
     sample_id: str  # "<group_id>/<index>"
     status: SampleStatus
@@ -214,8 +214,8 @@ class SampleMeta:
     num_turns: int
     reward: float  # 0.0 if the sample has none; see `status`
     weight_version: int  # of its first turn: the oldest weights that sampled one of its tokens
-    failure: str | None = None  # what went wrong, for FAILED and TIMED_OUT
-    answer: str | None = None  # what the environment extracted from it, for majority votes
+    failure: str | None = None  # the reason, for FAILED and TIMED_OUT
+    answer: str | None = None  # extracted by the environment, for majority votes
     turns: list[TurnMeta] = field(default_factory=list)  # in order; none where `num_turns` is 0
     hit_turn_limit: bool = False  # TRUNCATED because `max_rollout_turns` was reached
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
@@ -298,7 +298,7 @@ class GroupHandle:
         return [*self.samples, *(branch for sample in self.samples for branch in sample.branches)]
 
     def row_values(self, of_samples: Sequence[Sequence[float]]) -> list[float]:
-        """One number per row, in the order of `rows`, from those of the rows of each sample."""
+        """One number per row, in the order of `rows`. `of_samples` has the numbers of the rows of each sample."""
         firsts = [values[0] for values in of_samples]
         return firsts + [value for values in of_samples for value in values[1:]]
 
@@ -329,7 +329,7 @@ class ExampleGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleMeta:
-    """What the controller knows about one row: its position, its length, whether it can be trained on."""
+    """The controller's knowledge of one row: its position, its length, whether it can be trained on."""
 
     prompt_id: str
     index: int  # of its first sequence in the ExampleGroup

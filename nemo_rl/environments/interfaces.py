@@ -25,7 +25,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
     answers: list[str | None] | None = None  # extracted answers, for majority voting
     failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward
-    # Numbers by name for each conversation. Those of its last turn are averaged over the finished samples of a step.
+    # Numbers by name for each conversation. A step averages the numbers of last turns over its finished samples.
     metrics: Sequence[Mapping[str, float] | None] | None = None
 
 

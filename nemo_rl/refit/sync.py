@@ -34,7 +34,7 @@ _POLL_S = 0.2
 
 
 class WeightSync(Protocol):
-    """Brings the policy's weights into generation: a `Refit`, or what replaces it if both use the same weights."""
+    """Brings the policy's weights into generation: a `Refit`, or its replacement if both use the same weights."""
 
     def prepare(self) -> None:
         """Connect both sides: once, and again after workers of either side were replaced."""

@@ -219,7 +219,7 @@ class RolloutCollector:
         raise error
 
     def _recover(self, error: WorkerError) -> None:
-        """Restart what died and play its groups again. Raises errors that a restart cannot fix, or that repeat."""
+        """Restart the dead process and play its groups again. Raises errors that no restart can fix, or that repeat."""
         if self._num_restarts == MAX_RESTARTS:
             raise error
         self._num_restarts += 1

@@ -85,7 +85,7 @@ class _Transcript:
         return len(places)
 
     def add_experts(self, experts: np.ndarray) -> None:
-        """Add the experts of new tokens. The engine returns those of all tokens but the last."""
+        """Add the experts of new tokens. The engine returns the experts of all tokens but the last."""
         assert len(experts) < len(self.token_ids)
         self.routed_experts.append(experts[sum(len(piece) for piece in self.routed_experts) :])
 

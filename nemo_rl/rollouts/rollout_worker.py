@@ -94,7 +94,7 @@ class AgentEnvironment(Protocol):
     def name(self) -> str: ...  # section of `env`
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """As those of an `Environment`."""
+        """See `Environment.metrics`."""
         ...
 
 

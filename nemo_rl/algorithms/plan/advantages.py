@@ -151,7 +151,7 @@ def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
 
 
 def deviation(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
-    """float64 [n], n >= 2: the standard deviation, or that of the others; exact 0 where all of these are equal."""
+    """float64 [n], n >= 2: the standard deviation, or the deviation of the others; exact 0 where they are equal."""
     samples = [np.delete(rewards, i) for i in range(len(rewards))] if leave_one_out else [rewards]
     # n - 1: a group is a small sample, and division by n would underestimate its spread.
     found = [float(s.std(ddof=1)) if len(s) > 1 and s.max() != s.min() else 0.0 for s in samples]

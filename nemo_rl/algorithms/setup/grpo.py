@@ -17,7 +17,7 @@ def run_grpo(config: GRPOMasterConfig) -> int:
 
 
 def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs) -> GRPOTrainer:
-    """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
+    """A trainer that is ready to run, resumed if there is a checkpoint. All workers end with the stack."""
     uses_reference = not config.grpo.skip_reference_policy_logprobs_calculation
     setup = build_rollouts(config, stack, inputs, init_reference_model=uses_reference)
     return start_trainer(GRPOTrainer(config, tools, setup.parts), config, stack, tools, inputs, setup)

@@ -1,4 +1,4 @@
-"""From a checked configuration to a finished run: what every command shares."""
+"""From a checked configuration to a finished run, for every command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prepared(Protocol):
-    """What `prepare` returns: the checked parts of a run that need no worker."""
+    """The result of `prepare`: the checked parts of a run that need no worker."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def launch(
     """Train: prepare, start everything, run the loop, shut everything down. Returns the exit status.
 
     Args:
-        prepare: loads what needs no worker; raises one of `USER_ERRORS` if something is wrong.
-        build: returns a trainer that is ready to run, resumed if there is a checkpoint. It registers what it starts
-            with the stack.
+        prepare: loads the parts that need no worker; raises one of `USER_ERRORS` for a mistake of the user.
+        build: returns a trainer that is ready to run, resumed if there is a checkpoint. It registers the workers that
+            it starts with the stack.
     """
 
     recorders: list[RunRecorder] = []  # one, once the run has a folder
@@ -138,11 +138,11 @@ def run_command(
 ) -> int:
     """Prepare and run, and print errors as messages. Returns the exit status.
 
-    The status is 0 for success, 2 for what the user has to change, 1 for what broke, 130 for an interruption.
+    The status is 0 for success, 1 for a failure, 2 for a mistake that the user has to mend, 130 for an interruption.
 
     Args:
         run: gets the result of `prepare` and the `folder` of the run; returns the last message.
-        files, again: for messages: what the folder holds, and what the same command does next.
+        files, again: parts of messages: the content of the folder, and the effect of the same command.
     """
     console = RunConsole(num_steps=num_steps)
     console.configure_logging()

@@ -66,7 +66,7 @@ _RENDEZVOUS_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutInputs:
-    """What a run that samples is made from, checked."""
+    """The checked parts of a run that samples."""
 
     model: ModelInputs
     data: DataSetup
@@ -76,13 +76,13 @@ class RolloutInputs:
 
 
 def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any] | None = None) -> RolloutInputs:
-    """Load and check what needs no worker.
+    """Load and check the parts that need no worker.
 
     Args:
-        own_identity: what else a run of this algorithm must share with a checkpoint that it continues.
+        own_identity: further values that a run of this algorithm must share with a checkpoint that it continues.
 
     Raises:
-        ValueError, FileNotFoundError, CheckpointError: with what to change.
+        ValueError, FileNotFoundError, CheckpointError: with the key to change.
     """
     rollout, section = config.rollout, config.section
     seed_everything(rollout.seed)
@@ -273,7 +273,7 @@ def num_generation_groups(config: RolloutMasterConfig) -> int:
 
 
 def generation_devices(config: RolloutMasterConfig, stack: ExitStack, training: Devices) -> Devices:
-    """The devices of engines and rollout worker: those of the training, or bundles that are booked here."""
+    """The devices of engines and rollout worker: the devices of the training, or bundles that are booked here."""
     if config.policy.generation.colocated.enabled:
         return training
     cluster = start_cluster(config.generation_cluster, stack, num_generation_groups(config), "generation")

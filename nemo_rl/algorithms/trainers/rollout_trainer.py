@@ -1,4 +1,4 @@
-"""What algorithms that sample share: rollouts, weight syncs, validation by generation, the report of a step."""
+"""The shared part of algorithms that sample: rollouts, weight syncs, validation by generation, report of a step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RolloutTrainer(Trainer):
         self.version = 0  # of the policy's present weights
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
-        self.generated: list[GroupHandle] = []  # of the step in progress, with what dynamic sampling discards
+        self.generated: list[GroupHandle] = []  # of the step in progress, discarded ones included
         self.recorder: RolloutRecorder | None = None
         if config.rollout.rollout_record.enabled:
             self.recorder = RolloutRecorder(config, tools, parts.rollouts)
@@ -193,8 +193,8 @@ class RolloutTrainer(Trainer):
     def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
         """Metrics of the step from metadata and from the environments.
 
-        Rollout metrics cover everything that was generated, training throughput what was trained on, in `num_passes`;
-        0 for a step that did not train the policy.
+        Rollout metrics cover all generated samples, and the throughput of training the trained ones. `num_passes`:
+        passes of training over the plan; 0 if the step did not train the policy.
         """
         generated = [sample for handle in self.generated for sample in handle.samples]
         trained = [row for group in trained_groups for row in group.rows]

@@ -67,7 +67,7 @@ class RunTools:
     console: RunConsole
     checkpointing: CheckpointingConfig
     resolved_config_yaml: str
-    identity: Mapping[str, Any]  # what a checkpoint must share with this run
+    identity: Mapping[str, Any]  # values that a checkpoint must share with this run
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     monitor: UsageMonitor | None = None
     recorder: RunRecorder | None = None
@@ -105,7 +105,7 @@ class Trainer(ABC):
         self.loop = loop
         self.num_steps = num_steps
         self.tools = tools
-        # what is trained and saved
+        # trained and saved
         self.policies = policies
         self.data = data
         self.nonfinite_action = nonfinite_action

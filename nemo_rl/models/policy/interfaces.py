@@ -51,7 +51,7 @@ class PolicyInterface(Protocol):
         """Replace all workers after one died. `load_checkpoint` and a new `prepare_refit` must follow."""
 
     def load(self, plan: BatchPlan) -> None:
-        """Every worker fetches the rows it owns from the object store and drops those of the last plan."""
+        """Every worker fetches the rows it owns from the object store and drops the rows of the last plan."""
 
     def compute(self, task: HeadTask, column: str) -> None:
         """Compute the output of `task` for the loaded rows under the current weights, and keep it as `column`.
@@ -89,12 +89,12 @@ class PolicyInterface(Protocol):
         """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
 
     def keep_samples(self, folder: Path, max_tokens: int) -> None:
-        """From the next plan on, keep what `write_samples` writes of the rows that it reports."""
+        """From the next plan on, keep the values that `write_samples` writes of the reported rows."""
 
     def write_samples(self, step: int) -> list[str]:
         """The workers write the reported rows of the loaded plan, with up to `max_tokens` tokens each, into the folder.
 
-        Returns what went wrong. Every `load` drops the rows before it.
+        Returns the problems. Every `load` drops the rows of the last plan.
         """
         ...
 
@@ -114,7 +114,7 @@ class PolicyInterface(Protocol):
         ...
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Read what `save_checkpoint` wrote, on the same or another number of ranks."""
+        """Read the files of `save_checkpoint`, on the same or another number of ranks."""
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
@@ -137,7 +137,7 @@ class PolicyInterface(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWorkerSettings:
-    """What a worker is built from, beside the user's `policy` section."""
+    """Arguments of a worker beside the user's `policy` section."""
 
     model_path: str
     sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
@@ -164,7 +164,7 @@ class SampleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """What completions end at, and how many are drawn at a time."""
+    """The ends of completions, and how many completions are drawn at a time."""
 
     max_model_len: int
     """Tokens of the longest sequence, prompt included."""
@@ -176,7 +176,7 @@ class GenerationSettings:
     """Ends a completion, beside the stop tokens of its request."""
 
     special_token_ids: frozenset[int]
-    """Have no text: stop strings are looked for in what is left without them."""
+    """Have no text: stop strings are looked for in the text of the other tokens."""
 
     decode: Callable[[list[int]], str]
     """Tokens to text, for stop strings."""

@@ -45,7 +45,7 @@ class WorkersWrite:
 class Policy(PolicyInterface):
     """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
 
-    `processor_path`: where the image processor is that checkpoints of a vision-language model hold.
+    `processor_path`: folder of the image processor, which checkpoints of a vision-language model hold.
     Training, scoring and checkpointing acquire `accelerator` as `name_prefix`, which is `settings.folder`.
     """
 

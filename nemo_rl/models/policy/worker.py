@@ -144,7 +144,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Read what the saved `_state` of any layout holds."""
+        """Read the saved `_state` of any layout."""
 
     def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
         """The images of a micro-batch; None for a model of text."""
@@ -179,7 +179,7 @@ class PolicyWorker(ABC):
             self.samples.begin(plan.reported, by_number)
 
     def keep_samples(self, settings: SampleSettings) -> None:
-        """From the next `load` on, keep what `write_samples` writes of the reported rows."""
+        """From the next `load` on, keep the values that `write_samples` writes of the reported rows."""
         if self.mesh.is_first_of_last_stage:
             self.samples = SampleWriter(settings, f"{self.settings.folder}-{self.rank}")
 

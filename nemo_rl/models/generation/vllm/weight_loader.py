@@ -140,7 +140,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._receiver.receive(update_info.bucket, update_info.fingerprints)
 
     def finish_weight_update(self) -> None:
-        """Refuse an incomplete sync, then update what is derived from the weights."""
+        """Refuse an incomplete sync, then update the tensors that are derived from the weights."""
         assert self._receiver is not None
         if not self._updating:
             raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
@@ -260,7 +260,7 @@ class WorkerExtension:
 
 
 class NotTraceable(Exception):
-    """Loading does more than copy parts of tensors into parameters; the message says what."""
+    """Loading does more than copy parts of tensors into parameters; the message gives the operation."""
 
 
 class _CopyRecorder(TorchDispatchMode):

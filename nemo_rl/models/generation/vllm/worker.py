@@ -50,7 +50,7 @@ _MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 _PATIENCE = 0.05  # an answer waits for others for at most this part of the time that it took
 _MAX_PATIENCE_S = 0.1
-_STREAM_PATIENCE_S = 0.02  # tokens of a stream wait so long for those of others
+_STREAM_PATIENCE_S = 0.02  # tokens of a stream wait for tokens of other streams
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SLEEP_TAGS = ("weights", "kv_cache")
 
@@ -449,7 +449,7 @@ def join_nodes() -> dict[str, Any]:
 
 def prepare_environment(device: str, engine_size: int) -> None:
     """Set the environment variables of the engine's processes. Call before vllm is imported."""
-    # vLLM's ranks have a rendezvous of their own, not that of the worker group.
+    # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -465,7 +465,7 @@ def prepare_environment(device: str, engine_size: int) -> None:
 
 
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. `nodes` are those of `join_nodes`; all others are the same on every node of an engine."""
+    """vLLM's arguments. `nodes`: from `join_nodes`. All other arguments are the same on every node of an engine."""
     from transformers import PretrainedConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -516,7 +516,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.load_format == "dummy" and "quantization_config" in PretrainedConfig.get_config_dict(settings.model)[0]:
         arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
     if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
-        # A draft model has its own weights, while those of the target come from the policy.
+        # A draft model has its own weights. The weights of the target come from the policy.
         arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
     if settings.max_images is not None:
         # Images come processed, and their features are kept under names that every sync changes.
@@ -530,7 +530,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
 
 
 def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """config.json of a model that is quantised on disk as that of the ordinary weights that the policy sends."""
+    """config.json of a model that is quantised on disk, for the unquantised weights that the policy sends."""
     config.update(overrides)
     del config.quantization_config
     return config

@@ -1,4 +1,4 @@
-"""What a model's head computes for each scored token, from the hidden state that predicts the token.
+"""Outputs of a model's head for each scored token, from the hidden state that predicts the token.
 
 hidden states [N, H] of the scored tokens -> head -> [N] or [N, C], float32 unless said
 """
@@ -17,7 +17,7 @@ from nemo_rl.models.policy.head.logit_tiles import OutputHead
 
 
 class HeadModel(Protocol):
-    """What a task needs of the model.
+    """The model, as a task uses it.
 
     Attributes:
         chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
