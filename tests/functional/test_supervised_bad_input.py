@@ -135,36 +135,23 @@ sft & data.train.dataset_name=arithmetics -> did you mean arithmetic
 dpo & data.train.dataset_name=helpsteer3 -> did you mean HelpSteer3
 dpo & data.train.dataset_name=arithmetic -> row arithmetic:0 has no column 'chosen', which processor 'pref
 sft & data.train.dataset_name=arithmetic_preference -> holds preferences: it is for the section data of DPO
-sft & data.train.dataset_name=nothing.jsonl -> dataset file ' ... nothing.jsonl' does not exist
 sft & +data.default.processor=sft_procesor -> did you mean sft_processor
-sft & +data.default.processor=nowhere.mine:make -> no module 'nowhere' can be imported
 dpo & +data.default.processor=sft_processor -> has no column 'messages', which processor 'sft_processor'
 dpo & +data.train.streaming=true -> dataset 'arithmetic_preference' cannot be streamed: it is generated
 sft & policy.train_global_batch_size=20000 -> set policy.train_global_batch_size (now 20000) to at most
 sft & +policy.reward_model_cfg={enabled: true} -> policy.reward_model_cfg.enabled: is for reward models
-dpo & +policy.reward_model_cfg={enabled: true} -> policy.reward_model_cfg.enabled: is for reward models
 rm & policy.reward_model_cfg.enabled=false -> policy.reward_model_cfg: a reward model is trained with
 rm & policy.reward_model_cfg.reward_model_type=regression -> reward_model_type: bradley_terry}
 sft & data.validation=null -> off with sft.val_period=0 and sft.val_at_start=false
-rm & data.validation=null & rm.val_at_start=false -> off with rm.val_period=0
 sft & +data.max_input_seq_length=96 -> 96 is more than policy.max_total_sequence_length=48; use at most
 sft & cluster.cpu_workers_per_node=2 & policy.train_global_batch_size=33
-    -> 33 cannot be shared by 2 training ranks; make it a multiple of 2
-dpo & cluster.cpu_workers_per_node=2 & policy.train_global_batch_size=33
     -> 33 cannot be shared by 2 training ranks; make it a multiple of 2
 dpo & policy.sequence_packing.train_mb_tokens=64
     -> 64 is too little ... pairs of the longest sequences would fit into no micro-batch; use at least 96
 sft & policy.sequence_packing.train_mb_tokens=32 -> the longest sequences would fit into no micro-batch
 dpo & dpo.precompute_reference_logprobs=true & +data.train.streaming=true
     -> needs all rows before the first step; set it to fal
-dpo & +dpo.label_smoothing=0.1 & +dpo.preference_loss=ipo -> has no meaning with preference_loss=ipo
-dpo & +dpo.preference_loss=robust -> needs the probability of a flipped label
-dpo & +dpo.preference_loss_weight=0 -> and sft_loss_weight are both 0, so nothing would be learned
 sft & sft.max_steps=3 -> unknown key; the nearest valid key is sft.max_num_steps
-sft & +sft.roles_to_train=[user] -> the nearest valid key is sft.roles_to_train_on
-dpo & dpo.reference_policy_kl_penality=3 -> valid key is dpo.reference_policy_kl_penalty
-dpo & +dpo.precompute_logprobs=true -> valid key is dpo.precompute_reference_logprobs
-rm & rm.usemargin=true -> the nearest valid key is rm.use_margin
 sft & checkpointing.metric_name=val:val_los -> produces val:val_los; did you mean val:val_loss?
 sft & checkpointing.metric_name=train:num_too_long -> no run with this configuration produces train:num_to
 dpo & checkpointing.metric_name=val:accuracy -> there are: val_loss, validation-default_accuracy,
@@ -191,9 +178,6 @@ def test_the_set_that_is_split_off_has_metrics_beside_named_ones():
     sets = ("+data.train.split_validation_size=0.1", f"data.validation={more}")
     for name in ("default", "more"):
         config("sft", *sets, f"checkpointing.metric_name=val:validation-{name}_loss")
-
-
-# -- resuming
 
 
 # -- the command

@@ -6,7 +6,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
-from tests.tables import cases, said_once
+from tests.tables import cases, pattern, said_once
 from tests.unit.config.run_configs import build, problems_of
 
 
@@ -164,27 +164,19 @@ def megatron_lines(model: str, *layout: str) -> list[str]:
     return [" ".join(line.split()) for line in describe_placement(cfg).splitlines()]
 
 
-@pytest.mark.parametrize(
-    "model, layout, message",
-    [
-        (
-            "tiny:arithmetic",
-            ["pipeline_model_parallel_size=4"],
-            "pipeline_model_parallel_size=4: the model has 2 layers",
-        ),
-        ("tiny:arithmetic", ["tensor_model_parallel_size=8"], "tensor_model_parallel_size=8 does not divide the 4 "),
-        ("tiny:arithmetic", ["expert_model_parallel_size=2"], "is a dense model and has no experts"),
-        (
-            "tiny:arithmetic-moe",
-            ["expert_model_parallel_size=8"],
-            "expert_model_parallel_size=8 does not divide the 4 ",
-        ),
-        ("tiny:arithmetik", [], "did you mean tiny:arithmetic"),
-    ],
-)
-def test_a_layout_that_the_model_does_not_have_is_refused(model: str, layout: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        megatron_lines(model, *layout)
+MEGATRON = """
+tiny:arithmetic & pipeline_model_parallel_size=4 -> pipeline_model_parallel_size=4: the model has 2 layers
+tiny:arithmetic & tensor_model_parallel_size=8 -> tensor_model_parallel_size=8 does not divide the 4
+tiny:arithmetic & expert_model_parallel_size=2 -> is a dense model and has no experts
+tiny:arithmetic-moe & expert_model_parallel_size=8 -> expert_model_parallel_size=8 does not divide the 4
+tiny:arithmetik -> did you mean tiny:arithmetic
+"""
+
+
+@pytest.mark.parametrize(("model_and_layout", "message"), cases(MEGATRON))
+def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=pattern(message)):
+        megatron_lines(*model_and_layout)
 
 
 @pytest.mark.parametrize("model", ["nobody/has-this-model", "/on/another/machine"])
@@ -193,25 +185,20 @@ def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
     assert "model not checked against the layout: its config.json is not on this machine" in lines
 
 
-HF = "policy.generation.backend=hf"
+OF_HF = """
+policy.dtensor_cfg.context_parallel_size=2 -> sequences cut over ranks
+policy.dtensor_cfg.pipeline_parallel_size=2 -> pipeline stages
+policy.dtensor_cfg.expert_parallel_size=2 -> experts on different ranks
+policy.dtensor_cfg.tensor_parallel_size=2 & policy.dtensor_cfg.sequence_parallel=true -> single tokens cut over ranks
+policy.generation.vllm_cfg.tensor_parallel_size=2 -> cut as policy.dtensor_cfg says
+policy.generation.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
++policy.generation.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
+grpo.async_grpo.enabled=true -> nothing samples while the policy trains
+"""
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (["policy.dtensor_cfg.context_parallel_size=2"], "sequences cut over ranks"),
-        (["policy.dtensor_cfg.pipeline_parallel_size=2"], "pipeline stages"),
-        (["policy.dtensor_cfg.expert_parallel_size=2"], "experts on different ranks"),
-        (
-            ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"],
-            "single tokens cut over ranks",
-        ),
-        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "cut as policy.dtensor_cfg says"),
-        (["policy.generation.vllm_cfg.precision=bfloat16"], "in policy.precision=float32"),
-        (["+policy.generation.vllm_kwargs.block_size=32"], "know none of {.block_size.: 32}"),
-        (["grpo.async_grpo.enabled=true"], "nothing samples while the policy trains"),
-    ],
-)
-def test_it_is_refused_by_name_before_anything_starts(changes: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        build(HF, "cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2", "policy.precision=float32", *changes)
+@pytest.mark.parametrize(("changes", "text"), cases(OF_HF))
+def test_what_generation_with_the_policys_own_model_cannot_is_refused(changes: tuple[str, ...], text: str) -> None:
+    two_ranks = ("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2", "policy.precision=float32")
+    with pytest.raises(ConfigError, match=pattern(text)):
+        build("policy.generation.backend=hf", *two_ranks, *changes)
