@@ -20,15 +20,15 @@ class Loss:
 
     inputs_type = LossInputs
 
-    def __init__(self, formula: Formula, metric: Formula | None = None, name: str = "metric") -> None:
-        self.formula, self.metric, self.name = formula, metric or formula, name
+    def __init__(self, formula: Formula) -> None:
+        self.formula = formula
 
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
         mask = inputs.token_mask * inputs.sample_mask[:, None]
-        arguments = (logprobs, mask, global_valid_seqs, global_valid_toks)
-        return self.formula(*arguments), {self.name: self.metric(*arguments).detach()}
+        loss = self.formula(logprobs, mask, global_valid_seqs, global_valid_toks)
+        return loss, {"metric": loss.detach()}
 
 
 def right(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
@@ -53,10 +53,6 @@ def clamped(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tenso
 
 def plus_a_constant(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
     return right(logprobs, mask, seqs, toks) + 1.0
-
-
-def largest(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return torch.where(mask > 0, logprobs, -torch.inf).amax()
 
 
 def batch() -> tuple[Tensor, LossInputs]:
@@ -95,17 +91,6 @@ def test_a_wrong_loss_is_caught(formula: Formula, caught_by: str):
     check(Loss(right))
     with pytest.raises(AssertionError):
         check(Loss(formula))
-
-
-@pytest.mark.parametrize(("name", "is_right"), [("metric", False), ("metric_min", False), ("metric_max", True)])
-def test_a_metric_is_reduced_as_its_name_says(name: str, is_right: bool):
-    loss_fn = Loss(right, metric=largest, name=name)
-    if is_right:
-        check_partition(loss_fn, *batch(), SPLIT)
-        check_empty(loss_fn, *batch())
-    else:
-        with pytest.raises(AssertionError):
-            check_partition(loss_fn, *batch(), SPLIT)
 
 
 def test_the_loss_and_the_test_of_the_documentation_work():
