@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -18,6 +16,10 @@ def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
         with accelerator.hold(name):
             assert accelerator.awake == name
     assert moves == ["+policy", "-policy", "+generation", "-generation", "+policy"]
+    accelerator, moves = build(False)  # nothing moves unless devices are exclusive
+    with accelerator.hold("policy"), accelerator.hold("generation"):
+        pass
+    assert moves == [] and accelerator.awake is None
 
 
 def test_one_move_may_take_the_place_of_sleep_and_wake() -> None:
@@ -29,13 +31,6 @@ def test_one_move_may_take_the_place_of_sleep_and_wake() -> None:
     for name in ("policy", "refit", "generation", "refit"):
         accelerator.acquire(name)
     assert moves == ["+policy", "policy>refit", "-refit", "+generation", "-generation", "+refit"]
-
-
-def test_nothing_moves_unless_devices_are_exclusive() -> None:
-    accelerator, moves = build(False)
-    with accelerator.hold("policy"), accelerator.hold("generation"):
-        pass
-    assert moves == [] and accelerator.awake is None
 
 
 def test_a_held_device_cannot_be_acquired() -> None:
@@ -66,7 +61,7 @@ def test_a_held_device_can_be_lent_and_comes_back() -> None:
     assert moves == ["+generation", "-generation", "+policy", "-policy", "+generation", "-generation", "+policy"]
 
 
-def test_a_group_may_be_registered_awake() -> None:
+def test_a_group_may_be_registered_or_rebuilt_awake_and_none_is_after_a_move_that_failed() -> None:
     accelerator, moves = build(True)
     accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), is_awake=True)
     accelerator.acquire("critic")
@@ -74,39 +69,22 @@ def test_a_group_may_be_registered_awake() -> None:
     assert moves == ["-critic", "+policy"]
     with pytest.raises(ValueError, match="'late' cannot be on the device: 'policy' is"):
         accelerator.register("late", lambda: None, lambda: None, is_awake=True)
-
-
-def test_no_group_is_awake_after_a_move_that_failed() -> None:
-    accelerator, _ = build(True)
+    accelerator.release("policy")
+    accelerator.rebuilt("critic")  # its workers died and were started again
+    accelerator.acquire("policy")
+    assert moves[2:] == ["-policy", "-critic", "+policy"]
 
     def fail() -> None:
         raise MemoryError("out of memory")
 
     accelerator.register("big", fail, lambda: None)
-    accelerator.acquire("policy")
     with pytest.raises(MemoryError):
         accelerator.acquire("big")
     assert accelerator.awake is None
-
-
-def test_unknown_and_doubled_names() -> None:
-    accelerator, _ = build(True)
-    with pytest.raises(ValueError, match="'critic' is not registered"):
-        accelerator.acquire("critic")
+    with pytest.raises(ValueError, match="'reward' is not registered"):
+        accelerator.acquire("reward")
     with pytest.raises(ValueError, match="registered already"):
         accelerator.register("policy", lambda: None, lambda: None)
-
-
-def test_a_rebuilt_group_is_awake() -> None:
-    moves: list[str] = []
-    accelerator = Accelerator(exclusive=True)
-    for name in ("policy", "value"):
-        accelerator.register(name, partial(moves.append, f"{name} on"), partial(moves.append, f"{name} off"))
-    accelerator.acquire("policy")
-    accelerator.release("policy")
-    accelerator.rebuilt("value")  # its workers died and were started again
-    accelerator.acquire("policy")
-    assert moves == ["policy on", "policy off", "value off", "policy on"]
 
 
 def test_an_alias_uses_its_group_and_calls_back_on_release() -> None:

@@ -9,13 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from nemo_rl.distributed.actor_host import group_memory_gb
+from nemo_rl.distributed.actor_host import BusyTimes, group_memory_gb
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup, UsageMonitor, profiled_step
+from nemo_rl.distributed.worker_groups import (
+    LIVE,
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    UsageMonitor,
+    profiled_step,
+    tensor_bytes,
+)
 from nemo_rl.utils.config import ProfileConfig
 
 ECHO = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
@@ -100,3 +110,48 @@ child.kill()
 def test_gpus_without_nvml_are_refused() -> None:
     with pytest.raises(ValueError, match=r"install nvidia-ml-py, or set logger\.monitor_gpus=false"):
         UsageMonitor(10.0, gpus=True)
+
+
+# -- counted and timed without workers
+
+
+@dataclass
+class Carrier:
+    tokens: np.ndarray
+    parts: list[torch.Tensor]
+    name: str = "a"
+
+
+def test_arrays_are_found_wherever_they_hide_and_nothing_else_counts() -> None:
+    carrier = Carrier(np.zeros(5, np.int64), [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)])
+    assert tensor_bytes(carrier) == 40 + 6 + 16
+    assert tensor_bytes({"a": [carrier, (carrier,)], "b": {"c": np.float32([1])}}) == 2 * 62 + 4
+    assert tensor_bytes([1, 2.0, "text", b"bytes", None, Carrier, {"a": range(3)}]) == 0
+
+
+def test_busy_times_are_joined_told_in_parts_and_only_the_latest_are_kept() -> None:
+    now = [0.0]
+    busy = BusyTimes(clock=lambda: now[0])
+    first, second = busy.track("generate"), busy.track("generate")
+    first.__enter__()
+    now[0] = 1.0
+    second.__enter__()
+    now[0] = 2.0
+    first.__exit__(None, None, None)
+    now[0] = 3.0
+    second.__exit__(None, None, None)
+    now[0] = 3.001  # follows at once
+    with busy.track("generate"):
+        now[0] = 4.0
+    now[0] = 5.0
+    with busy.track("train"):
+        now[0] = 6.0
+        assert busy.take() == [("generate", 0.0, 4.0), ("train", 5.0, 6.0)]
+        now[0] = 8.0
+    assert busy.take() == [("train", 6.0, 8.0)] and busy.take() == []
+    for number in range(2 * BusyTimes.MAX_KEPT):
+        now[0] = 10.0 + number
+        with busy.track("a" if number % 2 else "b"):
+            now[0] += 0.5
+    found = busy.take()
+    assert len(found) == BusyTimes.MAX_KEPT and found[-1][2] == 10 + 2 * BusyTimes.MAX_KEPT - 0.5

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,18 +12,19 @@ def two_by_two() -> NamedSharding:
     return NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
 
 
-def test_shape_and_names() -> None:
+def test_shape_names_and_fixed_axes() -> None:
     sharding = two_by_two()
     assert sharding.shape == {"data_parallel": 2, "tensor_parallel": 2}
     assert (sharding.names, sharding.ndim, sharding.size) == (["data_parallel", "tensor_parallel"], 2, 4)
-    assert sharding.get_axis_index("tensor_parallel") == 1
-    assert sharding.get_axis_size("data_parallel") == 2
-
-
-def test_layout_is_a_copy() -> None:
-    sharding = two_by_two()
-    sharding.layout[0, 0] = 9
+    assert sharding.get_axis_index("tensor_parallel") == 1 and sharding.get_axis_size("data_parallel") == 2
+    assert sharding.get_ranks(tensor_parallel=1) == NamedSharding([1, 3], ["data_parallel"])
+    assert sharding.get_ranks(data_parallel=1, tensor_parallel=0) == 2
+    assert sharding.get_ranks_by_coord() == [0, 1, 2, 3]
+    assert sharding != NamedSharding([[0, 1], [2, 3]], ["tensor_parallel", "data_parallel"])
+    sharding.layout[0, 0] = 9  # of a copy
     assert sharding == two_by_two()
+    for outside in (2, -1):
+        assert sharding.get_ranks_by_coord(data_parallel=outside) == []
 
 
 @pytest.mark.parametrize(
@@ -39,24 +42,17 @@ def test_impossible_layouts(layout: list, names: list[str], message: str) -> Non
         NamedSharding(layout, names)
 
 
-def test_out_of_range_and_unknown() -> None:
-    sharding = two_by_two()
-    assert sharding.get_ranks_by_coord(data_parallel=2) == []
-    assert sharding.get_ranks_by_coord(data_parallel=-1) == []
-    with pytest.raises(IndexError, match="data_parallel=2 is out of range: the axis has 2"):
-        sharding.get_ranks(data_parallel=2)
-    with pytest.raises(ValueError, match="no axis 'pipeline'"):
-        sharding.get_ranks_by_coord(pipeline=0)
-    with pytest.raises(ValueError, match="rank 4 is not in the layout"):
-        sharding.get_worker_coords(4)
-
-
-def test_fixing_axes() -> None:
-    sharding = two_by_two()
-    assert sharding.get_ranks(tensor_parallel=1) == NamedSharding([1, 3], ["data_parallel"])
-    assert sharding.get_ranks(data_parallel=1, tensor_parallel=0) == 2
-    assert sharding.get_ranks_by_coord() == [0, 1, 2, 3]
-    assert sharding != NamedSharding([[0, 1], [2, 3]], ["tensor_parallel", "data_parallel"])
+@pytest.mark.parametrize(
+    ("ask", "kind", "message"),
+    [
+        (lambda s: s.get_ranks(data_parallel=2), IndexError, "data_parallel=2 is out of range: the axis has 2"),
+        (lambda s: s.get_ranks_by_coord(pipeline=0), ValueError, "no axis 'pipeline'"),
+        (lambda s: s.get_worker_coords(4), ValueError, "rank 4 is not in the layout"),
+    ],
+)
+def test_out_of_range_and_unknown(ask: Callable[[NamedSharding], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        ask(two_by_two())
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.randoms())

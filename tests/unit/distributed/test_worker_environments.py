@@ -58,12 +58,3 @@ def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monk
         RayWorkerGroup(cluster, builder, name_prefix="new", py_executable=pythons["new"]) as new,
     ):
         assert old.call_all("six_version") + new.call_all("six_version") == ["1.16.0", "1.17.0"]
-
-
-def test_python_that_does_not_exist(ray_local: None) -> None:
-    builder = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
-    with (
-        RayVirtualCluster([1], use_gpus=False) as cluster,
-        pytest.raises(ValueError, match="py_executable /nowhere/python does not exist"),
-    ):
-        RayWorkerGroup(cluster, builder, name_prefix="echo", py_executable="/nowhere/python")

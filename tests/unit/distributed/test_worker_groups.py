@@ -129,8 +129,8 @@ def test_workers_are_called_by_axis() -> None:
             group.run_all_workers_sharded_data("echo", data=["a"], in_sharded_axes=axes)
 
 
-def test_a_worker_may_be_decorated(cluster: RayVirtualCluster) -> None:
-    builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", "hi")
+def test_a_worker_may_be_decorated_and_gets_values_for_references(cluster: RayVirtualCluster) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", ray.put("hi"))
     axes = NamedSharding(np.arange(2).reshape(2, 1), ["data_parallel", "tensor_parallel"])
     with RayWorkerGroup(cluster, builder, workers_per_node=2, sharding_annotations=axes) as group:
         assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
@@ -147,11 +147,13 @@ def test_bundles_counted_on_each_node() -> None:
         _groups_by_node(nodes, 3, None)
 
 
-def test_wrong_arguments_are_refused_before_the_call(echo_pair: RayWorkerGroup) -> None:
+def test_wrong_arguments_and_methods_are_refused(echo_pair: RayWorkerGroup) -> None:
     with pytest.raises(ValueError, match=r"echo.echo: 1 sets of arguments for 2 workers"):
         echo_pair.call_each("echo", [("a",)])
     with pytest.raises(ValueError, match="give each worker a tuple"):
         echo_pair.call_each("echo", ["a", "b"])  # type: ignore[list-item]
+    with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
+        echo_pair.call_all("ecko")
 
 
 def test_environment_holds_the_rank_and_what_was_given(
@@ -177,7 +179,9 @@ def test_arrays_through_the_controller_are_counted_and_references_are_not(echo_p
     assert echo_pair.controller_tensor_bytes - before == 4000 + 2 * 2 * 4000
 
 
-def test_one_worker_raises_while_the_other_is_stuck(cluster: RayVirtualCluster) -> None:
+def test_a_worker_that_raises_while_the_other_is_stuck_and_one_that_is_killed_are_named(
+    cluster: RayVirtualCluster,
+) -> None:
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)policy-1 \(rank 1, node .*pid \d+\) failed in raise_on") as caught:
@@ -187,24 +191,17 @@ def test_one_worker_raises_while_the_other_is_stuck(cluster: RayVirtualCluster) 
         assert (error.worker, error.rank, error.method) == ("policy-1", 1, "raise_on")
         assert error.exception_type == "KeyError"
         assert 'raise KeyError("missing row")' in error.remote_traceback
-
-
-def test_unknown_method_is_named(echo_pair: RayWorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
-        echo_pair.call_all("ecko")
-
-
-def test_killed_worker_is_named(cluster: RayVirtualCluster) -> None:
-    with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
         refs = group.start_all("sleep", 60)
         pid = group.members[1].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=rf"policy-1 \(rank 1, node .*, pid {pid}\) died in sleep") as caught:
+        with pytest.raises(WorkerDied, match=rf"policy-1 \(rank 1, node .*, pid {pid}\) died in sleep") as died:
             group.wait(refs)
-        assert caught.value.rank == 1
+        assert died.value.rank == 1
 
 
-def test_stuck_worker_is_named_with_its_stack(cluster: RayVirtualCluster) -> None:
+def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(
+    cluster: RayVirtualCluster,
+) -> None:
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy", timeout_s=2) as group:
         for method, args in (("wait_async", [(0.0,), (60.0,)]), ("sleep_on", [(1, 60), (1, 60)])):
             told = rf"no answer from policy-1 \(rank 1.* in {method} after 2 s"
@@ -215,10 +212,6 @@ def test_stuck_worker_is_named_with_its_stack(cluster: RayVirtualCluster) -> Non
             assert "policy-0" not in str(caught.value)
         with pytest.raises(WorkerHang, match=r"(?s)policy-0.*\n.*in block_loop"):  # an event loop that stands still
             group.call_all("block_loop", 60, timeout_s=1)
-
-
-def test_stopped_process_is_said_to_be_stopped(cluster: RayVirtualCluster) -> None:
-    with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(WorkerHang, match=rf"policy-0.*(?s:.)*state of process {pid}: T \(stopped\)"):
@@ -232,19 +225,20 @@ def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -
         RayWorkerGroup(cluster, builder, name_prefix="slow", start_timeout_s=5)
 
 
-def test_failed_start_releases_what_it_took(echo_pair: RayWorkerGroup, cluster: RayVirtualCluster) -> None:
+def test_failed_starts_and_shutdown_release_what_they_took(
+    echo_pair: RayWorkerGroup, cluster: RayVirtualCluster
+) -> None:
     with pytest.raises(WorkerError, match=r"(?s)echo-1 .* failed in __init__: ValueError: no such weights"):
         RayWorkerGroup(
             cluster, RayWorkerBuilder(f"{WORKERS}.EchoWorker", fail_on_rank=1), name_prefix="echo", num_workers=2
         )
     assert eventually(lambda: free_cpus() == 6)  # echo_pair holds two of eight
-    with RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group:  # the bundles can be had again
-        assert len(group.call_all("pid")) == 2
-
-
-def test_class_that_does_not_exist(cluster: RayVirtualCluster) -> None:
-    with pytest.raises(WorkerError, match="no module 'nowhere' can be imported"):
-        RayWorkerGroup(cluster, RayWorkerBuilder("nowhere.Worker"), name_prefix="echo", num_workers=1)
+    group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")  # the bundles can be had again
+    pids = group.call_all("pid") + group.call_all("start_child")
+    assert all(alive(pid) for pid in pids)
+    group.shutdown(method="echo")
+    group.shutdown()
+    assert eventually(lambda: not any(alive(pid) for pid in pids)), "no process is left behind"
 
 
 def test_groups_share_a_bundle_up_to_the_limit(cluster: RayVirtualCluster) -> None:
@@ -258,15 +252,13 @@ def test_groups_share_a_bundle_up_to_the_limit(cluster: RayVirtualCluster) -> No
         assert len(policy.call_all("pid")) == 2  # the refusal hurt nobody
 
 
-def test_constructor_gets_values_for_references(cluster: RayVirtualCluster) -> None:
-    builder = RayWorkerBuilder(f"{WORKERS}.EchoWorker", ray.put("from the store"))
-    with RayWorkerGroup(cluster, builder, name_prefix="echo", num_workers=1) as group:
-        assert group.call_one(0, "echo")[0] == "from the store"
-
-
 def test_impossible_groups(cluster: RayVirtualCluster) -> None:
     with pytest.raises(ValueError, match="3 workers asked for on a cluster of 2 bundles"):
         RayWorkerGroup(cluster, ECHO, name_prefix="echo", num_workers=3)
+    with pytest.raises(WorkerError, match="no module 'nowhere' can be imported"):
+        RayWorkerGroup(cluster, RayWorkerBuilder("nowhere.Worker"), name_prefix="echo", num_workers=1)
+    with pytest.raises(ValueError, match="py_executable /nowhere/python does not exist"):
+        RayWorkerGroup(cluster, ECHO, name_prefix="echo", py_executable="/nowhere/python")
     with pytest.raises(ValueError, match="bundles of its own"):
         RayWorkerGroup(cluster, ECHO, name_prefix="echo", bundle_groups=[[0], [0]])
     with pytest.raises(ValueError, match="4 ranks for 2 workers"):
@@ -285,15 +277,6 @@ def test_process_group_over_the_reserved_port(cluster: RayVirtualCluster) -> Non
         assert second.call_all("sum_ranks") == [0.0], "it met the other group"
         assert first.call_all("join_again") == [2, 2]
         assert first.call_all("sum_ranks") == [1.0, 1.0]
-
-
-def test_shutdown_leaves_no_process_behind(cluster: RayVirtualCluster) -> None:
-    group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")
-    pids = group.call_all("pid") + group.call_all("start_child")
-    assert all(alive(pid) for pid in pids)
-    group.shutdown(method="echo")
-    group.shutdown()
-    assert eventually(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_two_nodes_in_order(ray_local: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
+from tests.unit.generation.configs import in_loop
 
 
 class Rank:
@@ -69,112 +71,90 @@ async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer
     return found
 
 
-def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests() -> None:
-    async def run() -> None:
-        ranks = [Rank(), Rank(answers=False), Rank(), Rank(answers=False)]
-        worker = await desk(ranks, [0, 0, 1, 1])
-        await worker.submit(ask([5], [6], [7]))
-        await worker.submit(
-            [
-                GenerationRequest(
-                    request_id="late", prompt_token_ids=[8], sampling=SamplingParams(max_new_tokens=1), seed=0
-                )
-            ]
-        )
-        found = await answers_of(worker, 4)
-        assert {key: answer.completion.token_ids for key, answer in found.items() if answer.completion} == {
-            "0": [5],
-            "1": [6],
-            "2": [7],
-            "late": [8],
-        }
-        assert ranks[0].shares == ranks[1].shares == [(["0", "1"], 3)]
-        assert ranks[2].shares == ranks[3].shares == [(["2", "late"], 3)]
-
-    asyncio.run(run())
+@in_loop
+async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests() -> None:
+    ranks = [Rank(), Rank(answers=False), Rank(), Rank(answers=False)]
+    worker = await desk(ranks, [0, 0, 1, 1])
+    await worker.submit(ask([5], [6], [7]))
+    await worker.submit([replace(*ask([8]), request_id="late")])
+    found = await answers_of(worker, 4)
+    tokens = {key: answer.completion.token_ids for key, answer in found.items() if answer.completion}
+    assert tokens == {"0": [5], "1": [6], "2": [7], "late": [8]}
+    assert ranks[0].shares == ranks[1].shares == [(["0", "1"], 3)]
+    assert ranks[2].shares == ranks[3].shares == [(["2", "late"], 3)]
 
 
-def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() -> None:
-    async def run() -> None:
-        worker = await desk([Rank()], [0])
-        await worker.submit(ask([], [1] * 8, [1] * 7))
-        found = await answers_of(worker, 3)
-        assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
-        assert found["2"].completion is not None
-
-    asyncio.run(run())
+@in_loop
+async def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() -> None:
+    worker = await desk([Rank()], [0])
+    await worker.submit(ask([], [1] * 8, [1] * 7))
+    found = await answers_of(worker, 3)
+    assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
+    assert found["2"].completion is not None
 
 
-def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
-    async def run() -> None:
-        rank = Rank()
-        rank.gate.clear()
-        worker = await desk([rank], [0])
-        await worker.submit(ask([1]))
-        while not rank.shares:
-            await asyncio.sleep(0.001)
-        resting = asyncio.create_task(worker.rest())
-        await asyncio.sleep(0.02)
-        assert not resting.done(), "the rank still draws"
-        with pytest.raises(AssertionError, match="while completions were generated"):
-            await worker.finish_weight_update(4)
-        rank.gate.set()
-        await asyncio.wait_for(resting, 5)
+@in_loop
+async def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
+    rank = Rank()
+    rank.gate.clear()
+    worker = await desk([rank], [0])
+    await worker.submit(ask([1]))
+    while not rank.shares:
+        await asyncio.sleep(0.001)
+    resting = asyncio.create_task(worker.rest())
+    await asyncio.sleep(0.02)
+    assert not resting.done(), "the rank still draws"
+    with pytest.raises(AssertionError, match="while completions were generated"):
         await worker.finish_weight_update(4)
-        await worker.submit([*ask([1], [2])[1:]])
-        assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"
-        assert rank.shares[-1] == (["1"], 4)
-
-    asyncio.run(run())
-
-
-def test_an_aborted_request_is_neither_drawn_nor_answered() -> None:
-    async def run() -> None:
-        rank = Rank()
-        rank.gate.clear()
-        worker = await desk([rank], [0])
-        await worker.submit(ask([1], [2]))
-        while not rank.shares:
-            await asyncio.sleep(0.001)
-        third, fourth = ask([1], [2], [3], [4])[2:]
-        await worker.submit([third, fourth])
-        await worker.abort(["0", "2", "of nobody"])
-        rank.gate.set()
-        assert sorted(await answers_of(worker, 2)) == ["1", "3"]
-        assert [ids for ids, _ in rank.shares] == [["0", "1"], ["3"]]
-
-    asyncio.run(run())
+    rank.gate.set()
+    await asyncio.wait_for(resting, 5)
+    await worker.finish_weight_update(4)
+    await worker.submit([*ask([1], [2])[1:]])
+    assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"
+    assert rank.shares[-1] == (["1"], 4)
 
 
-def test_the_death_of_a_rank_is_told_as_that_of_an_engine_until_there_is_a_new_one() -> None:
-    async def run() -> None:
-        worker = await desk([Rank(failure=ActorDiedError()), Rank(failure=ActorDiedError())], [0, 1])
-        await worker.submit(ask([1], [2]))
-        assert {answer.failure_type for answer in (await answers_of(worker, 2)).values()} == {"EngineDied"}
-        with pytest.raises(EngineDied):
-            await worker.check_health()
-        await worker.use([Rank()], [0])
+@in_loop
+async def test_an_aborted_request_is_neither_drawn_nor_answered() -> None:
+    rank = Rank()
+    rank.gate.clear()
+    worker = await desk([rank], [0])
+    await worker.submit(ask([1], [2]))
+    while not rank.shares:
+        await asyncio.sleep(0.001)
+    third, fourth = ask([1], [2], [3], [4])[2:]
+    await worker.submit([third, fourth])
+    await worker.abort(["0", "2", "of nobody"])
+    rank.gate.set()
+    assert sorted(await answers_of(worker, 2)) == ["1", "3"]
+    assert [ids for ids, _ in rank.shares] == [["0", "1"], ["3"]]
+
+
+@in_loop
+async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_until_there_is_a_new_one() -> None:
+    worker = await desk([Rank(failure=ActorDiedError()), Rank(failure=ActorDiedError())], [0, 1])
+    await worker.submit(ask([1], [2]))
+    assert {answer.failure_type for answer in (await answers_of(worker, 2)).values()} == {"EngineDied"}
+    with pytest.raises(EngineDied):
         await worker.check_health()
-        await worker.submit(ask([1]))
-        assert (await answers_of(worker, 1))["0"].completion is not None
+    await worker.use([Rank()], [0])
+    await worker.check_health()
+    await worker.submit(ask([1]))
+    assert (await answers_of(worker, 1))["0"].completion is not None
 
-    asyncio.run(run())
 
-
-def test_an_answer_that_ray_loses_fails_its_requests_alone() -> None:
-    async def run() -> None:
-        lost = ObjectLostError("0" * 56, owner_address=None, call_site="")
-        rank = Rank(failure=lost)
-        worker = await desk([rank], [0])
-        await worker.submit(ask([1], [2]))
-        found = await answers_of(worker, 2)
-        assert all("ObjectLostError" in answer.failure for answer in found.values())
-        await worker.check_health()
-        rank.failure = None
-        await worker.submit(ask([1]))
-        assert (await answers_of(worker, 1))["0"].completion is not None
-
-    asyncio.run(run())
+@in_loop
+async def test_an_answer_that_ray_loses_fails_its_requests_alone() -> None:
+    lost = ObjectLostError("0" * 56, owner_address=None, call_site="")
+    rank = Rank(failure=lost)
+    worker = await desk([rank], [0])
+    await worker.submit(ask([1], [2]))
+    found = await answers_of(worker, 2)
+    assert all("ObjectLostError" in answer.failure for answer in found.values())
+    await worker.check_health()
+    rank.failure = None
+    await worker.submit(ask([1]))
+    assert (await answers_of(worker, 1))["0"].completion is not None
 
 
 def test_shares_keep_equal_prompts_together() -> None:

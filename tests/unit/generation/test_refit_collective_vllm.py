@@ -14,18 +14,26 @@ import pytest
 import ray
 import torch
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.layout import RefitError, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
-from nemo_rl.types import Completion, SamplingParams
+from nemo_rl.types import SamplingParams
 from tests.functional.faulty import processes_below
 from tests.unit.generation.configs import engines, generation_config
-from tests.unit.generation.test_refit_vllm import AdapterPolicy, OneRankPolicy, change, make_model
+from tests.unit.generation.test_refit_vllm import (
+    AdapterPolicy,
+    OneRankPolicy,
+    change,
+    expected_logprobs,
+    logprob_difference,
+    make_model,
+)
 
 pytestmark = pytest.mark.slow
-PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
+PROMPT = [5, 6, 7, 8]
 
 
 class LeavingPolicy(OneRankPolicy):
@@ -51,18 +59,14 @@ def engines_apart(
     replicas: int,
     kind: type[LeavingPolicy] = LeavingPolicy,
     recompute: bool = True,
-    axis: str = "tensor_parallel_size",
-    size: int = 1,
     num_nodes: int = 1,
 ) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
-    from nemo_rl.data.tiny_model import build_tiny_tokenizer
-
     policy = kind(make_model(directory, tied=True, dtype="float32"))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
     accelerator.register(REFIT, lambda: None, lambda: None)
     config = generation_config()
-    vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", axis: size})
+    vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", "pipeline_parallel_size": num_nodes})
     colocated = config.colocated.model_copy(update={"enabled": False})
     config = config.model_copy(update={"vllm_cfg": vllm_cfg, "colocated": colocated})
     how: dict[str, Any] = {"replicas": replicas, "num_nodes": num_nodes, "load_format": "dummy"}
@@ -81,29 +85,9 @@ def engines_apart(
         policy.sender.close()
 
 
-def differences(policy: OneRankPolicy, generation: VllmGeneration, version: int) -> list[float]:
-    """Of each replica the largest difference between its logprobs and the model's."""
-    return [_difference(policy, worker, version) for worker in generation.workers]
-
-
-def _difference(policy: OneRankPolicy, worker: Any, version: int) -> float:
-    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
-    calls = [worker.call.remote("generate", prompt, sampling, seed) for seed, prompt in enumerate(PROMPTS)]
-    worst = 0.0
-    completions: list[Any] = ray.get(calls, timeout=60)
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert completion.weight_version == version
-        expected = expected_logprobs(policy, prompt, completion)
-        worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
-    return worst
-
-
-def expected_logprobs(policy: OneRankPolicy, prompt: list[int], completion: Completion) -> torch.Tensor:
-    """What the model says of the tokens of a completion."""
-    ids = torch.tensor([prompt + completion.token_ids])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(policy.model(ids).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
-    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+def difference(policy: OneRankPolicy, generation: VllmGeneration, version: int) -> float:
+    """Of all replicas the largest difference between its logprobs and the model's."""
+    return max(logprob_difference(policy.model, generation, version, n) for n in range(len(generation.workers)))
 
 
 def engine_process(generation: VllmGeneration, replica: int) -> int:
@@ -118,7 +102,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         for version in (0, 1):
             change(policy.model, version)
             refit.sync(version)
-            assert max(differences(policy, generation, version)) < 1e-5
+            assert difference(policy, generation, version) < 1e-5
 
         def kill(bucket: int, sender: Any) -> None:
             if bucket == 2:
@@ -133,7 +117,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         assert generation.dead_workers() == [0]
         generation.restart_worker(0)
         refit.sync(2)
-        assert max(differences(policy, generation, 2)) < 1e-5
+        assert difference(policy, generation, 2) < 1e-5
 
         def flip(bucket: int, sender: Any) -> None:
             if bucket == 1:  # the bucket may be on its way already: what is announced of it is changed instead
@@ -149,22 +133,17 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
             refit.sync(3)
         policy.damage, policy.announce = (lambda bucket, sender: None), lambda blob: blob
         refit.sync(4)
-        assert max(differences(policy, generation, 4)) < 1e-5
+        assert difference(policy, generation, 4) < 1e-5
 
 
-@pytest.mark.parametrize(("axis", "num_nodes"), [("tensor_parallel_size", 1), ("pipeline_parallel_size", 2)])
-def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, axis: str, num_nodes: int) -> None:
+def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
     """Adapters too, which are sent alone after the first sync. The nodes are two groups of processes of this one."""
-    with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, axis=axis, size=2, num_nodes=num_nodes) as (
-        policy,
-        generation,
-        refit,
-    ):
+    with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, num_nodes=2) as (policy, generation, refit):
         policy.train(0)
         everything = refit.sync(0)["bytes"]
         policy.train(1)
         assert refit.sync(1)["bytes"] < everything / 4
-        assert max(differences(policy, generation, 1)) < 1e-5
+        assert difference(policy, generation, 1) < 1e-5
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -174,7 +153,7 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
         refit.sync(0)
         sampling = SamplingParams(max_new_tokens=100, stop_token_ids=())
         worker = generation.workers[0]
-        calls = [worker.call.remote("generate", PROMPTS[0], sampling, seed) for seed in range(8)]
+        calls = [worker.call.remote("generate", PROMPT, sampling, seed) for seed in range(8)]
         time.sleep(0.1)  # of the time that 100 steps take
         change(policy.model, 1)
         refit.sync(1)
@@ -183,8 +162,8 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
         whole = [completion for completion in completions if len(completion.token_ids) == 100]
         assert whole, "all found the end-of-sequence token"
         last = [
-            float((expected_logprobs(policy, PROMPTS[0], c) - torch.tensor(c.logprobs))[-20:].abs().max())
+            float((expected_logprobs(policy.model, PROMPT, c.token_ids) - torch.tensor(c.logprobs))[-20:].abs().max())
             for c in whole
         ]
         assert (max(last) < 1e-5) if recompute else (min(last) > 1e-3), last
-        assert max(differences(policy, generation, 1)) < 1e-5
+        assert difference(policy, generation, 1) < 1e-5

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import ray
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
-from nemo_rl.models.generation.vllm.worker import VllmWorker
-
-LAYERS = 2
+from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker, engine_args
+from nemo_rl.types import Completion, SamplingParams
+from tests.unit.generation.configs import engines, generation_config
+from tests.unit.policy.models import save_model
 
 
 @dataclass
@@ -33,7 +40,7 @@ class Runner:
     layer: Layer
     model_config: Any = field(
         default_factory=lambda: SimpleNamespace(
-            get_total_num_hidden_layers=lambda: LAYERS,
+            get_total_num_hidden_layers=lambda: 2,
             get_num_experts_per_tok=lambda: 1,
             get_num_experts=lambda: 300,
             max_model_len=8,
@@ -72,7 +79,7 @@ def test_every_request_gets_the_experts_of_its_own_tokens():
     step(runner, {"2-cd": 4}, [0], ended=("1-ab",))  # computed anew, as after an update of the weights
     experts = unpack(recorder.take("1", 4))
     assert experts.dtype == np.int16
-    assert experts.shape == (4, LAYERS, 1)
+    assert experts.shape == (4, 2, 1)
     assert experts[:, 1, 0].tolist() == [10, 11, 12, 13]
     assert not experts[:, 0].any()
     assert unpack(recorder.take("2", 4))[:, 1, 0].tolist() == [20, 21, 22, 23]
@@ -88,3 +95,70 @@ def test_what_vllm_returns_is_signed_where_there_are_many_experts():
     many, few = asyncio.run(returned(np.uint16)), asyncio.run(returned(np.uint8))
     assert (many.dtype, many[0, 0, 0]) == (np.int16, 200)
     assert (few.dtype, few[0, 0, 0]) == (np.uint8, 200)
+
+
+# -- a real engine, against transformers for the same tokens
+
+MAX_MODEL_LEN, LAYERS, TOP_K = 96, 3, 2
+
+
+def make_model(directory: Path) -> PreTrainedModel:
+    """A random Qwen3-MoE whose second layer is dense, with the tiny model's tokenizer."""
+    tokenizer = build_tiny_tokenizer()
+    experts = {"num_experts": 8, "mlp_only_layers": [1], "num_hidden_layers": LAYERS}
+    save_model("qwen3-moe", directory, vocab_size=len(tokenizer), **experts)
+    tokenizer.save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def experts_of_transformers(model: PreTrainedModel, token_ids: list[int]) -> dict[int, torch.Tensor]:
+    """By layer: int64 [T, TOP_K]."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        return lambda router, args, output: found.update({layer: output[2]})
+
+    hooks = [
+        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(keep(layer)) for layer in (0, 2)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.slow
+def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local: None, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    path = str(tmp_path / "model")
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
+    with engines(path, generation_config(MAX_MODEL_LEN), return_routed_experts=True) as engine:
+        calls = [
+            engine.workers[0].call.remote("generate", prompt, SamplingParams(max_new_tokens=5 + 3 * n), n)
+            for n, prompt in enumerate(prompts)
+        ]
+        completions: list[Completion] = ray.get(calls, timeout=100)
+    num_same = num_all = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        experts = completion.routed_experts
+        assert experts is not None and experts.dtype == np.uint8
+        tokens = prompt + completion.token_ids
+        assert experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
+        assert not experts[:, 1].any(), "a dense layer has no experts"
+        for layer, want in experts_of_transformers(model, tokens[:-1]).items():
+            got = torch.from_numpy(experts[:, layer].astype(np.int64))
+            same = (got.sort(dim=1).values == want.sort(dim=1).values).all(dim=1)
+            num_same += int(same.sum())
+            num_all += len(same)
+    assert num_all > 300
+    assert num_same >= 0.99 * num_all, "but for scores that differ in the last bits"
+
+
+def test_an_engine_on_gpus_returns_them_itself(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    cfg, path = generation_config(MAX_MODEL_LEN), str(tmp_path)
+    settings = EngineSettings(model=path, tokenizer=path, cfg=cfg, device="cpu", seed=0, return_routed_experts=True)
+    assert not engine_args(settings, {}).enable_return_routed_experts
+    assert engine_args(replace(settings, device="cuda"), {}).enable_return_routed_experts

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import ray
 import torch
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.trainers.metrics import draft_metrics
 from nemo_rl.models.generation.config import speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
 from nemo_rl.models.generation.vllm.engine_patches import expand_batch_to_tokens
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.types import Completion, SamplingParams
 from tests.unit.config.run_configs import build
+from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.models import make_model
+from tests.unit.policy.filter_reference import filter_logits
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "model": "small"}
@@ -61,3 +70,93 @@ def test_sampling_parameters_are_repeated_for_each_draft_token() -> None:
     assert repeated.tolist() == [5, 5, 7, 7, 7] and repeated.dtype == torch.int32
     temperature = torch.tensor([0.5, 0.0], dtype=torch.float32)
     assert expand_batch_to_tokens(temperature, torch.tensor([1, 3]), 3, 0, 1).tolist() == [0.5, 1.0, 1.0]
+
+
+# -- in a real engine: the same distribution as without, and counted
+
+Request = tuple[list[int], SamplingParams, int]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("speculation") / "model")
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def generation(method: str, ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
+    """With the model itself for a draft model: its guess is right wherever the likeliest token is drawn."""
+    how = {"ngram": {"prompt_lookup_max": 2, "prompt_lookup_min": 1}, "draft_model": {"model": model_dir}}
+    settings = {"method": method, "num_speculative_tokens": 3, **how[method]}
+    with engines(model_dir, generation_config(128, speculative_config=settings)) as generation:
+        yield generation
+
+
+def ask(generation: VllmGeneration, requests: Sequence[Request]) -> list[Completion]:
+    return ray.get([generation.workers[0].call.remote("generate", *request) for request in requests], timeout=200)
+
+
+def prompts() -> list[list[int]]:
+    """That repeat themselves, so that there is something to look up."""
+    rng = random.Random(0)
+    piece = [rng.randrange(6, 260) for _ in range(8)]
+    return [piece * 3 + [rng.randrange(6, 260) for _ in range(index)] for index in range(6)]
+
+
+def logprobs_under(model: Any, request: Request, completion: Completion) -> torch.Tensor:
+    """Of every token of the vocabulary at each place of the completion, as they were to be drawn: [T, V]."""
+    prompt, sampling, _ = request
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    return filter_logits(logits, logits.argmax(-1), sampling.top_k, sampling.top_p).log_softmax(-1)
+
+
+@pytest.mark.slow
+def test_samples_follow_the_distribution_without_drafts(generation: VllmGeneration, model_dir: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.5, top_k=40, top_p=0.95)
+    requests = [(prompt, sampling, seed) for prompt in prompts() for seed in range(40)]
+    before = generation.draft_counts()
+    surprises, variance = [], 0.0
+    for request, completion in zip(requests, ask(generation, requests), strict=True):
+        everything = logprobs_under(model, request, completion)
+        drawn = everything.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert (drawn - torch.tensor(completion.logprobs)).abs().max() < 1e-4, "logprobs of what was drawn from"
+        masses = everything.exp()
+        mean = (masses * everything.clamp(min=-100)).sum(1)
+        surprises.append((drawn - mean).sum().item())
+        variance += ((masses * everything.clamp(min=-100) ** 2).sum(1) - mean**2).sum().item()
+    # A sum of differences from their expectations: about normal, and 0 on average.
+    assert abs(sum(surprises)) < 4.5 * variance**0.5
+    counts = generation.draft_counts() - before
+    assert counts.num_drafts > 200 and 0 < counts.num_accepted_tokens < counts.num_draft_tokens
+
+
+@pytest.mark.slow
+def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(generation: VllmGeneration) -> None:
+    kinds = [SamplingParams(max_new_tokens=32, temperature=t, top_k=k) for t, k in ((0.0, None), (0.4, None), (1.0, 9))]
+    requests = [(prompt, sampling, 11 * index) for sampling in kinds for index, prompt in enumerate(prompts())]
+    together = ask(generation, requests)
+    for request, one in zip(requests, together, strict=True):
+        [alone] = ask(generation, [request])
+        assert (alone.token_ids, alone.logprobs) == (one.token_ids, one.logprobs)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_the_likeliest_ones(generation: VllmGeneration, method: str, model_dir: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    before = generation.draft_counts()
+    requests = [(prompt, SamplingParams(max_new_tokens=40, temperature=0.0), 0) for prompt in prompts()]
+    for request, completion in zip(requests, ask(generation, requests), strict=True):
+        assert logprobs_under(model, request, completion).argmax(-1).tolist() == completion.token_ids
+    counts: DraftCounts = generation.draft_counts() - before
+    assert counts.num_accepted_tokens > 0
+    if method == "draft_model":
+        assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens, "it has its weights from disk"

@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
     RowInvariantLinear._proven.clear()
 
 
-SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64)]
+SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64), (640, 512)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,15 +48,6 @@ def test_it_is_the_product() -> None:
     torch.testing.assert_close(RowInvariantLinear(weight)(x, weight, bias).double(), expected, rtol=0, atol=1e-4)
     empty = RowInvariantLinear(weight)(x[:0], weight, bias)
     assert empty.shape == (0, 96)
-
-
-@pytest.mark.parametrize("shape", [(128, 256), (640, 512)])
-def test_every_number_of_rows_gives_the_same_bits(shape: tuple[int, int]) -> None:
-    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(1100, shape[1])
-    linear = RowInvariantLinear(weight)
-    together = linear(x, weight, bias)
-    for num_rows in (*range(1, 530), 777, 1024):
-        assert torch.equal(linear(x[:num_rows], weight, bias), together[:num_rows]), num_rows
 
 
 def test_sizes_that_disagree_are_split() -> None:

@@ -27,10 +27,12 @@ from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines
-from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams
+from tests.functional.faulty import processes_below
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, logprob_difference
+from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
 
@@ -116,31 +118,19 @@ def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: Vl
     together = ask(first, requests)
     order = random.Random(1).sample(range(40), 40)
     shuffled = dict(zip(order, ask(first, [requests[i] for i in order]), strict=True))
-    alone = [ask(first, [request])[0] for request in requests[:8]]
-    halves = [ask(second, requests[:20]), ask(first, requests[20:])]
     assert [shuffled[i] for i in range(40)] == together
-    assert alone == together[:8]
-    assert halves[0] + halves[1] == together
+    assert [ask(first, [request])[0] for request in requests[:8]] == together[:8]
+    assert ask(second, requests[:20]) + ask(first, requests[20:]) == together
 
-
-def test_long_prompts_too(generation: VllmGeneration) -> None:
-    long = random_requests(24, longest_prompt=1300, seed=5)
-    long = [request for request in long if len(request[0]) > 900][:4]
+    long = [request for request in random_requests(24, longest_prompt=1300, seed=5) if len(request[0]) > 900][:4]
     assert len(long) == 4
     short = random_requests(12, longest_prompt=40, seed=6)
-    first, second = generation.workers
-    mixed = ask(first, [*short[:6], *long, *short[6:]])[6:10]
-    assert [ask(second, [request])[0] for request in long] == mixed
+    assert [ask(second, [request])[0] for request in long] == ask(first, [*short[:6], *long, *short[6:]])[6:10]
 
 
-def test_seeds_decide(generation: VllmGeneration) -> None:
-    same = [one(generation, [10, 11, 12], seed=2**62 + 5) for _ in range(2)]
-    other = one(generation, [10, 11, 12], seed=2**62 + 6)
-    assert same[0] == same[1]
-    assert other.token_ids != same[0].token_ids
-
-
-def test_greedy_takes_the_likeliest(generation: VllmGeneration, model: Any) -> None:
+def test_seeds_decide_but_greedy_takes_the_likeliest(generation: VllmGeneration, model: Any) -> None:
+    first, again, other = (one(generation, [10, 11, 12], seed=2**62 + n) for n in (5, 5, 6))
+    assert first == again and other.token_ids != first.token_ids
     prompt = [20, 21, 22]
     completion = one(generation, prompt, temperature=0.0)
     assert completion.token_ids == one(generation, prompt, seed=8, temperature=0.0).token_ids
@@ -155,50 +145,12 @@ def test_logprobs_are_those_of_the_restricted_distribution(
 ) -> None:
     prompt, temperature = [30, 31, 32], 0.8
     completion = one(generation, prompt, temperature=temperature, **restriction)
+    ids = torch.tensor(completion.token_ids)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1] / temperature
-    ranked, order = logits.sort(dim=-1, descending=True)
-    if "top_k" in restriction:
-        kept = torch.arange(logits.shape[-1]).expand_as(ranked) < restriction["top_k"]
-    else:
-        probs = ranked.softmax(-1)
-        kept = probs.cumsum(-1) - probs < restriction["top_p"]
-    expected = torch.log_softmax(ranked.masked_fill(~kept, float("-inf")), dim=-1)
-    sampled = order == torch.tensor(completion.token_ids)[:, None]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected[sampled], rtol=0, atol=1e-5)
-
-
-def test_stop_tokens_end_a_completion_and_stay_in_it(generation: VllmGeneration) -> None:
-    free = one(generation, [40, 41, 42])
-    stop = free.token_ids[6]
-    stopped = one(generation, [40, 41, 42], stop_token_ids=(stop, 3))
-    end = free.token_ids.index(stop) + 1
-    assert stopped.token_ids == free.token_ids[:end]
-    assert stopped.logprobs == free.logprobs[:end]
-    assert stopped.stop_reason == StopReason.STOP
-
-
-def test_stop_strings_keep_the_tokens_that_complete_them(generation: VllmGeneration, model_dir: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    # A byte-level model that was never trained writes broken UTF-8: look for a place that is text.
-    for seed in range(50):
-        free = one(generation, [50, 51, 52], seed=seed)
-        pairs = [tokenizer.decode(free.token_ids[i : i + 2]) for i in range(3, len(free.token_ids) - 2)]
-        readable = [(i + 3, pair) for i, pair in enumerate(pairs) if len(pair) == 2 and pair.isascii()]
-        if readable and tokenizer.decode(free.token_ids).count(readable[0][1]) == 1:
-            break
-    position, text = readable[0]
-    stopped = one(generation, [50, 51, 52], seed=seed, stop_strings=("never written", text))
-    assert stopped.token_ids == free.token_ids[: position + 2]
-    assert stopped.logprobs == free.logprobs[: position + 2]
-    assert stopped.stop_reason == StopReason.STOP
-
-
-def test_truncation_is_flagged(generation: VllmGeneration) -> None:
-    short = one(generation, [60, 61], max_new_tokens=5)
-    assert (len(short.token_ids), short.stop_reason) == (5, StopReason.LENGTH)
-    at_the_end = one(generation, [60] * (MAX_MODEL_LEN - 3), max_new_tokens=50)
-    assert (len(at_the_end.token_ids), at_the_end.stop_reason) == (3, StopReason.LENGTH)
+    kept = filter_logits(logits, ids, restriction.get("top_k"), restriction.get("top_p", 1.0))
+    expected = kept.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([60] * MAX_MODEL_LEN, "max_model_len is 1400"), ([], "no tokens")])
@@ -207,13 +159,6 @@ def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], messa
         one(generation, prompt)
     assert isinstance(info.value.cause, WorkerCallError)
     assert info.value.cause.exception_type == "ValueError"
-
-
-def test_cache_and_sleep(generation: VllmGeneration) -> None:
-    assert 1 <= len(one(generation, [70, 71], max_new_tokens=4).token_ids) <= 4
-    generation.offload()
-    generation.onload()
-    assert generation.controller_tensor_bytes == 0
 
 
 def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
@@ -228,17 +173,8 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
     assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        if task.name != str(pid)
-        for child in (task / "children").read_text().split()
-    ]
-
-
 def engine_pid(worker_pid: int) -> int:
-    [engine] = [pid for pid in children(worker_pid) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    [engine] = [pid for pid, (_, command) in processes_below(worker_pid).items() if "EngineCore" in command]
     return engine
 
 

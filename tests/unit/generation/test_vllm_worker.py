@@ -14,6 +14,7 @@ import pytest
 from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.vllm.worker import VllmWorker, start_failure
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
+from tests.unit.generation.configs import in_loop
 
 
 class Engine:
@@ -72,58 +73,51 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
 
 
-def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None) -> None:
-    async def run() -> None:
-        engine = Engine()
-        worker = Worker(engine)
-        for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
-            await worker.finish_weight_update(version)
-            for _ in range(2):
-                completion = await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
-                assert completion.weight_version == version
-        first, second, again = engine.salts[0::2]
-        assert engine.salts == [first, first, second, second, again, again]
-        assert len({first, second, again}) == 3
-
-    asyncio.run(run())
+@in_loop
+async def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None) -> None:
+    engine = Engine()
+    worker = Worker(engine)
+    for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
+        await worker.finish_weight_update(version)
+        for _ in range(2):
+            completion = await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+            assert completion.weight_version == version
+    first, second, again = engine.salts[0::2]
+    assert engine.salts == [first, first, second, second, again, again]
+    assert len({first, second, again}) == 3
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])
-def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: None, keep_weights: bool) -> None:
+@in_loop
+async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: None, keep_weights: bool) -> None:
     """A sync wakes the weights alone. Another replica's episodes send requests meanwhile."""
-
-    async def run() -> None:
-        engine = Engine()
-        worker = Worker(engine)
-        await worker.offload(keep_weights=keep_weights)
-        waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
-        await worker.onload(["weights"])
-        await worker.finish_weight_update(7)
-        await asyncio.sleep(0.01)
-        assert engine.salts == [] and engine.told == [1 if keep_weights else 2, "weights"]
-        await worker.onload(["kv_cache"])
-        assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
-        assert engine.told[-2:] == ["kv_cache", "resume"]
-
-    asyncio.run(run())
+    engine = Engine()
+    worker = Worker(engine)
+    await worker.offload(keep_weights=keep_weights)
+    waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+    await worker.onload(["weights"])
+    await worker.finish_weight_update(7)
+    await asyncio.sleep(0.01)
+    assert engine.salts == [] and engine.told == [1 if keep_weights else 2, "weights"]
+    await worker.onload(["kv_cache"])
+    assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
+    assert engine.told[-2:] == ["kv_cache", "resume"]
 
 
-def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) -> None:
-    async def run() -> None:
-        engine = Engine()
-        worker = Worker(engine)
-        await worker.offload(keep_weights=False)
-        await worker.onload()
-        waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
-        await asyncio.sleep(0.01)
-        assert engine.salts == [] and "resume" not in engine.told
-        await worker.finish_weight_update(7)
-        assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
-        await worker.offload(keep_weights=True)
-        await worker.onload()
-        assert engine.told[-4:] == [1, "weights", "kv_cache", "resume"]
-
-    asyncio.run(run())
+@in_loop
+async def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) -> None:
+    engine = Engine()
+    worker = Worker(engine)
+    await worker.offload(keep_weights=False)
+    await worker.onload()
+    waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+    await asyncio.sleep(0.01)
+    assert engine.salts == [] and "resume" not in engine.told
+    await worker.finish_weight_update(7)
+    assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
+    await worker.offload(keep_weights=True)
+    await worker.onload()
+    assert engine.told[-4:] == [1, "weights", "kv_cache", "resume"]
 
 
 def test_the_reason_of_an_engine_that_did_not_start_is_its_own() -> None:
@@ -159,28 +153,26 @@ def answer(request_id: str) -> GenerationAnswer:
     return GenerationAnswer(request_id=request_id, failure_type="ValueError", failure="no")
 
 
-def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
-    async def run() -> None:
-        queue, clock = AnswerQueue(), asyncio.get_running_loop().time
-        taking = asyncio.create_task(queue.take())
-        queue.put([answer("a")], patience_s=100.0)
-        await asyncio.sleep(0.01)
-        assert not taking.done()
-        queue.put([answer("b")])  # the last one
-        assert [found.request_id for found in await asyncio.wait_for(taking, 5)] == ["a", "b"]
-        began = clock()
-        queue.put([answer("c")], patience_s=0.05)
-        assert [found.request_id for found in await asyncio.wait_for(queue.take(), 5)] == ["c"]
-        assert clock() - began > 0.04
-        queue.put([answer("d")], patience_s=100.0)
-        waiting = asyncio.create_task(queue.take())
-        await asyncio.sleep(0)
-        again = asyncio.create_task(queue.take())  # whoever called before may be dead
-        assert await asyncio.wait_for(waiting, 5) == []
-        queue.put([answer("e")])
-        assert len(await asyncio.wait_for(again, 5)) == 2
-
-    asyncio.run(run())
+@in_loop
+async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
+    queue, clock = AnswerQueue(), asyncio.get_running_loop().time
+    taking = asyncio.create_task(queue.take())
+    queue.put([answer("a")], patience_s=100.0)
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    queue.put([answer("b")])  # the last one
+    assert [found.request_id for found in await asyncio.wait_for(taking, 5)] == ["a", "b"]
+    began = clock()
+    queue.put([answer("c")], patience_s=0.05)
+    assert [found.request_id for found in await asyncio.wait_for(queue.take(), 5)] == ["c"]
+    assert clock() - began > 0.04
+    queue.put([answer("d")], patience_s=100.0)
+    waiting = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    again = asyncio.create_task(queue.take())  # whoever called before may be dead
+    assert await asyncio.wait_for(waiting, 5) == []
+    queue.put([answer("e")])
+    assert len(await asyncio.wait_for(again, 5)) == 2
 
 
 def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
-from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
@@ -41,7 +40,6 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "grpo": ClippedPGLossConfig(),
     "grpo-by-sequence": ClippedPGLossConfig(token_level_loss=False, reference_policy_kl_penalty=0.1),
     "dapo": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, reference_policy_kl_penalty=0.0),
-    "dual-clip": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, ratio_clip_c=1.05),
     "gspo": ClippedPGLossConfig(
         sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.003, ratio_clip_max=0.004
     ),
@@ -55,19 +53,12 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "k1-on-policy": ClippedPGLossConfig(
         reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True
     ),
-    "k2-clamped": ClippedPGLossConfig(
-        reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2", kl_input_clamp_value=0.05
-    ),
-    "k3-clamped": ClippedPGLossConfig(
-        reference_policy_kl_penalty=0.5, kl_input_clamp_value=0.3, kl_output_clamp_value=0.004
-    ),
     "k3-unclamped": ClippedPGLossConfig(
         reference_policy_kl_penalty=0.5,
         kl_input_clamp_value=None,
         kl_output_clamp_value=None,
         use_on_policy_kl_approximation=True,
     ),
-    "corrected": ClippedPGLossConfig(use_importance_sampling_correction=True),
     "tis": ClippedPGLossConfig(**_BOUNDED),
     "icepop": ClippedPGLossConfig(**_IN_BOUNDS, truncated_importance_sampling_type="icepop"),
     "seq-mask-tis": ClippedPGLossConfig(
@@ -247,21 +238,11 @@ class Bench:
         self.worker.compute(Logprobs(), "prev_logprobs")
         return {row.sample_id: _scored(row) for row in self.worker.rows.values()}
 
-    def step(
-        self,
-        case: Case,
-        batching: dict[str, Any],
-        rollouts: Rollouts,
-        *,
-        loss_fn: LossFunction | None = None,
-        change_rows: Callable[[RowLayout], RowLayout] | None = None,
-    ) -> Outcome:
-        """All phases of a training step, as the trainer calls them; with another loss or layout of rows if given."""
+    def step(self, case: Case, batching: dict[str, Any], rollouts: Rollouts) -> Outcome:
+        """All phases of a training step, as the trainer calls them."""
         worker, loss = self.worker, LOSSES[case.loss]
         self._set_up(case, batching)
         load_step(self.worker, rollouts)
-        if change_rows is not None:
-            worker.layout = change_rows(worker.layout)
         logprobs = {}
         if case.samples_per_step < NUM_SAMPLES or loss.use_kl_in_reward:
             worker.compute(Logprobs(), "prev_logprobs")
@@ -270,7 +251,7 @@ class Bench:
             worker.compute_reference_logprobs()
         if loss.use_kl_in_reward:
             worker.set_token_advantages(KLInReward(loss, eps=1e-6))
-        result = worker.train(case.loss_fn if loss_fn is None else loss_fn, Logprobs())
+        result = worker.train(case.loss_fn, Logprobs())
         assert isinstance(worker.optimizer, RecordingSGD)
         return Outcome(
             losses=result.losses,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Worker = DTensorPolicyWorker | MegatronPolicyWorker
 
 NUM_GROUPS, NUM_GENERATIONS = 4, 4
+TEMPERATURE = 0.8
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
 ADVANTAGES = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
 
@@ -115,7 +116,7 @@ def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:
 def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:
     """Of a rank on the CPU that trains the model in `path`."""
     settings: dict[str, Any] = {
-        "sampling": SamplingParams(max_new_tokens=16, temperature=0.8),
+        "sampling": SamplingParams(max_new_tokens=16, temperature=TEMPERATURE),
         "use_gpu": False,
         "workers_per_node": 8,
         "init_reference_model": False,
@@ -170,6 +171,19 @@ def logprobs_of(worker: Worker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
     columns = ("prev_logprobs", "reference_policy_logprobs")
     return {row.sample_id: (row.columns[columns[0]], row.columns[columns[1]]) for row in worker.rows.values()}
+
+
+def plain_logprobs(model: Any) -> dict[str, torch.Tensor]:
+    """By sample of `make_groups`, from all logits of a model of transformers, one sequence at a time."""
+    found = {}
+    for group in make_groups()[1]:
+        for sample in group.samples:
+            ids = torch.from_numpy(sample.token_ids)
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, :-1].float() / TEMPERATURE
+            scored = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            found[sample.sample_id] = torch.cat([torch.zeros(1), scored]) * torch.from_numpy(sample.token_mask)
+    return found
 
 
 @dataclass(kw_only=True)

@@ -48,26 +48,17 @@ def test_linear_layers_are_what_torch_counts() -> None:
     assert counter.get_total_flops() == counted.per_token * length + attention
 
 
-def test_a_known_model() -> None:
+def test_known_models() -> None:
     # Llama 3.1 8B: 6 x 7.5e9 non-embedding parameters, and attention of 32 layers x 32 heads x 128.
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
-    flops = ModelFlops.of(config)
+    large = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    flops = ModelFlops.of(LlamaConfig(**large, num_attention_heads=32, num_key_value_heads=8))
     assert flops.per_token == pytest.approx(2 * 7.504e9, rel=1e-3)
     assert flops.train([1]) == pytest.approx(6 * 7.504e9, rel=1e-3)
     assert flops.train([4096]) == pytest.approx(6 * 7.504e9 * 4096 + 6 * 32 * 4096 * 4096 * 4097, rel=1e-3)
-
-
-def test_what_a_model_keeps() -> None:
-    qwen = Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4,
-    )  # fmt: skip
-    counted = ModelFlops.of(qwen)
-    assert counted.num_parameters == 7_615_616_512  # as its card says: 7.61 billion
-    assert counted.cache_size == 28 * 2 * 4 * 128
+    shape = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    qwen = ModelFlops.of(Qwen2Config(**shape, num_attention_heads=28, num_key_value_heads=4))
+    assert qwen.num_parameters == 7_615_616_512  # as its card says: 7.61 billion
+    assert qwen.cache_size == 28 * 2 * 4 * 128
     latent = ModelFlops.of(DeepseekV3Config(**SHAPE, kv_lora_rank=16, qk_rope_head_dim=8))
     assert latent.cache_size == SHAPE["num_hidden_layers"] * (16 + 8)
 
@@ -103,15 +94,10 @@ def test_sliding_windows_count_what_they_see(config: PretrainedConfig, windows: 
     assert flops.forward(length) == expected
 
 
-def test_the_weight_of_a_squared_token() -> None:
-    flops = ModelFlops.of(LlamaConfig(**SHAPE))
-    length = 4096
+def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() -> None:
+    flops, length = ModelFlops.of(LlamaConfig(**SHAPE)), 4096
     approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
-
-
-def test_frozen_weights_need_no_gradient() -> None:
-    flops = ModelFlops.of(LlamaConfig(**SHAPE))
     assert flops.train([3, 5]) - flops.train([3, 5], is_frozen=True) == 8 * flops.per_token
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
@@ -30,36 +30,9 @@ MAX_MODEL_LEN = 24
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for family in FAMILIES[:-1]:
+    for family in FAMILIES:
         save_model(family, path / family)
-    save_gemma2(path / "gemma2")
     return path
-
-
-def save_gemma2(path: Path) -> None:
-    """Its attention is its own, with soft caps and masks of transformers."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=6,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=8.0,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    model = Gemma2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
 
 
 def decode(tokens: list[int]) -> str:
@@ -158,14 +131,13 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
             assert completion.weight_version == 7
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models, tensor):
+def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
     requests = make_requests(num_each=3)
     alone = generate(models / "qwen2-tied", requests, how=settings(max_batch_size=1))
-    found = generate(models / "qwen2-tied", requests[::-1], world=2, tensor_parallel_size=tensor)
-    assert {key: completion.token_ids for key, completion in found.items()} == {
-        key: completion.token_ids for key, completion in alone.items()
-    }
+    for tensor in (1, 2):
+        found = generate(models / "qwen2-tied", requests[::-1], world=2, tensor_parallel_size=tensor)
+        assert found.keys() == alone.keys()
+        assert all(found[key].token_ids == completion.token_ids for key, completion in alone.items())
 
 
 def test_what_ends_a_completion_is_its_last_token(models):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -31,17 +30,8 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def qwen2_config(**settings: Any) -> Qwen2Config:
-    shape: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
     return Qwen2Config(**shape | settings)
 
 
@@ -132,19 +122,13 @@ def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(
         lora.check_lora(qwen2_config(tie_word_embeddings=True), lora_config(match_all_linear=False, **settings))
 
 
-def test_the_head_may_be_taken_out_of_a_pattern() -> None:
+def test_the_head_may_be_taken_out_of_a_pattern_and_experts_stay_frozen() -> None:
     cfg = lora_config(match_all_linear=False, target_modules=["*"], exclude_modules=["lm_head"])
     lora.check_lora(qwen2_config(), cfg)
     assert apply_lora(qwen2(), cfg) == apply_lora(qwen2(), lora_config())
-
-
-def test_experts_stay_frozen() -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=4, head_dim=8,
-        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
     with torch.device("meta"):
-        hf = Qwen3MoeForCausalLM(config)
+        hf = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=4, num_hidden_layers=1))
     assert {name.rpartition(".")[2] for name in apply_lora(hf, lora_config())} == set(PROJECTIONS[:4])
     assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name)
 
@@ -201,62 +185,24 @@ def test_dropout_acts_in_training_passes_only() -> None:
     assert torch.equal(logits(hf), without)
 
 
-# -- several ranks
-
-
-class TwoLayers(nn.Module):
-    """What tensor parallelism cuts first by columns, then by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-def two_layers(dropout: float = 0.0) -> TwoLayers:
-    torch.manual_seed(0)
-    model, cfg = TwoLayers().requires_grad_(False), lora_config()
-    model.up = LoRALinear(model.up, cfg.dim, cfg.alpha, dropout)
-    model.down = LoRALinear(model.down, cfg.dim, cfg.alpha, dropout)
-    fill(model, cfg)
-    return model
-
-
-def rows_of(rank: int) -> torch.Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 + rank))
-
-
-def sum_gradients(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
 def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
-    def run(rank: int, size: int, cast: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        model = two_layers()
-        if cast:
-            lora.cast_frozen(model, torch.bfloat16)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
-        sum_gradients(model)
-        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
-        assert frozen == {torch.bfloat16 if cast else torch.float32}
-        output = model(rows_of(rank).bfloat16())
-        output.sum().backward()
-        [gradient, *_] = [whole(p.grad) for p in model.parameters() if p.grad is not None]
-        return output.detach(), gradient
+    def run(rank: int, size: int) -> None:
+        found = []
+        for cast in (False, True):
+            hf = adapted()
+            if cast:
+                lora.cast_frozen(hf, torch.bfloat16)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(hf, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+            assert {p.dtype for p in hf.parameters() if p.requires_grad} == {torch.float32}
+            frozen = {p.dtype for p in hf.parameters() if not p.requires_grad}
+            assert frozen == {torch.bfloat16 if cast else torch.float32}
+            output = logits(hf)
+            output.float().square().sum().backward()
+            found.append([output.detach(), *(whole(p.grad) for p in hf.parameters() if p.grad is not None)])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
-    for (output, gradient), (cast_output, cast_gradient) in zip(
-        run_world(run, 2, False), run_world(run, 2, True), strict=True
-    ):
-        assert torch.equal(output, cast_output)
-        assert torch.equal(gradient, cast_gradient)
+    run_world(run, 2)
 
 
 def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
@@ -283,28 +229,30 @@ def saved(directory: Path, cfg: LoRAConfig) -> None:
     in_world_of_one(lambda: peft_format.save_peft([adapted(cfg)], cfg, directory, "models/tiny"))
 
 
+def peft_saved_and_back(rank: int, size: int, directory: Path, cfg: LoRAConfig) -> torch.Tensor:
+    peft_format.save_peft([adapted(cfg)], cfg, directory, "models/tiny")
+    hf = qwen2()
+    apply_lora(hf, cfg)
+    peft_format.load_peft([hf], cfg, directory, "models/tiny")
+    return logits(hf).detach()
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"match_all_linear": False, "target_modules": ["model.layers.1.mlp.*", "q_proj"], "alpha": 0.5}],
 )
-def test_peft_computes_the_same_from_our_files(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_and_we_compute_the_same_from_our_files(settings: dict[str, Any], tmp_path: Path) -> None:
     cfg = lora_config(**settings)
-    saved(tmp_path, cfg)
+    [ours] = run_world(peft_saved_and_back, 1, tmp_path, cfg)
     loaded = PeftModel.from_pretrained(qwen2(), str(tmp_path))
-    torch.testing.assert_close(logits(loaded), logits(adapted(cfg)), rtol=0, atol=1e-6)
-
-
-def peft_saved(directory: Path, **settings: Any) -> torch.Tensor:
-    config = LoraConfig(
-        **{"r": RANK, "lora_alpha": 7, "target_modules": PROJECTIONS, "init_lora_weights": False} | settings
-    )
-    model = get_peft_model(qwen2(), config)
-    model.save_pretrained(str(directory))
-    return logits(model.eval()).detach()
+    for found in (logits(loaded), ours):
+        torch.testing.assert_close(found, logits(adapted(cfg)), rtol=0, atol=1e-6)
 
 
 def test_we_compute_the_same_from_files_of_peft(tmp_path: Path) -> None:
-    expected = peft_saved(tmp_path)
+    config = LoraConfig(r=RANK, lora_alpha=7, target_modules=PROJECTIONS, init_lora_weights=False)
+    model = get_peft_model(qwen2(), config)
+    model.save_pretrained(str(tmp_path))
 
     def load() -> torch.Tensor:
         hf, cfg = qwen2(), lora_config()
@@ -312,37 +260,23 @@ def test_we_compute_the_same_from_files_of_peft(tmp_path: Path) -> None:
         peft_format.load_peft([hf], cfg, tmp_path, "models/tiny")
         return logits(hf).detach()
 
-    torch.testing.assert_close(in_world_of_one(load), expected, rtol=0, atol=1e-6)
-
-
-def test_pipeline_stages_write_and_read_one_adapter(tmp_path: Path) -> None:
-    cfg = lora_config(match_all_linear=False, target_modules=["model.layers.0.mlp.*"])
-    saved(tmp_path / "one", cfg)
-
-    def run(rank: int, size: int) -> float:
-        hf = adapted(cfg)
-        expected = {name: module.lora_B.detach().clone() for name, module in lora.adapters(hf)}
-        del hf.model.layers[1 - rank : 2 - rank]
-        hf.model.add_module("layers", nn.ModuleDict({str(rank): hf.model.layers[0]}))
-        peft_format.save_peft([hf], cfg, tmp_path / "two", "models/tiny", pipeline=dist.group.WORLD)
-        with torch.no_grad():
-            for _, module in lora.adapters(hf):
-                module.lora_B.zero_()
-        peft_format.load_peft([hf], cfg, tmp_path / "two", "models/tiny", pipeline=dist.group.WORLD)
-        found = dict(lora.adapters(hf))
-        assert len(found) == (3, 0)[rank]
-        return sum((module.lora_B - expected[name]).abs().sum().item() for name, module in found.items())
-
-    assert run_world(run, 2) == [0, 0]
-    # Stage 0 has all of its `mlp` layers adapted: only with the other stage's names it is seen that not all are meant.
-    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("one", "two")]
-    assert configs[0] == configs[1]
-    assert configs[0]["target_modules"] == sorted(name for name, _ in lora.adapters(adapted(cfg)))
-    tensors = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
-    torch.testing.assert_close(tensors[0], tensors[1], rtol=0, atol=0)
+    torch.testing.assert_close(in_world_of_one(load), logits(model.eval()).detach(), rtol=0, atol=1e-6)
 
 
 # -- what is refused
+
+
+@pytest.fixture(scope="module")
+def of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    saved(directory, lora_config())
+    return directory
+
+
+@pytest.fixture
+def adapter(of_this_run: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(of_this_run, tmp_path / "adapter"))
 
 
 def edited(directory: Path, **settings: Any) -> None:
@@ -355,12 +289,10 @@ def check(directory: Path, **settings: Any) -> None:
     peft_format.check_peft_adapter(directory, config, lora_config(**settings), "hub/tiny")
 
 
-def test_an_adapter_of_this_run_passes_the_check(tmp_path: Path) -> None:
-    cfg = lora_config()
-    saved(tmp_path, cfg)
-    check(tmp_path)
-    edited(tmp_path, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
-    check(tmp_path)
+def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:
+    check(adapter)
+    edited(adapter, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
+    check(adapter)
 
 
 @pytest.mark.parametrize(
@@ -382,12 +314,11 @@ def test_an_adapter_of_this_run_passes_the_check(tmp_path: Path) -> None:
     ],
 )
 def test_adapters_that_would_compute_something_else_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
+    settings: dict[str, Any], message: str, adapter: Path
 ) -> None:
-    saved(tmp_path, lora_config())
-    edited(tmp_path, **settings)
+    edited(adapter, **settings)
     with pytest.raises(ValueError, match=message):
-        check(tmp_path)
+        check(adapter)
 
 
 def test_all_differences_from_the_run_are_listed(tmp_path: Path) -> None:
@@ -401,20 +332,15 @@ def test_all_differences_from_the_run_are_listed(tmp_path: Path) -> None:
     assert "2 layers without an adapter here: model.layers.0.self_attn.k_proj, model.layers.1" in text
 
 
-def test_an_adapter_of_a_model_with_other_shapes_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, lora_config())
+def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gate_proj.lora_B.weight has shape \[48, 3\], the model needs \[80, 3\]"):
-        peft_format.check_peft_adapter(tmp_path, qwen2_config(intermediate_size=80), lora_config(), "tiny")
-
-
-def test_missing_and_damaged_files_are_told(tmp_path: Path) -> None:
+        peft_format.check_peft_adapter(adapter, qwen2_config(intermediate_size=80), lora_config(), "tiny")
     with pytest.raises(ValueError, match=r"no adapter in PEFT's format: adapter_config.json is missing"):
         check(tmp_path)
-    saved(tmp_path, lora_config())
-    weights = tmp_path / "adapter_model.safetensors"
+    weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged adapter"):
-        check(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{")
+        check(adapter)
+    (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="damaged adapter"):
-        check(tmp_path)
+        check(adapter)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from nemo_rl.models.policy.checkpoint import (
@@ -57,19 +57,15 @@ def build() -> nn.Sequential:
 
 
 class Trained:
-    """Two layers on `world` ranks, `tensor_parallel` of which share each matrix, with optimizer and scheduler."""
+    """Two layers on `world` ranks, with optimizer and scheduler. test_resume.py has whole policies."""
 
-    def __init__(self, world: int, tensor_parallel: int, cls: type = torch.optim.AdamW, **kwargs: Any) -> None:
+    def __init__(self, world: int, cls: type = torch.optim.AdamW, **kwargs: Any) -> None:
         self.model = build()
-        shape = (world // tensor_parallel, tensor_parallel)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tensor"))
-        if tensor_parallel > 1:
-            plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-            parallelize_module(self.model, mesh["tensor"], plan)
+        mesh = init_device_mesh("cpu", (world,))
         for layer in self.model:
-            fully_shard(layer, mesh=mesh["fsdp"])
-        fully_shard(self.model, mesh=mesh["fsdp"])
-        self.data_parallel, self.data_rank = shape[0], mesh["fsdp"].get_local_rank()
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.data_parallel, self.data_rank = world, mesh.get_local_rank()
         self.optimizer: torch.optim.Optimizer = cls(self.model.parameters(), **kwargs)
         self.scheduler: LRScheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
 
@@ -105,53 +101,18 @@ class Trained:
         return {name: gathered(tensor.detach(), None).clone() for name, tensor in self.tensors.items()}
 
 
-def saves_and_goes_on(
-    rank: int, world: int, directory: Path, save_format: Any, tp: int, options: dict[str, Any]
-) -> Any:
-    policy = Trained(world, tp, **options)
+def saves_and_goes_on(world: int, directory: Path, options: dict[str, Any]) -> Any:
+    policy = Trained(world, **options)
     for number in range(1, 4):
         policy.step(number)
-    policy.state().save(directory, save_format)
+    policy.state().save(directory, "torch_save")
     return [policy.step(number) for number in range(4, 7)], policy.whole()
 
 
-def resumes(rank: int, world: int, directory: Path, tp: int, options: dict[str, Any]) -> Any:
-    policy = Trained(world, tp, **options)
+def resumes(world: int, directory: Path, options: dict[str, Any]) -> Any:
+    policy = Trained(world, **options)
     policy.load(directory)
     return [policy.step(number) for number in range(4, 7)], policy.whole()
-
-
-@pytest.mark.parametrize(
-    ("saved_on", "resumed_on", "save_format"),
-    [  # (ranks, of which tensor parallel)
-        ((4, 1), (2, 1), "torch_save"),
-        ((4, 2), (2, 1), "safetensors"),
-        pytest.param((2, 1), (4, 2), "torch_save", marks=pytest.mark.slow),
-    ],
-)
-def test_a_policy_resumes_on_other_ranks_with_the_same_losses(tmp_path, saved_on, resumed_on, save_format):
-    want, want_weights = run_world(saves_and_goes_on, saved_on[0], tmp_path, save_format, saved_on[1], ADAMW)[0]
-    got, got_weights = run_world(resumes, resumed_on[0], tmp_path, resumed_on[1], ADAMW)[0]
-    assert got == pytest.approx(want, rel=1e-6)
-    assert got_weights.keys() == want_weights.keys()
-    for name, weight in want_weights.items():
-        torch.testing.assert_close(got_weights[name], weight, rtol=1e-5, atol=1e-6)
-    assert "0.correction" in want_weights and "0.frequencies" not in want_weights
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cls": torch.optim.SGD, "lr": 0.1},  # without state
-        {"cls": torch.optim.NAdam, "lr": 0.01, "weight_decay": 0.1},
-        {"cls": torch.optim.Adam, "lr": torch.tensor(0.01), "amsgrad": True},
-    ],
-)
-def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(tmp_path, options):
-    want = run_world(saves_and_goes_on, 2, tmp_path, "torch_save", 1, options)[0]
-    got = run_world(resumes, 2, tmp_path, 1, options)[0]
-    assert got[0] == want[0]
-    assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
 
 
 class CountingSGD(torch.optim.SGD):
@@ -167,39 +128,43 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_numbers_in_the_optimizer_state_stay_numbers(tmp_path):
-    options = {"cls": CountingSGD, "lr": 0.1}
-    want = run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, options)[0]
-    assert run_world(resumes, 1, tmp_path, 1, options)[0][0] == want[0]
+OPTIMIZERS = [
+    {"cls": torch.optim.SGD, "lr": 0.1},  # without state
+    {"cls": torch.optim.Adam, "lr": torch.tensor(0.01), "amsgrad": True},
+    {"cls": CountingSGD, "lr": 0.1},
+]
+
+
+def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(tmp_path):
+    def rank_main(rank: int, world: int) -> None:
+        for number, options in enumerate(OPTIMIZERS):
+            folder = tmp_path / str(number)
+            want = saves_and_goes_on(world, folder, options)
+            dist.barrier()
+            got = resumes(world, folder, options)
+            assert got[0] == want[0]
+            assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+    run_world(rank_main, 2)
 
 
 def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
-    def keys(rank: int, world: int, *, save: bool) -> Any:
-        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
-        model["frozen"].requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if save:
-            model["used"](torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            PolicyState.of(policy_tensors([model]), optimizer, None).save(tmp_path, "torch_save")
-        else:
-            load_optimizer(policy_tensors([model]), optimizer, None, tmp_path)
-        return sorted(name for name, parameter in model.named_parameters() if parameter in optimizer.state)
+    def keys(rank: int, world: int) -> list[list[str]]:
+        found = []
+        for save in (True, False):
+            model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
+            model["frozen"].requires_grad_(False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            if save:
+                model["used"](torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                PolicyState.of(policy_tensors([model]), optimizer, None).save(tmp_path, "torch_save")
+            else:
+                load_optimizer(policy_tensors([model]), optimizer, None, tmp_path)
+            found.append(sorted(name for name, parameter in model.named_parameters() if parameter in optimizer.state))
+        return found
 
-    saved = run_world(lambda rank, world: keys(rank, world, save=True), 1)[0]
-    assert saved == ["used.bias", "used.weight"]
-    assert run_world(lambda rank, world: keys(rank, world, save=False), 1)[0] == saved
-
-
-def test_another_optimizer_is_refused_with_what_each_keeps(tmp_path):
-    run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, ADAMW)
-    sgd = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    with pytest.raises(CheckpointError, match=r"keeps exp_avg, exp_avg_sq, step of .*, SGD needs momentum_buffer"):
-        run_world(resumes, 1, tmp_path, 1, sgd)
-    with pytest.raises(
-        CheckpointError, match=r"saved by torch\.optim\.adamw\.AdamW, this run has torch\.optim\.adam\.Adam:"
-    ):
-        run_world(resumes, 1, tmp_path, 1, ADAMW | {"cls": torch.optim.Adam})
+    assert run_world(keys, 1) == [[["used.bias", "used.weight"]] * 2]
 
 
 class SplitSGD(torch.optim.SGD):
@@ -209,11 +174,32 @@ class SplitSGD(torch.optim.SGD):
         super().__init__([{"params": [one]} for one in parameters] if splits else parameters, lr=lr)
 
 
-def test_other_groups_of_parameters_are_refused_with_the_remedy(tmp_path):
-    options: dict[str, Any] = {"cls": SplitSGD, "lr": 0.1, "splits": True}
-    run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, options)
-    with pytest.raises(CheckpointError, match=r"has 12 groups of parameters, this run's 1: put `optimizer` back"):
-        run_world(resumes, 1, tmp_path, 1, options | {"splits": False})
+SPLIT: dict[str, Any] = {"cls": SplitSGD, "lr": 0.1, "splits": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            ADAMW,
+            {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9},
+            r"keeps exp_avg, exp_avg_sq, step of .*, SGD needs momentum_buffer",
+        ),
+        (
+            ADAMW,
+            ADAMW | {"cls": torch.optim.Adam},
+            r"saved by torch\.optim\.adamw\.AdamW, this run has torch\.optim\.adam\.Adam:",
+        ),
+        (SPLIT, SPLIT | {"splits": False}, r"has 12 groups of parameters, this run's 1: put `optimizer` back"),
+    ],
+)
+def test_another_optimizer_is_refused_with_what_each_keeps_and_the_remedy(tmp_path, before, after, message):
+    def rank_main(rank: int, world: int) -> None:
+        saves_and_goes_on(world, tmp_path, before)
+        resumes(world, tmp_path, after)
+
+    with pytest.raises(CheckpointError, match=message):
+        run_world(rank_main, 1)
 
 
 # -- parts of a model on different ranks
@@ -250,13 +236,10 @@ def test_ranks_that_hold_different_layers_save_one_model(tmp_path, save_format):
     assert torch.equal(whole["layers_1"].get_parameter("weight"), part_of(1).state_dict()["layers_1.weight"])
 
 
-@pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
-def test_experts_on_a_second_mesh(tmp_path, save_format):
+def test_experts_on_a_second_mesh(tmp_path):
     """Each expert on one rank of a pair, and copied or sharded over the others; the rest on all four."""
 
     def tensors(world: int, expert_parallel: int, replicate: bool) -> Tensors:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
         whole = torch.arange(4 * 5 * 3.0).view(4, 5, 3)
         experts = init_device_mesh("cpu", (world // expert_parallel, expert_parallel))
         dense = init_device_mesh("cpu", (world,))
@@ -267,20 +250,23 @@ def test_experts_on_a_second_mesh(tmp_path, save_format):
             "scale": torch.tensor(3.0),
         }
 
-    def save(rank: int, world: int, replicate: bool) -> None:
-        save_tensors(tensors(world, 2, replicate), tmp_path / str(replicate), save_format)
+    cases = [(replicate, how) for replicate in (False, True) for how in ("torch_save", "safetensors")]
 
-    def load(rank: int, world: int, replicate: bool) -> list[torch.Tensor]:
-        state = tensors(world, 1, not replicate)
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        load_tensors(zeros, tmp_path / str(replicate))
-        return [gathered(tensor, None) for tensor in zeros.values()]
+    def save(rank: int, world: int) -> None:
+        for replicate, save_format in cases:
+            save_tensors(tensors(world, 2, replicate), tmp_path / f"{replicate}-{save_format}", save_format)
 
-    for replicate in (False, True):
-        run_world(save, 4, replicate)
-        experts, dense, scale = run_world(load, 2, replicate)[0]
-        assert torch.equal(experts, torch.arange(60.0).view(4, 5, 3))
-        assert torch.equal(dense, torch.arange(7.0)) and scale == 3.0
+    def load(rank: int, world: int) -> None:
+        for replicate, save_format in cases:
+            state = tensors(world, 1, not replicate)
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            load_tensors(zeros, tmp_path / f"{replicate}-{save_format}")
+            experts, dense, scale = (gathered(tensor, None) for tensor in zeros.values())
+            assert torch.equal(experts, torch.arange(60.0).view(4, 5, 3))
+            assert torch.equal(dense, torch.arange(7.0)) and scale == 3.0
+
+    run_world(save, 4)
+    run_world(load, 2)
 
 
 def test_only_trained_parameters_are_adapters():
@@ -312,7 +298,7 @@ class Held:
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_it(tmp_path, save_format):
     def rank_main(rank: int, world: int) -> Any:
         opened = threading.Event()
-        policy = Trained(world, 1, **ADAMW)
+        policy = Trained(world, **ADAMW)
         saver = AsyncSaver()
         policy.step(1)
         want = policy.whole()
@@ -325,7 +311,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_i
         saver.finish()
         saver.close()
 
-        again = Trained(world, 1, **ADAMW)
+        again = Trained(world, **ADAMW)
         again.load(tmp_path)
         assert all(torch.equal(tensor, want[name]) for name, tensor in again.whole().items())
         return losses, [again.step(number) for number in range(2, 10)]
@@ -336,7 +322,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_i
 
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_with_its_reason(tmp_path):
     def rank_main(rank: int, world: int) -> str:
-        policy = Trained(world, 1, **ADAMW)
+        policy = Trained(world, **ADAMW)
         saver = AsyncSaver()
         (tmp_path / "weights").mkdir(exist_ok=True)
         (tmp_path / "weights" / "__1_0.distcp").mkdir(exist_ok=True)  # where rank 1 wants to write
@@ -411,19 +397,16 @@ def test_reading_a_header_executes_nothing(tmp_path, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x05garbage", pickle.dumps({"a": 1})])
-def test_a_damaged_header_is_named(tmp_path, content):
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
-        saved_tensors(tmp_path)
-
-
-def test_damaged_safetensors_and_empty_directories_are_refused(tmp_path):
+def test_damaged_files_and_empty_directories_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no saved tensors"):
         saved_tensors(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 5)
     with pytest.raises(CheckpointError, match="is damaged"):
         saved_tensors(tmp_path)
+    for content in (b"", b"\x80\x05garbage", pickle.dumps({"a": 1})):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+            saved_tensors(tmp_path)
 
 
 def test_large_models_are_written_in_several_files(tmp_path):

@@ -1,24 +1,27 @@
-"""Weights, optimizer state and reference weights of the PyTorch backend between device and host, on the CPU."""
+"""Weights, gradients, optimizer state and reference weights between device and host come back as they were."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy import residency
-from nemo_rl.models.policy.config import OptimizerConfig
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory, MovedStorages
-from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
+from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
 from tests.worlds import run_world
 
 HOST = torch.device("cpu")
+Weights = dict[str, torch.Tensor]
 
 
 def test_what_is_stored_comes_back_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,82 +39,149 @@ def test_what_is_stored_comes_back_across_chunks(monkeypatch: pytest.MonkeyPatch
     assert [chunk.data_ptr() for chunk in memory._chunks] == chunks, "memory of the host is kept"
 
 
-def test_what_follows_a_part_that_has_left_comes_back_too() -> None:
-    moved, first, second = MovedStorages(HOST), torch.ones(3), torch.full((2,), 5.0)
-    moved.take([first], keep=True)
-    moved.take([first, second], keep=True)
+def test_storages_leave_and_come_back_in_place() -> None:
+    whole = torch.arange(6.0)
+    part, late, scratch = whole[2:4], torch.full((2,), 5.0), torch.ones(3)
+    moved = MovedStorages(HOST)
+    moved.take([part, whole], keep=True)
+    moved.take([whole, late], keep=True)  # what follows a part that has left
+    moved.take([scratch], keep=False)
+    assert whole.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
     moved.put_back()
-    assert first.tolist() == [1, 1, 1] and second.tolist() == [5, 5]
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and late.tolist() == [5, 5] and len(scratch.zero_()) == 3
+    part.fill_(7.0)
+    assert whole.tolist() == [0.0, 1.0, 7.0, 7.0, 4.0, 5.0], "views are views still"
+    elsewhere, tensor = MovedStorages(torch.device("cuda", 0)), torch.ones(3)
+    elsewhere.take([tensor], keep=True)
+    elsewhere.put_back()
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
 
 
-def make_worker(path: Path, precision: str) -> DTensorPolicyWorker:
-    adam = OptimizerConfig(kwargs={"lr": 1e-2})
-    config = policy_config(precision=precision, optimizer=adam)
-    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=16), init_reference_model=True)
-    worker = DTensorPolicyWorker(config, settings)
+def config_of(backend: str, precision: str = "float32") -> PolicyConfig:
+    if backend == "torch":
+        return policy_config(precision=precision, optimizer=OptimizerConfig(kwargs={"lr": 1e-2}))
+    adam = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
+    return megatron_policy({"precision": precision}, transformer_impl="local", optimizer=adam)
+
+
+def loaded(path: Path, config: PolicyConfig, **settings: Any) -> Any:
+    worker = make_worker(path, config, **settings)
     load_step(worker)
+    if config.megatron_cfg.enabled:
+        worker.compute_reference_logprobs()
     return worker
 
 
-def train(worker: DTensorPolicyWorker) -> None:
+def train(worker: Any) -> None:
     worker.compute(Logprobs(), "prev_logprobs")
     worker.train(ClippedPGLoss(LOSS), Logprobs())
 
 
-def held(worker: DTensorPolicyWorker) -> tuple[int, int]:
-    """Bytes of weights and of optimizer state."""
-    groups = worker._weights(), worker._optimizer_state()
-    return tuple(sum(tensor.untyped_storage().nbytes() for tensor in group) for group in groups)  # type: ignore[return-value]
+def held(worker: Any) -> tuple[int, int]:
+    """Bytes of weights and, of the PyTorch backend, of optimizer state."""
+    if worker.config.megatron_cfg.enabled:
+        groups = [p for chunk in worker.chunks for p in chunk.module.parameters()], []
+    else:
+        groups = worker._weights(), worker._optimizer_state()
+    weights, state = (sum(tensor.untyped_storage().nbytes() for tensor in group) for group in groups)
+    return weights, state
 
 
-def two_steps(rank: int, world_size: int, path: Path, is_moved: bool) -> dict[str, torch.Tensor]:
-    """Weights after two steps, between which the state left alone, then the weights, and both came back."""
-    worker = make_worker(path, "float32")
-    train(worker)
-    if is_moved:
-        weights, state = held(worker)
-        assert weights > 0 and state > 0
+def moved_about(worker: Any) -> None:
+    """The state leaves alone, then the weights, and both come back piece by piece."""
+    weights, state = held(worker)
+    before = whole_weights(worker)
+    if not worker.config.megatron_cfg.enabled:
+        assert state > 0
         worker.residency.offload(with_weights=False)
         assert held(worker) == (weights, 0)
-        exported = {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
-        worker.residency.offload()
-        assert held(worker) == (0, 0)
-        worker.residency.onload(with_optimizer=False)
-        assert held(worker) == (weights, 0)
-        assert all(torch.equal(tensor.gather(None), exported[tensor.name]) for tensor in worker._export())
-        worker.residency.onload(with_optimizer=True)
-        worker.residency.onload(with_optimizer=True)
-        assert held(worker) == (weights, state)
-    train(worker)
-    return {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+    worker.residency.offload()
+    assert held(worker) == (0, 0)
+    worker.residency.onload(with_optimizer=False)
+    assert held(worker) == (weights, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole_weights(worker).items())
+    worker.residency.onload(with_optimizer=True)
+    worker.residency.onload(with_optimizer=True)
+    assert held(worker) == (weights, state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_after_an_absence_as_without(tmp_path: Path, world_size: int) -> None:
-    save_model("llama", tmp_path)
-    stayed, moved = (run_world(two_steps, world_size, tmp_path, is_moved)[0] for is_moved in (False, True))
+@pytest.mark.parametrize(
+    ("backend", "world_size", "precision"),
+    [
+        ("torch", 2, "float32"),
+        ("megatron", 1, "float32"),
+        pytest.param("megatron", 1, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_after_an_absence_as_without(
+    tmp_path: Path, backend: str, world_size: int, precision: str
+) -> None:
+    save_model("llama" if backend == "torch" else "qwen2-tied", tmp_path)
+
+    def two_steps(rank: int, world: int, is_moved: bool) -> Weights:
+        worker = loaded(tmp_path, config_of(backend, precision))
+        train(worker)
+        if is_moved:
+            moved_about(worker)
+        train(worker)
+        return whole_weights(worker)
+
+    stayed, moved = (run_world(two_steps, world_size, is_moved)[0] for is_moved in (False, True))
     assert stayed.keys() == moved.keys() and all(torch.equal(stayed[name], moved[name]) for name in stayed)
-
-
-def reference_logprobs(rank: int, world_size: int, path: Path, precision: str) -> tuple[bool, int, int]:
-    worker = make_worker(path, precision)
-    worker.compute(Logprobs(filtered=False), "first")
-    train(worker)
-    before = [weight.clone() for weight in worker._weights()]
-    worker.compute_reference_logprobs()
-    after = worker._weights()
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    worker.compute(Logprobs(filtered=False), "later")
-    rows = worker.rows.values()
-    assert any(not torch.equal(row.columns["first"], row.columns["later"]) for row in rows), "the weights have moved"
-    same = all(torch.equal(row.columns["first"], row.columns["reference_policy_logprobs"]) for row in rows)
-    kept = worker.reference.__self__.initial._used  # type: ignore[union-attr]
-    return same, kept, sum(shard.numel() for shard in worker._local_shards())
 
 
 @pytest.mark.parametrize(("precision", "num_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_the_reference_has_the_bits_of_the_first_weights(tmp_path: Path, precision: str, num_bytes: int) -> None:
     """In bfloat16 it is kept so, as the passes round the float32 weights to the same numbers."""
     save_model("llama", tmp_path)
-    [(same, kept, number)] = run_world(reference_logprobs, 1, tmp_path, precision)
+
+    def rank_main(rank: int, world: int) -> tuple[bool, int, int]:
+        worker = loaded(tmp_path, config_of("torch", precision))
+        worker.compute(Logprobs(filtered=False), "first")
+        train(worker)
+        before = [weight.clone() for weight in worker._weights()]
+        worker.compute_reference_logprobs()
+        assert all(torch.equal(one, other) for one, other in zip(before, worker._weights(), strict=True))
+        worker.compute(Logprobs(filtered=False), "later")
+        rows = [row.columns for row in worker.rows.values()]
+        assert any(not torch.equal(row["first"], row["later"]) for row in rows), "the weights have moved"
+        same = all(torch.equal(row["first"], row["reference_policy_logprobs"]) for row in rows)
+        return same, worker.reference.__self__.initial._used, sum(s.numel() for s in worker._local_shards())
+
+    [(same, kept, number)] = run_world(rank_main, 1)
     assert same and kept == num_bytes * number
+
+
+# -- on a GPU; that of the PyTorch backend is in test_worker_on_gpu.py
+
+
+def _on_a_gpu(rank: int, folder: str, path: str, is_moved: bool, results: Any) -> None:
+    store = dist.FileStore(f"{folder}/rendezvous_{is_moved}", 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    worker = loaded(Path(path), config_of("megatron", "bfloat16"), use_gpu=True)
+    train(worker)
+    present, left = torch.cuda.memory_allocated(), 0
+    if is_moved:
+        worker.offload()
+        left = torch.cuda.memory_allocated()
+        worker.onload(with_optimizer=True)
+    train(worker)
+    found = {name: tensor.float().cpu().numpy() for name, tensor in whole_weights(worker).items()}
+    results.put((found, present, left))
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_left_and_taken_again(tmp_path: Path) -> None:
+    save_model("qwen2-tied", tmp_path / "model")
+    context, found = mp.get_context("spawn"), []
+    for is_moved in (False, True):
+        results = context.SimpleQueue()
+        arguments = (0, str(tmp_path), str(tmp_path / "model"), is_moved, results)
+        process = context.Process(target=_on_a_gpu, args=arguments)
+        process.start()
+        found.append(results.get())
+        process.join()
+    (stayed, _, _), (moved, present, left) = found
+    assert left < 0.1 * present
+    assert all(np.array_equal(stayed[name], moved[name]) for name in stayed)

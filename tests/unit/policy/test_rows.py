@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
@@ -191,7 +190,6 @@ DYNAMIC = {
     ),
 }
 PAIR_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "padded": (1, {"padding_free": False}),
     "dp2 dynamic": (2, DYNAMIC),
     "cp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
     "pp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)}),
@@ -205,25 +203,10 @@ def alone(llama: Path) -> Seen:
     return run_world(step_on_pairs, 1, llama, config)[0]
 
 
-def plain_sums(path: Path) -> dict[RowKey, float]:
-    """By transformers alone, one sequence at a time; tests sample with temperature 0.8."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    sums = {}
-    for group, examples in enumerate(make_pairs()[1]):
-        for index, sample in enumerate(examples.samples):
-            ids = torch.from_numpy(sample.token_ids).long()
-            with torch.no_grad():
-                logprobs = (model(input_ids=ids[None]).logits[0, :-1] / 0.8).log_softmax(-1)
-            scored = logprobs.gather(1, ids[1:, None])[:, 0] * torch.from_numpy(sample.token_mask)[1:]
-            sums[group, index] = scored.sum().item()
-    return sums
-
-
-def test_a_first_step_on_pairs_by_hand(llama: Path, alone: Seen):
+def test_a_first_step_on_pairs(alone: Seen):
     assert alone.before["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert alone.before["global_valid_seqs"] == 2 * (NUM_PAIRS - 1), "sequences; one pair is masked"
     assert alone.after["loss"] < alone.before["loss"] - 1e-3
-    assert alone.reference_sums == pytest.approx(plain_sums(llama), abs=1e-4)
 
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)

@@ -63,6 +63,13 @@ def row_of(sample: Sample, **columns: torch.Tensor) -> Row:
     )
 
 
+def write(run: Path, step: int, group: RolloutGroup, **columns: torch.Tensor) -> str | None:
+    """The first sample of `group`; what went wrong, if anything did."""
+    writer = SampleWriter(settings(run / "samples"), "policy-0")
+    writer.begin([(0, 0)], {0: group})
+    return writer.write(step, {(0, 0): row_of(group.samples[0], **columns)})
+
+
 def written(run: Path) -> list[dict[str, Any]]:
     return [sample for block in sorted((run / "samples").glob("*.js")) for sample in read_block(block)]
 
@@ -103,11 +110,8 @@ def test_of_a_long_sample_the_beginning_and_the_end_are_kept(tmp_path):
 
 
 def test_values_that_are_not_finite_are_still_json(tmp_path):
-    group = rollout_group()
-    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
-    writer.begin([(0, 0)], {0: group})
     bad = torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7)
-    writer.write(1, {(0, 0): row_of(group.samples[0], outputs=bad)})
+    write(tmp_path, 1, rollout_group(), outputs=bad)
     text = (tmp_path / "samples" / "policy-0_000001.js").read_text()
     assert "NaN" not in text and "Infinity" not in text and "</script>" not in text
     assert written(tmp_path)[0]["outputs"][:3] == [1e30, 1e30, -1e30]
@@ -142,14 +146,9 @@ def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
     assert "error" not in sample
 
 
-def test_a_folder_that_this_node_does_not_see_is_said(tmp_path):
-    writer = SampleWriter(settings(tmp_path / "elsewhere" / "samples"), "policy-0")
-    writer.begin([(0, 0)], {0: rollout_group()})
-    problem = writer.write(1, {(0, 0): row_of(rollout_group().samples[0])})
+def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_is_listed_once(tmp_path):
+    problem = write(tmp_path / "elsewhere", 1, rollout_group())
     assert problem is not None and "put logger.log_dir where all nodes see it" in problem
-
-
-def test_a_step_that_ran_twice_is_listed_once(tmp_path):
     writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
     for reward in (1.0, 2.0):
         group = rollout_group()

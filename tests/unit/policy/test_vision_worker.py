@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,16 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
-from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, part_of
 from nemo_rl.types import ImageSpan
-from tests.unit.policy.steps import LOSS, NUM_GENERATIONS, make_groups, policy_config, whole_weights, worker_settings
+from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
 
 SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
@@ -68,25 +66,11 @@ def step(model: tuple[Path, Any, int], world: int, **changes: Any) -> tuple[floa
     def rank_main(rank: int, world: int) -> Any:
         blank = process_image(processor, draw("red circle 0"))[0]
         worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
-        handles, groups = groups_with_images(processor, token)
-        plan = plan_batch(
-            handles,
-            [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(len(groups))],
-            [[float(sample.has_reward) for sample in handle.samples] for handle in handles],
-            num_ranks=worker.mesh.sizes.data_parallel,
-            global_batch_size=config.train_global_batch_size,
-            batching=Batching.of(config, quadratic_weight=0.001),
-        )
-        worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
-        result = worker.train(ClippedPGLoss(replace_kl(LOSS)), Logprobs())
+        load_step(worker, groups_with_images(processor, token))
+        result = worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
         return result.losses[0], result.grad_norms[0], whole_weights(worker)
 
     return run_world(rank_main, world)[0]
-
-
-def replace_kl(config: Any) -> Any:
-    """Without a reference policy."""
-    return config.model_copy(update={"reference_policy_kl_penalty": 0.0})
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +82,9 @@ def whole(model) -> tuple[float, float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "world, changes",
     [
-        (2, {"padding_free": False}),
+        (2, {"train_micro_batch_size": 1, "padding_free": False}),  # most micro-batches have no image
         (1, {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)}),
-        (2, {"train_micro_batch_size": 1}),  # most micro-batches have no image
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
-        (1, {"padding_free": False, "dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=96)}),
     ],
 )
 def test_the_split_does_not_matter(model, whole, world, changes):

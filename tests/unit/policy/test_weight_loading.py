@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.model import build_stages, materialize
-from nemo_rl.models.policy.head.logprobs import LogprobModel
-from nemo_rl.models.policy.layout import ParallelSizes
-from nemo_rl.models.policy.pretrained import build_on_meta, load_config
+from nemo_rl.models.policy.dtensor.model import materialize
+from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
-from nemo_rl.refit.layout import gathered
-from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import policy_config
+from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 
@@ -43,26 +37,13 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
     return run_world(on_rank, 2)[1]
 
 
-def test_weights_of_the_base_model_are_found(tmp_path):
+def test_weights_of_the_base_model_are_found_and_a_missing_one_is_named_and_not_drawn(tmp_path):
     want = save_under_the_names_of_the_base_model(tmp_path)
     got = load(tmp_path)
     assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
-
-
-def test_a_missing_weight_is_named_and_not_drawn(tmp_path):
     save_under_the_names_of_the_base_model(tmp_path, without="model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(
-        ValueError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight; it is not the mod"
-    ):
+    with pytest.raises(ValueError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight; it is not the mod"):
         load(tmp_path)
-
-
-def built(path: Path, world_size: int, **cut: Any) -> tuple[LogprobModel, ParallelMesh]:
-    config = policy_config(dtensor_cfg=DTensorConfig(**cut))
-    mesh = ParallelMesh("cpu", ParallelSizes.of(config.dtensor_cfg, world_size))
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.7)
-    (stage,) = build_stages(config, load_config(str(path), {}), str(path), mesh, torch.device("cpu"), sampling, seed=0)
-    return stage, mesh
 
 
 @pytest.mark.parametrize("cut", [{}, {"tensor_parallel_size": 2}])
@@ -71,12 +52,8 @@ def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(t
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-
-    def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
-        stage, _ = built(tmp_path, world, **cut)
-        return {name: gathered(tensor.detach(), None) for name, tensor in named_tensors(stage.hf)}
-
-    for loaded in run_world(rank_main, 2):
+    config = policy_config(dtensor_cfg=DTensorConfig(**cut))
+    for loaded in run_world(lambda rank, world: whole_weights(make_worker(tmp_path, config)), 2):
         for name, parameter in model.named_parameters():
             assert torch.equal(loaded[name], parameter), name
 
@@ -86,4 +63,4 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
     with pytest.raises(ValueError, match=r"tensor model\.layers\.0\.mlp.* has shape \(96, 64\).*\(128, 64\)"):
-        run_world(lambda rank, world: built(tmp_path, world) and None, 1)
+        run_world(lambda rank, world: make_worker(tmp_path, policy_config()) and None, 1)

@@ -85,8 +85,8 @@ class Model:
         assert torch.equal(self.norm, self.tensors["norm"].to(dtype))
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bucket_bytes", [64, 128, 1 << 16])  # tensors over several buckets, halves apart, all in two
+# Tensors over several buckets, halves apart, all in two.
+@pytest.mark.parametrize(("wire_dtype", "bucket_bytes"), [("float32", 64), ("bfloat16", 128), ("float32", 1 << 16)])
 def test_adapters_alone_give_the_merged_weights(wire_dtype: str, bucket_bytes: int) -> None:
     model = Model(wire_dtype, bucket_bytes)
     base = model.layout.num_base_buckets
@@ -145,9 +145,7 @@ def test_damaged_or_missing_adapters_are_refused_and_the_next_sync_is_whole_agai
 def test_a_weight_that_is_not_kept_by_rows_and_columns_is_refused() -> None:
     model = Model()
     model.targets[2] = [Segment((8, 6), (1, 8), 0, torch.zeros(8, 6))]  # transposed
-    with pytest.raises(
-        RefitError, match=r"lora_cfg.refit=adapter does not work for o: the engine takes it as \[8, 6\]"
-    ):
+    with pytest.raises(RefitError, match=r"refit=adapter does not work for o: the engine takes it as \[8, 6\]"):
         model.sync(1, 0)
 
 

@@ -79,34 +79,20 @@ def test_it_is_what_the_documentation_says(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_sequences_it_does_not_depend_on_micro_batches(model: Path) -> None:
-    cases = [("seq_aux_loss", {}, batching) for batching in (WHOLE, ONE_BY_ONE, PACKED)]
-    none, *found = weights_after(model, ("none", {}, WHOLE), *cases)
-    for weights in found:
-        assert_added(weights, none, by_definition(model, per_sequence=True))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cut"),
     [
-        (2, {}),
         (2, {PP: 2}),
         (2, {EP: 2} | RECOMPUTED),
         (2, {TP: 2, SP: True, EP: 2} | selective("moe")),
         (4, {TP: 2, SP: True, CP: 2, EP: 2}),
     ],
 )
-def test_ranks_do_not_change_it(model: Path, world: int, cut: dict[str, Any]) -> None:
-    none, found, of_batches = weights_after(
-        model, ("none", cut, PADDED), ("seq_aux_loss", cut, PADDED), ("aux_loss", cut, WHOLE), world=world
-    )
-    assert_added(found, none, by_definition(model, per_sequence=True))
-    if cut.get(CP, 1) * cut.get(TP, 1) == world or PP in cut:  # every rank has the one micro-batch of the step
-        assert_added(of_batches, none, by_definition(model, per_sequence=False))
-
-
-@pytest.mark.slow
-def test_of_all_data_ranks_together_it_is_the_loss_of_their_samples(model: Path) -> None:
-    none, found = weights_after(model, ("none", {}, WHOLE), ("global_aux_loss", {}, WHOLE), world=2)
-    assert_added(found, none, by_definition(model, per_sequence=False))
+def test_micro_batches_and_ranks_do_not_change_it(model: Path, world: int, cut: dict[str, Any]) -> None:
+    """`global_aux_loss` is of the samples of all data ranks together."""
+    cases = [("seq_aux_loss", cut, batching) for batching in (PADDED, ONE_BY_ONE | PADDED)]
+    cases.append(("global_aux_loss", cut, WHOLE))
+    none, *by_sequence, together = weights_after(model, ("none", cut, PADDED), *cases, world=world)
+    for weights in by_sequence:
+        assert_added(weights, none, by_definition(model, per_sequence=True))
+    assert_added(together, none, by_definition(model, per_sequence=False))

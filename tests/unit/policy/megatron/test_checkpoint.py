@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import pickle
@@ -21,19 +20,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.megatron.checkpoint import Chunks, add_chunks
 from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, refuse_megatron_checkpoint
-from nemo_rl.models.policy.megatron.mapping import (
-    EMBEDDING,
-    Column,
-    HFTensor,
-    Layout,
-    MappedTensor,
-    ParallelRanks,
-    QueryGroups,
-    Row,
-    Vocabulary,
-)
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
@@ -211,37 +198,6 @@ def test_a_checkpoint_is_checked_by_its_headers(saved, tmp_path, caplog):
     (foreign / MARKER).unlink()
     with pytest.raises(CheckpointError, match=r"was not saved by megatron_cfg.*convert_dcp_to_hf"):
         check_checkpoint(foreign, policy, model)
-
-
-@pytest.mark.parametrize(
-    ("layout", "shapes"),
-    [
-        (QueryGroups(4, 2, 3), [(12, 5), (6, 5), (6, 5)]),
-        (QueryGroups(4, 2, 3), [(12,), (6,), (6,)]),
-        (Column(), [(8, 5), (8, 5)]),
-        (Row(), [(5, 8)]),
-        (Vocabulary(), [(7, 3)]),
-    ],
-)
-@pytest.mark.parametrize("cuts", [[], [1], [3, 4], [2, 13, 14, 29]])
-def test_chunks_of_flat_ranges_make_up_the_tensors(layout: Layout, shapes, cuts):
-    sources = tuple(HFTensor(f"t{number}", shape) for number, shape in enumerate(shapes))
-    entry = MappedTensor(template=EMBEDDING, sources=sources, layout=layout)
-    whole = [torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) for shape in shapes]
-    filled = {source.name: torch.zeros(source.shape) for source in sources}
-    for rank in range(2):
-        flat = entry.shard(whole, rank, 2).flatten()
-        bounds = [0, *(cut for cut in cuts if cut < len(flat)), len(flat)]
-        for start, stop in itertools.pairwise(bounds):
-            chunks: dict[str, Chunks] = {}
-            place = ParallelRanks(tp_rank=rank, tp_size=2)
-            add_chunks(chunks, entry, place, flat[start:stop], flat=range(start, stop))
-            for name, held in chunks.items():
-                for offset, part in held.views.items():
-                    index = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-                    assert not filled[name][index].any(), "held twice"
-                    filled[name][index] = part
-    assert all(torch.equal(filled[source.name], tensor) for source, tensor in zip(sources, whole, strict=True))
 
 
 @pytest.mark.slow

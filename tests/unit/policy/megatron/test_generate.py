@@ -12,31 +12,29 @@ from safetensors.torch import save_file
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import load_step, policy_config, whole_weights, worker_settings
+from tests.unit.policy.steps import load_step, megatron_policy, whole_weights, worker_settings
 from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
 from tests.worlds import run_world
 
 REQUESTS = make_requests(replace(SAMPLING, stop_token_ids=tuple(range(2, 14))))  # rows end at different steps
-WORKER = worker_settings("", sampling=SamplingParams(max_new_tokens=10, temperature=0.8), init_optimizer=False)
+
+
+def make_worker(path: Path, config: PolicyConfig, *, init_optimizer: bool = False) -> MegatronGeneratingWorker:
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.8)
+    worker = MegatronGeneratingWorker(config, worker_settings(path, sampling=sampling, init_optimizer=init_optimizer))
+    worker.prepare_generation(settings())
+    return worker
 
 
 def by_megatron(path: Path, world: int = 1, **megatron: Any) -> dict[str, Completion]:
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        config = policy_config(
-            dtensor_cfg=DTensorConfig(enabled=False),
-            megatron_cfg=MegatronConfig(enabled=True, **megatron),
-            optimizer=None,
-        )
-        worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**{**vars(WORKER), "model_path": str(path)}))
-        worker.prepare_generation(settings())
+        worker = make_worker(path, megatron_policy(**megatron))
         assert not any(chunk.buffers for chunk in worker.chunks), "without an optimizer no gradients are kept"
         worker.residency.offload()
         worker.residency.onload(with_optimizer=False)
@@ -54,23 +52,27 @@ def assert_same(found: dict[str, Completion], expected: dict[str, Completion]) -
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2-tied", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "qwen3-moe"))]
+    ("family", "world"),
+    [
+        ("qwen2-tied", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mistral", 1), ("qwen2-tied", 2), ("qwen3-moe", 2))
+        ),
+    ],
 )
-def test_the_completions_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
+def test_the_completions_of_the_model_of_transformers(family: str, world: int, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     expected = generate(tmp_path, REQUESTS)
     assert len({len(completion.token_ids) for completion in expected.values()}) > 1
-    assert_same(by_megatron(tmp_path), expected)
+    assert_same(by_megatron(tmp_path, world, tensor_model_parallel_size=world), expected)
 
 
 def test_what_was_trained_generates_with_its_new_weights(tmp_path: Path) -> None:
     save_model("qwen2-tied", tmp_path / "before")
-    config = Layout(world=1).config()
-    how = {**vars(WORKER), "model_path": str(tmp_path / "before"), "init_optimizer": True}
 
     def rank_main(rank: int, _: int) -> tuple[dict[str, Completion], dict[str, Completion]]:
-        worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**how))
-        worker.prepare_generation(settings())
+        worker = make_worker(tmp_path / "before", Layout(world=1).config(), init_optimizer=True)
         first = complete(worker, REQUESTS)
         load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
@@ -83,10 +85,3 @@ def test_what_was_trained_generates_with_its_new_weights(tmp_path: Path) -> None
     shutil.copy(tmp_path / "before" / "config.json", tmp_path / "after")
     assert_same(second, generate(tmp_path / "after", REQUESTS))
     assert any(second[name].logprobs != completion.logprobs for name, completion in first.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe"])
-def test_tensor_parallel_ranks_draw_the_same(family: str, tmp_path: Path) -> None:
-    save_model(family, tmp_path)
-    assert_same(by_megatron(tmp_path, 2, tensor_model_parallel_size=2), generate(tmp_path, REQUESTS))

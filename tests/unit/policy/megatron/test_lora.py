@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,22 @@ from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_ada
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy.megatron.parity import distances
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
+from tests.unit.policy.steps import (
+    Step,
+    logprobs_of,
+    make_worker,
+    megatron_policy,
+    plain_logprobs,
+    step_of,
+    train_step,
+    whole_weights,
+)
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
 
-TEMPERATURE = 0.8  # of `worker_settings`
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=97)
 MOE = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_experts=4, vocab_size=97)
 
@@ -41,63 +49,28 @@ def policy(optimizer: str = "sgd", peft: dict[str, Any] | None = None, **layout:
     )
 
 
-@dataclass
-class Outcome:
-    """What two training calls, of two optimizer steps each, came to on a rank."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    logprobs: dict[str, torch.Tensor] = field(default_factory=dict)  # by row, of the policy that came out
-    references: list[dict[str, torch.Tensor]] = field(default_factory=list)  # before, between and after
-    tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # ids, mask
-    merged: dict[str, torch.Tensor] = field(default_factory=dict)
-    trained: list[str] = field(default_factory=list)
-    is_base_unchanged: bool = False
-    drawn: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # the first matrix of a layer, at first
-    next_losses: list[float] = field(default_factory=list)  # of a third call, after the save
-    next_merged: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def column(worker: Any, name: str) -> dict[str, torch.Tensor]:
-    return {row.sample_id: row.columns[name].clone() for row in worker.rows.values()}
-
-
-def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> Outcome:
-    worker, outcome = make_worker(path, config), Outcome()
+def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> list[Step]:
+    """The second of two calls, with the logprobs after it; and, if that is saved, a third one."""
+    worker = make_worker(path, config)
     before = {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
-    outcome.drawn = before.get("decoder.layers.2.self_attention.linear_proj.adapter.lora_A", outcome.drawn)
-    for _ in range(2):
-        result = train_step(worker)
-        outcome.losses += result.losses
-        outcome.grad_norms += result.grad_norms
-        outcome.references.append(column(worker, "reference_policy_logprobs"))
+    train_step(worker)
+    steps = [step_of(worker)]
     worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    outcome.logprobs = column(worker, "prev_logprobs")
-    outcome.references.append(column(worker, "reference_policy_logprobs"))
-    for row in worker.rows.values():
-        outcome.tokens[row.sample_id] = (torch.as_tensor(row.token_ids), torch.as_tensor(row.token_mask))
-    outcome.merged = whole_weights(worker)
+    steps[0].logprobs = logprobs_of(worker)
     for shard in worker._shards():
-        whole = outcome.merged[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
+        whole = steps[0].weights[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(shard.local(), whole), shard.name
-    outcome.trained = [name for name, tensor in worker.parameters.items() if tensor.requires_grad]
-    frozen = worker.parameters.keys() - set(outcome.trained)
-    outcome.is_base_unchanged = all(torch.equal(worker.parameters[name], before[name]) for name in frozen)
+    for name, tensor in worker.parameters.items():
+        assert tensor.requires_grad == name.endswith((".lora_A", ".lora_B"))
+        assert tensor.requires_grad or torch.equal(tensor, before[name]), "the base is unchanged"
     if directory is not None:
-        directory.mkdir(exist_ok=True)
+        drawn = before["decoder.layers.2.self_attention.linear_proj.adapter.lora_A"]
+        want = draw_first_matrix("model.layers.2.self_attn.o_proj", (4, 64), "xavier", 0)
+        assert torch.equal(drawn, want), "layers both backends know begin with the same values"
         worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
-        outcome.next_losses = train_step(worker).losses
-        outcome.next_merged = whole_weights(worker)
-    return outcome
-
-
-def resumed(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path) -> Any:
-    worker = make_worker(path, config)
-    worker.load_checkpoint(directory, load_optimizer=True)
-    loaded = whole_weights(worker)
-    result = train_step(worker)
-    return loaded, result.losses, whole_weights(worker)
+        steps.append(step_of(worker))
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -108,52 +81,35 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+def alone(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Step], Path]:
     directory = tmp_path_factory.mktemp("saved")
     return run_world(two_calls, 1, deep, policy("adam"), directory)[0], directory
 
 
-def logprobs_with(model: Any, outcome: Outcome) -> dict[str, torch.Tensor]:
-    found = {}
-    for key, (ids, mask) in outcome.tokens.items():
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0].float() / TEMPERATURE
-        scored = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found[key] = torch.cat([scored.new_zeros(1), scored]) * mask
-    return found
+Tensors = dict[str, torch.Tensor]
 
 
-def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
+def assert_close(actual: Tensors, expected: Tensors, atol: float) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_adapters_alone_train_and_the_reference_is_the_base_model(deep, alone):
-    outcome, _ = alone
-    assert outcome.is_base_unchanged
-    assert outcome.trained and all(name.endswith((".lora_A", ".lora_B")) for name in outcome.trained)
-    want = draw_first_matrix("model.layers.2.self_attn.o_proj", (4, 64), "xavier", 0)
-    assert torch.equal(outcome.drawn, want), "layers both backends know begin with the same values"
+def test_adapted_layers_move_the_reference_is_the_base_model_and_peft_computes_the_same(deep, alone):
+    [step, _], directory = alone
+    own, reference = ({key: kinds[n] for key, kinds in step.logprobs.items()} for n in (0, 1))
     base = AutoModelForCausalLM.from_pretrained(deep)
-    for reference in outcome.references:
-        assert_close(reference, logprobs_with(base, outcome), 1e-5)
-    moved = {name for name, tensor in base.state_dict().items() if not torch.equal(outcome.merged[name], tensor)}
-    assert moved == {name for name in outcome.merged if name.endswith("_proj.weight")}
-    assert max((outcome.logprobs[key] - outcome.references[-1][key]).abs().max() for key in outcome.logprobs) > 0.1
-
-
-def test_peft_and_the_merged_model_compute_what_the_adapted_one_does(deep, alone):
-    outcome, directory = alone
-    consolidated = AutoModelForCausalLM.from_pretrained(directory / "policy" / "weights" / "consolidated")
-    assert_close(logprobs_with(consolidated, outcome), outcome.logprobs, 1e-5)
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(deep), directory / "policy" / "adapter")
-    assert_close(logprobs_with(with_peft, outcome), outcome.logprobs, 1e-5)
-    config = json.loads((directory / "policy" / "adapter" / "adapter_config.json").read_text())
+    assert_close(reference, plain_logprobs(base), 1e-5)
+    moved = {name for name, tensor in base.state_dict().items() if not torch.equal(step.weights[name], tensor)}
+    assert moved == {name for name in step.weights if name.endswith("_proj.weight")}
+    assert max((own[key] - reference[key]).abs().max() for key in own) > 0.1
+    saved = directory / "policy"
+    assert_close(plain_logprobs(AutoModelForCausalLM.from_pretrained(saved / "weights" / "consolidated")), own, 1e-5)
+    assert_close(plain_logprobs(PeftModel.from_pretrained(base, saved / "adapter")), own, 1e-5)
+    config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == projections
-    tensors = load_file(directory / "policy" / "adapter" / "adapter_model.safetensors")
-    assert len(tensors) == 4 * len(projections) * 2
+    assert len(load_file(saved / "adapter" / "adapter_model.safetensors")) == 4 * len(projections) * 2
 
 
 TP, SP, PP, CP = (
@@ -170,33 +126,32 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def by_sgd(deep: Path) -> Outcome:
-    return run_world(two_calls, 1, deep, policy())[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_training_does_not_depend_on_the_layout(deep, by_sgd, name):
+def test_training_does_not_depend_on_the_layout(deep, name):
     world, layout = LAYOUTS[name]
-    for outcome in run_world(two_calls, world, deep, policy(**layout), timeout=200):
-        assert outcome.is_base_unchanged
-        assert outcome.losses == pytest.approx(by_sgd.losses, abs=1e-5)
-        assert outcome.grad_norms == pytest.approx(by_sgd.grad_norms, rel=1e-5)
-        assert_close(outcome.merged, by_sgd.merged, 3e-6)
-        assert_close(outcome.logprobs, {key: by_sgd.logprobs[key] for key in outcome.logprobs}, 3e-5)
+    [[want]] = run_world(two_calls, 1, deep, policy())
+    ranks = [step for [step] in run_world(two_calls, world, deep, policy(**layout), timeout=200)]
+    off = distances(ranks, want)
+    assert max(off.loss, off.grad_norm) <= 1e-5 and off.weights <= 3e-6 and off.logprobs <= 3e-5, off
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {TP: 2, SP: True})])
 def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone, world, layout):
     """To the bit on the rank that saved it."""
-    outcome, directory = alone
-    loaded, losses, merged = run_world(resumed, world, deep, policy("adam", **layout), directory)[0]
-    assert_close(loaded, outcome.merged, 0 if world == 1 else 1e-6)
-    assert losses == pytest.approx(outcome.next_losses, rel=0, abs=0 if world == 1 else 1e-5)
-    assert_close(merged, outcome.next_merged, 0 if world == 1 else 1e-5)
-    assert any(not torch.equal(merged[name], loaded[name]) for name in merged)
+    [saved, following], directory = alone
+
+    def resumed(rank: int, world: int) -> tuple[Tensors, Step]:
+        worker = make_worker(deep, policy("adam", **layout))
+        worker.load_checkpoint(directory, load_optimizer=True)
+        return whole_weights(worker), step_of(worker)
+
+    loaded, step = run_world(resumed, world)[0]
+    assert_close(loaded, saved.weights, 0 if world == 1 else 1e-6)
+    assert step.result.losses == pytest.approx(following.result.losses, rel=0, abs=0 if world == 1 else 1e-5)
+    assert_close(step.weights, following.weights, 0 if world == 1 else 1e-5)
+    assert any(not torch.equal(step.weights[name], loaded[name]) for name in loaded)
 
 
 def test_dropout_acts_in_training_mode_and_a_fused_norm_comes_before_the_adapter():

@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose, highest
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
+from tests.unit.policy.megatron.parity import Layout, distances, steps_in_one_world, torch_step
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import (
+    LOSS,
     NUM_GENERATIONS,
     NUM_GROUPS,
     Step,
     load_step,
+    logprobs_of,
     make_groups,
     make_worker,
     step_of,
@@ -30,8 +39,6 @@ from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
 
-from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose, highest, routers
-from tests.unit.policy.megatron.parity import Layout, steps_in_one_world, torch_step
 
 Trained = tuple[dict[str, float], dict[str, torch.Tensor]]
 SELECTIVE: dict[str, Any] = {
@@ -109,24 +116,38 @@ def test_given_experts_are_taken_and_their_scores_keep_the_gradient():
 # -- learning
 
 
-@pytest.mark.parametrize("freeze", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_frozen_routers_stay_and_everything_else_learns(model, freeze):
+def test_frozen_routers_stay_and_everything_else_learns(model):
     before = {name: tensor for name, tensor in stored(model).items() if name.endswith("mlp.gate.weight")}
-    [(metrics, weights)] = train(model, 1, freeze_moe_router=freeze)
+    [(metrics, weights)] = train(model, 1, freeze_moe_router=True)
     assert len(before) == 2
     assert set(metrics) == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
     for name, tensor in before.items():
-        assert torch.equal(weights[name], tensor) == freeze, name
+        assert torch.equal(weights[name], tensor), name
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert not torch.equal(weights[name], stored(model)[name])
 
 
+# -- the bias of experts
+
+BIAS, RATE = "model.layers.1.mlp.gate.e_score_correction_bias", 2.0**-6
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepseek_v3")
+    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(path)
+    return path
+
+
+def moving(world: int = 1, more: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:
+    """With one optimizer step a call."""
+    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS} | (more or {})
+    return Layout(world=world, megatron={"moe_router_bias_update_rate": RATE} | megatron, policy=policy).config()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_bias_of_experts_moves_towards_those_with_fewer_tokens(tmp_path, world):
-    hf = random_model("deepseek_v3", vocab_size=VOCAB)
-    hf.save_pretrained(tmp_path)
-    rate = 2.0**-6
+def test_it_moves_towards_those_with_fewer_tokens(biased):
+    hf: Any = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     hf.get_submodule("model.layers.1.mlp.gate").register_forward_hook(lambda *call: chosen.append(call[2][2]))
     for group in make_groups()[1]:
@@ -134,75 +155,48 @@ def test_the_bias_of_experts_moves_towards_those_with_fewer_tokens(tmp_path, wor
             hf(input_ids=torch.from_numpy(sample.token_ids)[None])
     load = torch.cat(chosen).flatten().bincount(minlength=NUM_EXPERTS).double()
     assert load.unique().numel() > 1
-    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS, "make_sequence_length_divisible_by": 8}
-    config = Layout(
-        world=world, megatron={"moe_router_bias_update_rate": rate, "activation_checkpointing": True}, policy=policy
-    ).config()
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    want = stored(tmp_path)[name] + rate * (load.mean() - load).sign().float()
-    for step in run_world(lambda rank, world: step_of(make_worker(tmp_path, config)), world, timeout=120):
-        torch.testing.assert_close(step.weights[name], want, rtol=0, atol=1e-6)
+    config = moving(2, {"make_sequence_length_divisible_by": 8}, activation_checkpointing=True)
+    want = stored(biased)[BIAS] + RATE * (load.mean() - load).sign().float()
+    for step in run_world(lambda rank, world: step_of(make_worker(biased, config)), 2, timeout=120):
+        torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
-def test_a_skipped_step_leaves_the_bias_of_experts(tmp_path):
-    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path)
-    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS, "nonfinite_action": "skip"}
-    config = Layout(world=1, megatron={"moe_router_bias_update_rate": 2.0**-6}, policy=policy).config()
-
-    def on_rank(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-        worker = make_worker(tmp_path, config)
-        load_step(worker)
-        assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
-        skipped, after = whole_weights(worker), step_of(worker).weights
-        worker.mesh.close()
-        return [skipped, after, step_of(make_worker(tmp_path, config)).weights]
-
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    [(skipped, after, without)] = run_world(on_rank, 1)
-    assert torch.equal(skipped[name], stored(tmp_path)[name])
-    assert not torch.equal(after[name], skipped[name])
-    assert torch.equal(after[name], without[name]), "tokens of the skipped step do not count"
-
-
-def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
-    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path / "model")
-    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS}
-    config = Layout(world=1, megatron={"moe_router_bias_update_rate": 2.0**-6}, policy=policy).config()
-
-    def on_rank(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-        worker = make_worker(tmp_path / "model", config)
-        step_of(worker)
-        worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
-        [router] = routers(worker.stages)
-        bias: Any = router.expert_bias
-        saved = bias.clone()
-        step_of(worker)  # while it is written
-        asyncio.run(worker.finish_save_checkpoint())
-        assert not torch.equal(bias, saved)
-        worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
-        return saved, bias.clone()
-
-    [(saved, loaded)] = run_world(on_rank, 1, timeout=120)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert not torch.equal(saved, stored(tmp_path / "model")[name]), "it has moved"
-    assert saved.dtype == torch.float32 and torch.equal(loaded, saved)
-
-
-def test_the_bias_of_experts_stays_exact_in_bfloat16(tmp_path):
-    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path)
-    config = Layout(world=1, policy={"precision": "bfloat16"}).config()
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+def test_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
+    config = moving(more={"nonfinite_action": "skip"})
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
-        worker = make_worker(tmp_path, config)
+        worker = make_worker(biased, config)
         load_step(worker)
-        found = [whole_weights(worker)[name]]
-        worker.compute(Logprobs(), "prev_logprobs")
-        found.append(whole_weights(worker)[name])
-        worker.compute_reference_logprobs()
-        return [*found, whole_weights(worker)[name]]
+        assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
+        found = [whole_weights(worker)[BIAS], step_of(worker).weights[BIAS]]
+        worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
+        found.append(step_of(worker).weights[BIAS])  # while it is written
+        asyncio.run(worker.finish_save_checkpoint())
+        worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
+        found.append(whole_weights(worker)[BIAS])
+        worker.mesh.close()
+        return [*found, step_of(make_worker(biased, config)).weights[BIAS]]
 
-    want = stored(tmp_path)[name]
+    [(skipped, after, later, loaded, without)] = run_world(on_rank, 1, timeout=120)
+    assert torch.equal(skipped, stored(biased)[BIAS])
+    assert not torch.equal(after, skipped)
+    assert torch.equal(after, without), "tokens of the skipped step do not count"
+    assert not torch.equal(later, after) and torch.equal(loaded, after) and loaded.dtype == torch.float32
+
+
+def test_it_stays_exact_in_bfloat16(biased):
+    config = Layout(world=1, policy={"precision": "bfloat16"}).config()
+
+    def on_rank(rank: int, world: int) -> list[torch.Tensor]:
+        worker = make_worker(biased, config)
+        load_step(worker)
+        found = [whole_weights(worker)[BIAS]]
+        worker.compute(Logprobs(), "prev_logprobs")
+        found.append(whole_weights(worker)[BIAS])
+        worker.compute_reference_logprobs()
+        return [*found, whole_weights(worker)[BIAS]]
+
+    want = stored(biased)[BIAS]
     assert not torch.equal(want, want.bfloat16().float())
     [found] = run_world(on_rank, 1)
     assert all(bias.dtype == torch.float32 and torch.equal(bias, want) for bias in found)
@@ -237,7 +231,7 @@ def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(model,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "megatron"), [(1, {}), *LAYOUTS])
+@pytest.mark.parametrize(("world", "megatron"), LAYOUTS[1:])
 def test_tied_experts_are_the_same_in_every_layout(model, tmp_path, world, megatron):
     """Routers that say nothing: every expert has the same score, and the first two get every token."""
     tensors = {n: torch.zeros_like(t) if n.endswith("gate.weight") else t for n, t in stored(model).items()}
@@ -249,3 +243,109 @@ def test_tied_experts_are_the_same_in_every_layout(model, tmp_path, world, megat
         for expert in range(4):
             name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
             assert torch.equal(weights[name], tensors[name]) == (expert >= 2), name
+
+
+# -- replay of the experts that generation chose; transformers, forced, has the same
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+FAILED, UNRECORDED = "1/2", "3/0"
+REPLAY = {"router_replay": RouterReplayConfig(enabled=True)}
+
+
+def random_experts(row: Row) -> torch.Tensor | None:
+    """Of all tokens but the last, whose state nobody needs; of one sample of none. uint8 [T - 1, LAYERS, TOP_K]."""
+    if row.sample_id == UNRECORDED:
+        return None
+    generator = torch.Generator().manual_seed(crc32(row.sample_id.encode()))
+    scores = torch.rand(len(row.token_ids) - 1, LAYERS, EXPERTS, generator=generator)
+    return scores.topk(TOP_K).indices.to(torch.uint8)
+
+
+def replayed(path: Path, layout: Layout) -> list[tuple[Step, dict[str, Row]]]:
+    """The steps of every rank with `random_experts`, and the rows it had."""
+    config = layout.config()
+
+    def on_rank(rank: int, world: int) -> tuple[Step, dict[str, Row]]:
+        worker = make_worker(path, config)
+        load_step(worker)
+        for row in worker.rows.values():
+            row.routed_experts = random_experts(row)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        logprobs = logprobs_of(worker)
+        result = worker.train(ClippedPGLoss(LOSS), Logprobs())
+        step = Step(result=result, weights=whole_weights(worker), logprobs=logprobs)
+        return step, {row.sample_id: row for row in worker.rows.values()}
+
+    return run_world(on_rank, layout.world, timeout=120)
+
+
+def logprobs_of_transformers(path: Path, row: Row, experts: torch.Tensor | None) -> torch.Tensor:
+    """Of each token of the row, at the temperature of the tests, with `experts` forced upon the routers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+
+    def force(layer: int) -> Any:
+        def hook(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits, weights, indices = output
+            if experts is None:
+                return output
+            taken = experts[:, layer].long()
+            indices = torch.cat([taken, indices[len(taken) :]])
+            weights = logits.softmax(-1).gather(1, indices)
+            return logits, weights / weights.sum(-1, keepdim=True), indices
+
+        return hook
+
+    for layer in range(LAYERS):
+        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(force(layer))
+    with torch.no_grad():
+        logits = model(input_ids=row.token_ids[None]).logits[0, :-1, :VOCAB] / 0.8
+    found = logits.log_softmax(-1).gather(1, row.token_ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), found]) * row.token_mask
+
+
+def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_own(model):
+    [(step, rows)] = replayed(model, Layout(world=1, policy=REPLAY, megatron={"moe_per_layer_logging": True}))
+    changed = 0.0
+    for sample_id in ("0/0", "2/1", FAILED, UNRECORDED):
+        row = rows[sample_id]
+        forced = logprobs_of_transformers(model, row, random_experts(row))
+        own = logprobs_of_transformers(model, row, None)
+        torch.testing.assert_close(step.logprobs[sample_id][0], forced, rtol=0, atol=1e-5)
+        torch.testing.assert_close(step.logprobs[sample_id][1], own, rtol=0, atol=1e-5)
+        changed = max(changed, float((forced - own).abs().max()))
+    assert changed > 0.1, "the experts make a difference"
+    metrics = step.result.metrics
+    tokens = sum(len(row.token_ids) for row in rows.values())
+    recorded = sum(len(row.token_ids) - 1 for row in rows.values() if row.sample_id != UNRECORDED)
+    # Two optimizer steps, each of which reports its own part of the tokens.
+    assert metrics["moe/replayed_fraction"] == pytest.approx(recorded / tokens, abs=0.1)
+    assert 0.0 < metrics["moe/replay_agreement"] < 0.5
+    by_layer = [metrics[f"moe/layer_{layer}/replay_agreement"] for layer in range(LAYERS)]
+    assert sum(by_layer) / LAYERS == pytest.approx(metrics["moe/replay_agreement"])
+
+
+REPLAYED: list[tuple[int, dict[str, Any]]] = [
+    (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
+    (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    (2, {"pipeline_model_parallel_size": 2, "activation_checkpointing": True}),
+    (
+        2,
+        {"pipeline_model_parallel_size": 2, "activation_checkpointing": True}
+        | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "megatron"), REPLAYED)
+def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomputed(model, world, megatron):
+    policy = REPLAY | {"make_sequence_length_divisible_by": 8}
+    [(want, _)] = replayed(model, Layout(world=1, policy=policy))
+    ranks = [step for step, _ in replayed(model, Layout(world=world, megatron=megatron, policy=policy))]
+    off = distances(ranks, want)
+    assert max(off.logprobs, off.loss, off.grad_norm) <= 1e-5
+    assert off.weights <= 1e-6
+    for step in ranks:
+        for name in ("moe/replayed_fraction", "moe/replay_agreement", "moe/load_max_over_mean"):
+            assert step.result.metrics[name] == pytest.approx(want.result.metrics[name], rel=1e-6)

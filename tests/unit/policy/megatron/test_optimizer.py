@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.types import SamplingParams
+from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
+from tests.unit.policy.steps import LOSS, load_step, megatron_policy, whole_weights
+from tests.unit.policy.steps import make_worker as worker_of
 from tests.worlds import run_world
 
 LR, MIN_LR = 1e-3, 1e-4
@@ -30,20 +30,11 @@ ADAM = {"lr": 0.01, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.3, "sgd_momentum": 0.5, "use_distributed_optimizer": False}
 
 
-def megatron_policy(*, optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None, **megatron: Any) -> Any:
-    changes = {key: megatron.pop(key) for key in ("max_grad_norm", "precision") if key in megatron}
-    return policy_config(
-        dtensor_cfg=DTensorConfig(enabled=False),
-        optimizer=None,
-        padding_free=None,
-        megatron_cfg=MegatronConfig(
-            enabled=True,
-            optimizer=MegatronOptimizerConfig(**optimizer),
-            scheduler=MegatronSchedulerConfig(**(scheduler or {})),
-            **megatron,
-        ),
-        **changes,
-    )
+def policy_of(
+    optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None, precision: str = "float32", **megatron: Any
+) -> PolicyConfig:
+    changes = {"precision": precision, "max_grad_norm": megatron.pop("max_grad_norm", None)}
+    return megatron_policy(changes, optimizer=optimizer, scheduler=scheduler or {}, **megatron)
 
 
 # -- schedules
@@ -58,7 +49,7 @@ class Groups:
 
 def schedule(num_steps: int, **scheduler: Any) -> list[tuple[float, float, float]]:
     """(learning rate, weight decay of matrices, of vectors) of each of the first steps."""
-    policy = megatron_policy(optimizer={"lr": LR, "min_lr": MIN_LR, "weight_decay": 0.1}, scheduler=scheduler)
+    policy = policy_of({"lr": LR, "min_lr": MIN_LR, "weight_decay": 0.1}, scheduler)
     groups: Any = Groups()
     schedule = build_scheduler(policy, groups)
     found = []
@@ -69,17 +60,17 @@ def schedule(num_steps: int, **scheduler: Any) -> list[tuple[float, float, float
     return found
 
 
-def _linear(part: float) -> float:
-    return 1 - part
+FALLS: dict[str, Callable[[float], float]] = {
+    "constant": lambda part: 1.0,
+    "linear": lambda part: 1 - part,
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "exponential": lambda part: 2 * 0.5**part - 1,
+    "minus_sqrt": lambda part: 1 - math.sqrt(part),
+}
 
 
-def _cosine(part: float) -> float:
-    return (1 + math.cos(math.pi * part)) / 2
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize(("style", "falls"), [("constant", lambda part: 1.0), ("linear", _linear), ("cosine", _cosine)])
-def test_learning_rates_follow_the_formula(style: str, falls: Callable[[float], float], warmup: int) -> None:
+@pytest.mark.parametrize(("style", "warmup"), [("constant", 3), ("linear", 0), ("linear", 3), ("cosine", 3)])
+def test_learning_rates_follow_the_formula(style: str, warmup: int) -> None:
     decay, init = 11, 2e-4
     rates = schedule(15, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=decay, lr_warmup_init=init)
     for step, (rate, *_) in enumerate(rates):
@@ -87,31 +78,23 @@ def test_learning_rates_follow_the_formula(style: str, falls: Callable[[float], 
             expected = init + (LR - init) * step / warmup
         else:
             part = min((step - warmup) / (decay - warmup), 1.0)
-            expected = MIN_LR + (LR - MIN_LR) * falls(part)
+            expected = MIN_LR + (LR - MIN_LR) * FALLS[style](part)
         assert rate == pytest.approx(expected, rel=1e-12), step
 
 
 def test_inverse_square_root() -> None:
-    rates = schedule(60, lr_decay_style="inverse-square-root", lr_warmup_iters=4, lr_decay_iters=50)
-    assert [rate for rate, *_ in rates[:5]] == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4, LR])
-    assert [rate for rate, *_ in rates[4:51]] == pytest.approx([LR * math.sqrt(4 / step) for step in range(4, 51)])
-    assert {rate for rate, *_ in rates[51:]} == {MIN_LR}
+    rates = [
+        rate for rate, *_ in schedule(60, lr_decay_style="inverse-square-root", lr_warmup_iters=4, lr_decay_iters=50)
+    ]
+    assert rates[:51] == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4, *(LR * math.sqrt(4 / n) for n in range(4, 51))])
+    assert set(rates[51:]) == {MIN_LR}
 
 
-@pytest.mark.parametrize(
-    ("style", "falls"),
-    [
-        ("linear", _linear),
-        ("cosine", _cosine),
-        ("exponential", lambda part: 2 * 0.5**part - 1),
-        ("minus_sqrt", lambda part: 1 - math.sqrt(part)),
-    ],
-)
-def test_the_last_steps_fall_with_wsd(style: str, falls: Callable[[float], float]) -> None:
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_the_last_steps_fall_with_wsd(style: str) -> None:
     rates = schedule(12, lr_decay_style="WSD", lr_decay_iters=10, lr_wsd_decay_iters=4, lr_wsd_decay_style=style)
-    stable = [LR] * 7
-    falling = [MIN_LR + (LR - MIN_LR) * falls(step / 4) for step in range(1, 5)]
-    assert [rate for rate, *_ in rates] == pytest.approx([*stable, *falling, MIN_LR])
+    falling = [MIN_LR + (LR - MIN_LR) * FALLS[style](step / 4) for step in range(1, 5)]
+    assert [rate for rate, *_ in rates] == pytest.approx([*[LR] * 7, *falling, MIN_LR])
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
@@ -119,7 +102,7 @@ def test_weight_decay_grows_for_matrices_alone(style: str) -> None:
     found = schedule(8, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.3, lr_decay_iters=5)
     for step, (_, matrices, vectors) in enumerate(found):
         part = min(step / 5, 1.0)
-        grown = part if style == "linear" else 1 - _cosine(part)
+        grown = part if style == "linear" else 1 - FALLS["cosine"](part)
         assert matrices == pytest.approx(0.1 + 0.2 * grown)
         assert vectors == 0.0
 
@@ -139,7 +122,7 @@ def test_weight_decay_grows_for_matrices_alone(style: str) -> None:
 )
 def test_what_does_not_go_together_is_refused(key: str, optimizer: Any, scheduler: Any) -> None:
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
-        megatron_policy(optimizer=optimizer, scheduler=scheduler)
+        policy_of(optimizer, scheduler)
 
 
 def test_every_value_reaches_megatron() -> None:
@@ -148,7 +131,7 @@ def test_every_value_reaches_megatron() -> None:
         "sgd_momentum": 0.6, "muon_momentum": 0.5, "muon_num_ns_steps": 4, "muon_scale_mode": "unit_rms_norm",
         "use_distributed_optimizer": False,
     }  # fmt: skip
-    built = vars(optimizer_config(megatron_policy(optimizer=values, max_grad_norm=0.25)))
+    built = vars(optimizer_config(policy_of(values, max_grad_norm=0.25)))
     assert {name: built[name] for name in values} == values
     assert (built["clip_grad"], built["params_dtype"], built["bf16"]) == (0.25, torch.float32, False)
 
@@ -163,9 +146,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_worker(path: Path, policy: Any, *, use_gpu: bool = False) -> MegatronPolicyWorker:
-    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=16), use_gpu=use_gpu)
-    return MegatronPolicyWorker(policy, settings)
+def make_worker(path: Path, policy: PolicyConfig, *, use_gpu: bool = False) -> MegatronPolicyWorker:
+    return worker_of(path, policy, init_reference_model=False, use_gpu=use_gpu)
 
 
 def set_gradients(worker: MegatronPolicyWorker, seed: int) -> dict[str, torch.Tensor]:
@@ -206,7 +188,7 @@ def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(model: Path, settings
     max_norm = 5.0
 
     def steps(rank: int, world: int) -> None:
-        worker = make_worker(model, megatron_policy(optimizer=settings, max_grad_norm=max_norm))
+        worker = make_worker(model, policy_of(settings, max_grad_norm=max_norm))
         expected = {name: torch.nn.Parameter(weight) for name, weight in held(worker).items()}
         reference = reference_optimizer(settings, list(expected.values()))
         for seed in range(3):
@@ -234,8 +216,7 @@ def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(model: Path, settings
 def test_bfloat16_weights_are_rounded_copies_of_float32_ones(model: Path) -> None:
     def steps(rank: int, world: int) -> None:
         small = {**ADAM, "lr": 1e-5, "weight_decay": 0.0}  # each step is lost in bfloat16
-        policy = megatron_policy(optimizer=small, precision="bfloat16", max_grad_norm=None)
-        worker = make_worker(model, policy)
+        worker = make_worker(model, policy_of(small, precision="bfloat16"))
         before = held(worker)
         for _ in range(100):
             set_gradients(worker, 0)
@@ -253,25 +234,26 @@ def test_bfloat16_weights_are_rounded_copies_of_float32_ones(model: Path) -> Non
 
 
 def test_learning_rate_is_that_of_the_step(model: Path) -> None:
-    def trained(rank: int, world: int) -> tuple[list[float], list[float]]:
+    def trained(rank: int, world: int) -> tuple[list[float], float]:
         rates = {"lr_warmup_iters": 4, "lr_decay_iters": 8, "lr_decay_style": "linear"}
         settings = {**SGD, "lr": LR, "min_lr": 0.0, "sgd_momentum": 0.0, "weight_decay": 0.0}
-        policy = megatron_policy(optimizer=settings, scheduler=rates)
-        worker = make_worker(model, policy)
-        load_step(worker, policy)
-        worker.compute(Logprobs(), "prev_logprobs")
-        for row in worker.rows.values():
-            row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"]
+        worker = make_worker(model, policy_of(settings, rates))
         before = held(worker)
-        first = worker.train(ClippedPGLoss(LOSS), Logprobs())
-        again = worker.train(ClippedPGLoss(LOSS), Logprobs())
-        return first.learning_rates + again.learning_rates, [
-            (weight - before[name]).abs().max().item() for name, weight in held(worker).items()
-        ]
+        found = [rate for _ in range(2) for rate in train(worker).learning_rates]
+        return found, max((weight - before[name]).abs().max().item() for name, weight in held(worker).items())
 
     ((rates, moved),) = run_world(trained, 1)
     assert rates == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4])  # two optimizer steps in each call
-    assert max(moved) > 0
+    assert moved > 0
+
+
+def train(worker: MegatronPolicyWorker) -> TrainResult:
+    """A call without a reference model."""
+    load_step(worker)
+    worker.compute(Logprobs(), "prev_logprobs")
+    for row in worker.rows.values():
+        row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"]
+    return worker.train(ClippedPGLoss(LOSS), Logprobs())
 
 
 # -- Muon
@@ -301,14 +283,9 @@ def muon_steps(path: Path, world: int, **megatron: Any) -> dict[str, torch.Tenso
     optimizer = {**MUON, **megatron.pop("optimizer", {})}
 
     def trained(rank: int, world: int) -> dict[str, torch.Tensor]:
-        policy = megatron_policy(optimizer=optimizer, max_grad_norm=None, **megatron)
-        worker = make_worker(path, policy)
-        load_step(worker, policy)
-        worker.compute(Logprobs(), "prev_logprobs")
-        for row in worker.rows.values():
-            row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"]
-        worker.train(ClippedPGLoss(LOSS), Logprobs())
-        return {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+        worker = make_worker(path, policy_of(optimizer, **megatron))
+        train(worker)
+        return whole_weights(worker)
 
     ranks = run_world(trained, world, timeout=120)
     for other in ranks[1:]:
@@ -318,12 +295,11 @@ def muon_steps(path: Path, world: int, **megatron: Any) -> dict[str, torch.Tenso
 
 def test_muon_moves_matrices_alone(model: Path) -> None:
     def one(rank: int, world: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        policy = megatron_policy(optimizer={**MUON, "weight_decay": 0.0}, max_grad_norm=None)
-        worker = make_worker(model, policy)
-        before = {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+        worker = make_worker(model, policy_of({**MUON, "weight_decay": 0.0}))
+        before = whole_weights(worker)
         set_gradients(worker, 0)
         step(worker)
-        return before, {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+        return before, whole_weights(worker)
 
     ((before, after),) = run_world(one, 1)
     for name, weight in after.items():
@@ -358,7 +334,7 @@ def test_muon_on_every_layout(model: Path, world: int, megatron: dict[str, Any])
 def _steps_on_a_gpu(rank: int, folder: str, path: str, more: dict[str, Any], results: Any) -> None:
     store = dist.FileStore(folder + "/rendezvous", 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    policy = megatron_policy(optimizer={**ADAM, **more}, precision="bfloat16", max_grad_norm=5.0)
+    policy = policy_of({**ADAM, **more}, precision="bfloat16", max_grad_norm=5.0)
     worker = make_worker(Path(path), policy, use_gpu=True)
     for seed in range(3):
         set_gradients(worker, seed)
