@@ -8,8 +8,6 @@
 `outputs` is what the model's head says of each token, [B, S] or [B, S, C], a leaf that requires gradients.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ def gather_ranks(rank: int, world_size: int) -> list[int]: ...
 assert run_world(gather_ranks, 2) == [[0, 1], [0, 1]]
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing as mp
 import multiprocessing.connection

@@ -3,8 +3,6 @@
 A run is the real command line on the configuration of a CPU example; `on("cuda")` adds what puts it on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

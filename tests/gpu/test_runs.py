@@ -3,8 +3,6 @@
 The device "cpu" runs the same functions, two of them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

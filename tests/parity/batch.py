@@ -1,7 +1,5 @@
 """The models and sequences on which our losses and TRL's are compared: tiny, random, made here, float32."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import lru_cache

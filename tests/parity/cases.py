@@ -1,7 +1,5 @@
 """Which of our losses is which of TRL's, with the options of both, and how far apart they come out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Our side of the comparison: packed rows, our logprobs, the loss of each micro-batch with the counts of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """TRL's side of the comparison: `compute_loss` of its trainers, on inputs laid out as its collators lay them out."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A driver that prints the processes it has started and then waits for them for ever."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The doctor's findings: what is good, what is bad, and what to do."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -1,7 +1,5 @@
 """However the driver ends, nothing that it started goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

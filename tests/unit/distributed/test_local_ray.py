@@ -1,7 +1,5 @@
 """A cluster of this machine alone is out of reach of others, and needs no port that may be taken."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

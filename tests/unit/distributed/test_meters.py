@@ -1,7 +1,5 @@
 """Profiles of chosen workers, and the meters of all."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

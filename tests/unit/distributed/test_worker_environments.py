@@ -1,7 +1,5 @@
 """Two workers with conflicting versions of one package, side by side."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sysconfig

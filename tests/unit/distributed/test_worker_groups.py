@@ -1,7 +1,5 @@
 """A group of workers is called as one, and says which worker failed, where, and in what."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

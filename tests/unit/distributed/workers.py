@@ -1,7 +1,5 @@
 """Plain worker classes for the tests of worker groups."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

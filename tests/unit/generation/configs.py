@@ -1,7 +1,5 @@
 """Generation configurations of the tests, and real engines with them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator

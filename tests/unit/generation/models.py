@@ -1,7 +1,5 @@
 """A model for the tests: untrained, and wide enough that ordinary products of its shapes depend on the batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

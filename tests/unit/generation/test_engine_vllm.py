@@ -1,7 +1,5 @@
 """What vLLM is told and made to do, as far as neither an engine nor a GPU is needed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace

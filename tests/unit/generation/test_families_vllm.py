@@ -1,7 +1,5 @@
 """Every family of docs/models.md in the real engine: after a sync its logprobs are those of the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

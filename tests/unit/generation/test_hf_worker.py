@@ -1,7 +1,5 @@
 """The desk between episodes and a policy that draws completions itself."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who is named when the group of a sync breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

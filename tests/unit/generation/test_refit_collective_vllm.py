@@ -1,7 +1,5 @@
 """Refit by collective into real vLLM engines on resources of their own: several replicas, several ranks, a death."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

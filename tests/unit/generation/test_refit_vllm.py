@@ -1,7 +1,5 @@
 """Refit into a real vLLM engine: afterwards its logprobs are those of the model whose weights were sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recorder of experts on a scripted model runner: rows of several requests, recomputed and aborted ones."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Speculative decoding as far as no engine is needed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The row-invariant products alone; the engine as a whole is in test_vllm_worker.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Two real vLLM engines in Ray actors, started once for the module."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """What a vLLM replica keeps of weight updates, without vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import Counter

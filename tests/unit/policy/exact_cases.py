@@ -4,8 +4,6 @@ A `Case` is what the answer depends on: the loss, the sampling, the rollouts, th
 is computed (ranks, micro-batches) is said apart from it, and must not matter.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tiny random models of the families in docs/models.md, with every kind of layer that a family has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

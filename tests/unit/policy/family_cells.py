@@ -4,8 +4,6 @@
 found, and tools/models_page.py writes the page from it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

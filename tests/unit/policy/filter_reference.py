@@ -1,7 +1,5 @@
 """Top-k and nucleus (top-p) filters on whole rows of logits: what the filters by tiles are compared with."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Small random models on disk, one per family that tests train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences of one row stay apart: against each sequence alone, in transformers' own eager attention."""
 
-from __future__ import annotations
-
 import copy
 from typing import cast
 

@@ -1,7 +1,5 @@
 """A checkpoint used as a model: which one is taken, what is made of it, once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

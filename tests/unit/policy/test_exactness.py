@@ -1,7 +1,5 @@
 """Loss, gradients and metrics are equal for every micro-batch size, packing, mesh and accumulation, for every loss."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Every family of docs/models.md on a tiny random model."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counted operations against formulas from papers and against torch's own counter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Completions drawn from the trained model, against the plainest way to draw them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

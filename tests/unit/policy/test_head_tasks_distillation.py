@@ -1,7 +1,5 @@
 """What teacher and student say in distillation, whatever backend and layout, against whole logits."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator, Sequence

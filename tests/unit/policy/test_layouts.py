@@ -1,7 +1,5 @@
 """The same step, whatever direction the model and the batch are cut in, for every family."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

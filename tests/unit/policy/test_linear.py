@@ -1,7 +1,5 @@
 """Logprobs, entropies and KL by tiles and over ranks, against log_softmax of whole logits in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Logprobs of a model on micro-batches, against its own logits: heads of every family, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters: which layers, their values under every sharding, merging, and PEFT's format in both directions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

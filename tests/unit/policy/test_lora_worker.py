@@ -1,7 +1,5 @@
 """A worker that trains adapters: its reference, its checkpoints, where it begins, and what it sends."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory predicted from shapes: what is counted, what is said, and against the memory of a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Losses and gradients are in test_layouts.py and test_exactness.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

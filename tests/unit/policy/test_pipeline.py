@@ -3,8 +3,6 @@
 Losses and gradients of all schedules are in test_layouts.py.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections import Counter

@@ -1,7 +1,5 @@
 """A policy's weights and optimizer on disk: other ranks, other meshes, in the background, and what is refused."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -286,7 +284,7 @@ class Held:
     def __init__(self, state: PolicyState, opened: threading.Event) -> None:
         self.state, self.opened = state, opened
 
-    def on_host(self) -> Held:
+    def on_host(self) -> "Held":
         return Held(self.state.on_host(), self.opened)
 
     def save(self, *args: Any) -> None:

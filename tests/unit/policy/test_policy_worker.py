@@ -1,7 +1,5 @@
 """What a policy worker does in a step: precisions, losses that are not finite, masks, and rows of the report."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights, gradients, optimizer state and reference weights between device and host come back as they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

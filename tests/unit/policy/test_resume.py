@@ -1,7 +1,5 @@
 """A worker saved and resumed: to the bit on its own layout, within rounding on others; and what else is saved."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models with one number for a head: what they say, how they are made, saved and refused, on both backends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

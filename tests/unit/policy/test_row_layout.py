@@ -1,7 +1,5 @@
 """Where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Rows on the workers: what losses and heads get of them, sums and exchange of columns, pairs, and evaluation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

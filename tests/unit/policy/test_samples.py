@@ -1,7 +1,5 @@
 """Samples with their tokens, as a policy worker writes them for the report."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

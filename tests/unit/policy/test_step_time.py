@@ -1,7 +1,5 @@
 """Predicted seconds against sums by hand, and in which direction each quantity moves them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tensor-parallel ranks hold of a model, and what is refused. The numbers are in test_layouts.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A vision-language model on micro-batches: against transformers' own forward pass of each sequence alone."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

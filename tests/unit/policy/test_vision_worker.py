@@ -1,7 +1,5 @@
 """A training step of a vision-language model: the same on any number of ranks, packed or padded; frozen parts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights on disk: under names of their own, in other formats, and nothing is drawn at random in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The worker on a CUDA device against the worker on the CPU: same step, and what only a device has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models cut over ranks at random, for the tests of plans and of their execution."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

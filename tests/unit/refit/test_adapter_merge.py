@@ -1,7 +1,5 @@
 """Adapters that travel without their weights: the receiver adds them to base weights it has kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Every test runs over gloo and over a group that behaves as NCCL's does.
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import signal

@@ -1,7 +1,5 @@
 """What arrives in every rank's buckets is, byte for byte, what the sources hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

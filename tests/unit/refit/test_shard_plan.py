@@ -1,7 +1,5 @@
 """Plans of shards: what they promise, on layouts drawn at random, and what they refuse."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """Weights from shards into the buffers that engines read, over gloo: the receivers are those of a real refit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

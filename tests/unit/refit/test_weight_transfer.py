@@ -1,7 +1,5 @@
 """Packing, fingerprints and buffers, without an engine: the receiver copies into tensors of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Small random models of every architecture that has a mapping to Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

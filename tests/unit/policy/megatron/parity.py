@@ -1,7 +1,5 @@
 """Megatron against the PyTorch backend: the same model, rollouts and optimizer steps, in many layouts of few worlds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

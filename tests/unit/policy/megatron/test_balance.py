@@ -1,7 +1,5 @@
 """Balancing losses of routers: what they are, and that micro-batches and ranks do not change them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron policies: resumed to the bit, on other layouts, in the background, converted, and refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What Megatron cannot train is refused on the driver: each message names the key, the value and what would work."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """Weights in torch's own files: converted once, read by slices, never by mistake those of another model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Completions drawn by Megatron's model, against those that the model of transformers draws with the same seeds."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

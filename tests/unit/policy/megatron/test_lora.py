@@ -1,7 +1,5 @@
 """Adapters on Megatron's layers: the same on every layout, merged, saved, and as PEFT computes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face tensors and their parts on Megatron's ranks, without Megatron."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every architecture and setting of a model that the mapping knows: logprobs and a step as the other backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

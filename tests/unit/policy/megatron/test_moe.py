@@ -1,7 +1,5 @@
 """Routers of Megatron's mixture-of-experts layers: which experts they choose, whether they learn, what they report."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

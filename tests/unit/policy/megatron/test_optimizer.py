@@ -1,7 +1,5 @@
 """Megatron's optimizers and schedules: what the configuration asks for is what is computed."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

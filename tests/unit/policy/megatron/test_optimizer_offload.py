@@ -1,7 +1,5 @@
 """Checkpoints of an optimizer that keeps a part of its state on the host, made of the optimizers it consists of."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

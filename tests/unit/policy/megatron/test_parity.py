@@ -1,7 +1,5 @@
 """Logprobs and optimizer steps of Megatron in every layout, against the PyTorch backend on one rank, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron parameters filled from checkpoints and exported again, without Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
