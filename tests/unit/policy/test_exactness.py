@@ -80,11 +80,11 @@ class Expected:
     outcomes: dict[Case, Outcome]
 
     @classmethod
-    def of(cls, path: Path, cases: list[Case], kinds: tuple[str, ...] = ORDINARY) -> Expected:
+    def of(cls, path: Path, cases: list[Case], kinds: tuple[str, ...] = ORDINARY) -> "Expected":
         return run_world(cls._computed, 1, path, cases, kinds, timeout=300)[0]
 
     @classmethod
-    def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> Expected:
+    def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
         bench = make_bench(path)
         base = draw_rollouts(1, kinds)
         rollouts = []
@@ -131,7 +131,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> Expected:
+def expected(llama: Path) -> "Expected":
     return Expected.of(llama, list(CASES.values()))
 
 
