@@ -180,20 +180,14 @@ def sync(policy: Policy, engines: list[Engine], version: int) -> None:
     assert set(ask(engines, "finish")) == {"ok"}
 
 
-@pytest.mark.parametrize(("num_engines", "wire_dtype"), [(3, "bfloat16")])
-def test_every_engine_holds_the_weights_of_every_sync(num_engines: int, wire_dtype: str) -> None:
-    with group(num_engines, wire_dtype=wire_dtype) as (policy, engines):
+def test_every_engine_holds_the_weights_of_every_sync() -> None:
+    with group(3, wire_dtype="bfloat16") as (policy, engines):
         assert len(policy.sender.layout.buckets) > 4
         for version in range(3):
             policy.weights = weights(version)
             sync(policy, engines, version)
-            expected = {
-                name: tensor.to(
-                    torch.bfloat16 if wire_dtype == "bfloat16" and tensor.is_floating_point() else tensor.dtype
-                )
-                for name, tensor in policy.weights.items()
-            }
-            assert ask(engines, "values") == [{name: t.tolist() for name, t in expected.items()}] * num_engines
+            halves = {n: t.bfloat16() if t.is_floating_point() else t for n, t in policy.weights.items()}
+            assert ask(engines, "values") == [{name: tensor.tolist() for name, tensor in halves.items()}] * 3
 
 
 def test_damage_on_the_way_names_the_tensor_and_a_new_group_heals_it() -> None:
@@ -232,22 +226,29 @@ def test_an_engine_that_dies_is_noticed_by_all_others_at_once() -> None:
             assert "packed_collective, version 1, bucket" in answer and "has left" in answer
 
 
-def test_a_group_is_left_at_once_whatever_is_on_its_way_and_the_engines_notice() -> None:
+def test_a_policy_that_ends_is_noticed_by_the_engines_at_once() -> None:
+    with group(2) as (policy, engines):
+        assert ask(engines, "begin", 1) == ["ok", "ok"]
+        for engine in engines:
+            engine.order("receive", 0, b"")
+        policy.sender.close()
+        for engine in engines:
+            answer = engine.answer(SOON_S)
+            assert "version 1, bucket 0 of" in answer and "(embed to embed)" in answer and "has left" in answer
+
+
+def test_a_group_is_left_at_once_whatever_is_on_its_way() -> None:
     before = num_tcp_sockets()
     with group(2) as (policy, engines):
         sync(policy, engines, 0)
         assert set(ask(engines, "begin", 1)) == {"ok"}
-        first = policy.sender.pack(0)["fingerprints"]
-        engines[0].order("receive", 0, first)
-        assert engines[0].answer() == "ok"
+        for engine in engines:
+            engine.order("receive", 0, policy.sender.pack(0)["fingerprints"] if engine is engines[0] else b"")
         for bucket in (1, 2, 3):  # which nobody takes any more
             policy.sender.pack(bucket)
         started = time.monotonic()
         policy.sender.close()
         assert time.monotonic() - started < SOON_S
-        engines[0].order("receive", 4, b"")
-        answer = engines[0].answer(SOON_S)
-        assert "version 1, bucket 4 of" in answer and "has left" in answer
     assert num_tcp_sockets() == before
 
 
@@ -255,13 +256,12 @@ def num_tcp_sockets() -> int:
     return sum(1 for _ in _tcp_sockets())
 
 
-def test_an_engine_that_never_joins_is_named_and_those_that_wait_for_it_are_let_go() -> None:
+def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
     policy = Policy(3, timeout_s=1.5)
     engine = Engine(policy.sender.describe(), 1)
     try:
         with pytest.raises(RefitError, match=r"bucket 0 of .*after 1.5 s engine rank 0, engine rank 2 had not joined"):
             policy.sender.pack(0)
-        assert not engine.pipe.poll(), "it waits for the others"
         policy.sender.close()
         answer = engine.answer(SOON_S)
         assert "engine rank 1 cannot join: the policy's rank 0 has left" in answer
@@ -282,6 +282,22 @@ def test_a_stranger_who_connects_is_no_member() -> None:
         finally:
             engine.process.kill()
             policy.sender.close()
+
+
+def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> None:
+    policy = Policy(2)
+    before = num_tcp_sockets()
+    engine = Engine(policy.sender.describe(), 0)
+    try:
+        deadline = time.monotonic() + 60
+        while num_tcp_sockets() == before and time.monotonic() < deadline:
+            time.sleep(0.02)  # an engine that comes after the policy has gone knocks until its own limit
+        assert not engine.pipe.poll(0.5), "it waits for the other engine"
+        policy.sender.close()
+        answer = engine.answer(SOON_S)
+        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in answer
+    finally:
+        engine.process.kill()
 
 
 def test_only_rank_0_of_a_policy_sends() -> None:
