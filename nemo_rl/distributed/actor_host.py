@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ray
@@ -27,14 +29,17 @@ from nemo_rl.utils.registry import import_object
 
 # The processes that a worker has started (of an engine, of a verifier's sandbox) would survive if the worker is killed,
 # and keep the memory of the accelerator. A small process that Ray does not manage waits for the worker to end, and then
-# kills its process group.
+# kills its process group, or removes a folder.
 _GUARD = """
-import os, select, signal, sys
+import os, select, shutil, signal, sys
 worker = os.pidfd_open(int(sys.argv[1]))
 if os.fork():
     os._exit(0)
 os.setsid()
 select.select([worker], [], [])
+if len(sys.argv) > 2:
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    os._exit(0)
 try:
     os.killpg(int(sys.argv[1]), signal.SIGKILL)
 except ProcessLookupError:
@@ -46,8 +51,20 @@ def guard_children() -> None:
     """Kill the process group of this process when it ends. Children that join other groups escape."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
+    _guard()
+
+
+@cache
+def scratch_folder() -> str:
+    """A folder for temporary files of this process and its children, which disappears with this process."""
+    folder = tempfile.mkdtemp(prefix="nemo_rl_")
+    _guard(folder)
+    return folder
+
+
+def _guard(*arguments: str) -> None:
     # -I -S: Python reads nothing of its environment and starts in about 20 ms.
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *arguments]
     null = subprocess.DEVNULL
     subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
 

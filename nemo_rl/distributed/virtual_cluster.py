@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,23 @@ _OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, we
 _POLL_S = 1.0
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
+
+# Two agents of a local cluster outlive a killed driver by a minute, in which they look for a server that is gone. This
+# small process waits for the driver's end and kills what is left of them.
+_GUARD = """
+import os, select, signal, sys, time
+driver, *agents = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+if os.fork():
+    os._exit(0)
+os.setsid()
+select.select([driver], [], [])
+time.sleep(1)
+for agent in agents:
+    try:
+        signal.pidfd_send_signal(agent, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 _started_here = False  # this process started the cluster, so no node will join it
 
@@ -118,6 +137,43 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
         },
     )
     _started_here = True
+    _guard_agents()
+
+
+def ray_loss() -> str | None:
+    """Why nothing runs any more: Ray's process that starts workers on this machine has ended. None while it lives.
+
+    Only of a cluster that this process started.
+    """
+    node = global_worker.node
+    if not _started_here or node is None or "raylet" not in node.all_processes:
+        return None
+    raylet = node.all_processes["raylet"][0].process
+    if raylet.poll() is None:
+        return None
+    return (
+        f"Ray's own process on this node (raylet, pid {raylet.pid}) has ended with status {raylet.returncode}, and all "
+        "workers with it: killed from outside, or out of memory (`dmesg -T | tail`)"
+    )
+
+
+def _guard_agents() -> None:
+    node = global_worker.node
+    assert node is not None
+    raylet = node.all_processes["raylet"][0].process.pid
+    # -I -S: Python reads nothing of its environment and starts in about 20 ms.
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *map(str, _children(raylet))]
+    null = subprocess.DEVNULL
+    subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found
 
 
 def _prepare() -> None:

@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemo_rl.distributed.actor_host import HostIdentity, actor_class, group_memory_gb
 from nemo_rl.distributed.errors import WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
 from nemo_rl.utils.config import ProfileConfig
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class RayWorkerGroup:
         self._cluster = cluster
         self._members: list[Worker] = []
         self._calls: dict[Any, _Call] = {}  # task id -> call that `wait` has not returned yet
+        self._is_lost = False  # a worker has died, or did not answer in time
         if workers_per_node is not None or bundle_indices_list is not None:
             bundle_groups = _groups_by_node(cluster.bundles_by_node(), workers_per_node, bundle_indices_list)
         groups = _bundle_groups(cluster, num_workers, bundle_groups)
@@ -322,7 +323,7 @@ class RayWorkerGroup:
         started = time.monotonic()
         while not (done := self.done(refs)):
             if limit is not None and time.monotonic() - started > limit:
-                raise _hang([self._calls[ref.task_id()] for ref in refs], limit)
+                raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
             ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
         return done
 
@@ -351,9 +352,10 @@ class RayWorkerGroup:
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
         """End all workers and free their bundles. May be called again.
 
-        `method`, if given, is called first and has `grace_s` seconds to finish.
+        `method`, if given, is called first and has `grace_s` seconds to finish, unless a worker has died or hung: the
+        others may wait for it.
         """
-        if method is not None and self._members and ray.is_initialized():
+        if method is not None and self._members and not self._is_lost and ray.is_initialized():
             try:
                 self.call_all(method, timeout_s=grace_s)
             except WorkerError as error:
@@ -441,7 +443,7 @@ class RayWorkerGroup:
         while pending:
             now = time.monotonic()
             if timeout_s is not None and now - started > timeout_s:
-                raise _hang([calls[ref] for ref in pending], timeout_s)
+                raise self._hang([calls[ref] for ref in pending], timeout_s)
             if now > next_message:
                 late = ", ".join(calls[ref].worker.name for ref in pending[:8])
                 logger.info("Waiting %.0f s for %s of %s", now - started, calls[pending[0]].method, late)
@@ -450,13 +452,21 @@ class RayWorkerGroup:
                 self.on_wait()
             # All at once and with a short limit: waiting for one after another would cost O(N^2).
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
-            results |= {ref: _get(ref, calls[ref]) for ref in ready}
+            try:
+                results |= {ref: _get(ref, calls[ref]) for ref in ready}
+            except WorkerDied:
+                self._is_lost = True
+                raise
         return results
+
+    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
+        self._is_lost = True
+        return _hang(late, timeout_s)
 
     def hang(self, ref: ray.ObjectRef) -> WorkerHang:
         """The error for a call that has taken longer than the group's limit."""
         assert self.timeout_s is not None
-        return _hang([self._calls.pop(ref.task_id())], self.timeout_s)
+        return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
 
     def _end(self, *, failed: bool) -> None:
         members, self._members, self._calls = self._members, [], {}
@@ -575,6 +585,8 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
             **names,
         ) from None
     except RayActorError as error:
+        if (loss := ray_loss()) is not None:  # nothing can be started again
+            raise WorkerError(f"{worker} died in {call.method}: {loss}", **names) from None
         raise WorkerDied(f"{worker} died in {call.method}: {error}{_log_tail(worker)}", **names) from None
 
 

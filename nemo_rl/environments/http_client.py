@@ -95,7 +95,7 @@ class JsonClient:
         if status == 200:
             try:
                 return json.loads(raw)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}", 0.0) from error
         problem = f"status {status}: {self._quoted(raw)}"
         if status in self.retry_statuses:

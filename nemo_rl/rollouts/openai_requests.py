@@ -35,6 +35,7 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+MAX_PROBLEMS_TOLD = 8
 # Parameters without effect here: they describe the client, or ask for what every answer has.
 _IGNORED = {
     "user",
@@ -136,9 +137,10 @@ def parse_request(kind: type[R], body: bytes) -> R:
     unknown = sorted(str(item["loc"][0]) for item in errors if item["type"] == "extra_forbidden")
     if unknown:
         supported = ", ".join(sorted(kind.model_fields))
-        raise RequestError(f"not supported: {', '.join(unknown)}; supported: {supported}")
+        raise RequestError(f"not supported: {', '.join(unknown):.300}; supported: {supported}")
     raise RequestError(
         "; ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'body'}={item['input']!r:.200}: {item['msg']}" for item in errors
+            f"{'.'.join(map(str, item['loc'])) or 'body':.100}={item['input']!r:.200}: {item['msg']:.300}"
+            for item in errors[:MAX_PROBLEMS_TOLD]
         )
     )

@@ -75,6 +75,8 @@ class RunConsole:
         self._step = 0  # the last finished one
         self.is_live = self._console.is_terminal
         self._phases: list[str] = []
+        self._failure: tuple[BaseException, str] | None = None  # the last error in a phase, and the phases
+        self._runs = False  # steps have begun
         self._remarks: list[str] = []  # for the line of the next step
         self._step_ends: deque[float] = deque(maxlen=_NUM_STEPS_FOR_TIME_LEFT + 1)
         self._progress = Progress(
@@ -93,7 +95,12 @@ class RunConsole:
         self._num_steps = num_steps
         self._progress.update(self._task, total=num_steps)
 
+    def resume(self, step: int) -> None:
+        """The run goes on after step `step`."""
+        self._step = step
+
     def __enter__(self) -> "RunConsole":
+        self._runs = True
         self._step_ends.clear()
         self._step_ends.append(self._clock())
         if self.is_live:
@@ -155,9 +162,19 @@ class RunConsole:
         self._progress.update(self._task, phase=" > ".join(self._phases))
         try:
             yield
+        except BaseException as error:
+            if self._failure is None or self._failure[0] is not error:
+                self._failure = error, " > ".join(self._phases)
+            raise
         finally:
             self._phases.pop()
             self._progress.update(self._task, phase=" > ".join(self._phases))
+
+    def where(self, error: BaseException) -> str:
+        """Step and phase in which `error` was raised, e.g. "step 7, weight_sync"; "start" before the first step."""
+        if self._failure is not None and self._failure[0] is error:
+            return f"step {self._step + 1}, {self._failure[1]}"
+        return f"step {self._step + 1}" if self._runs else "start"
 
     # ---- steps
 

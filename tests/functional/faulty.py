@@ -1,35 +1,48 @@
-"""A run of the real command line that hurts its own processes: real signals, each in a phase of a step of its own.
+"""A run of the real command line that hurts its own processes, each in the phase of a step that a cell names.
 
-As a script it takes the command line of `run_grpo_math.py` and reads `faults.json` in the folder it runs in: a list of
-`Fault`. A line of output is written for each.
+As a script it takes an example script and its command line. It reads `cells.json` in `$FAULTS_FOLDER`, a list of
+[number, cell] of `fault_table`, and plays them one after another: the next one waits until steps have been finished
+after the last. `played.jsonl` gets a line for each. A cell of the start or of a resume that is not the first ends the
+run with SIGINT, as the end of the list does: whoever reads the file starts the run again.
 """
 
+from __future__ import annotations
+
+import ctypes
 import json
 import os
+import resource
 import runpy
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-FAULTS = "faults.json"
-COMMANDS = {"environment": "ray::MathEnvironment", "keeper": "ray::GroupKeeper", "verifier": "math.verification"}
-GROUPS = {"generation": "generation-0", "engine": "generation-0", "rollout": "rollout", "policy": "policy"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Send `number` to the process of `role` when phase `phase` of step `step` has lasted for `after_s`."""
-
-    step: int
-    phase: str
-    role: str  # of COMMANDS or GROUPS
-    number: int = signal.SIGKILL
-    after_s: float = 0.0
+PAUSE_S = 20.0
+STEPS_BETWEEN = 2
+FILLER = "filler"  # the file that fills the disk of the run
+COMMANDS = {
+    "environment": "ray::MathEnvironment",
+    "keeper": "ray::GroupKeeper",
+    "verifier": "math.verification",
+    "node": "raylet/raylet",
+}
+GROUPS = {"engine": "generation-0", "tokenizer": "tokenizer-0", "critic": "value"}  # where they are called otherwise
+PHASES = {
+    "generation": ("generation", "exposed_generation"),
+    "logprobs": ("policy_and_reference_logprobs", "teacher_logprob_inference"),
+    "train": ("policy_training",),
+    "refit": ("weight_sync",),
+    "validation": ("validation",),
+    "checkpoint": ("checkpointing",),
+}
+_PIDFD_GETFD = 438
 
 
 def processes_below(pid: int) -> dict[int, tuple[int, str]]:
@@ -45,48 +58,164 @@ def processes_below(pid: int) -> dict[int, tuple[int, str]]:
     return found
 
 
-class _Faults:
-    """What is still to be done to the run of this process."""
+# -- what is done to a process, from outside
 
-    def __init__(self, faults: list[Fault]) -> None:
-        self.left = faults
-        self.step = 1
-        self.pids: dict[str, int] = {}  # worker group -> the process of its first worker
+
+def pause(pid: int) -> None:
+    """SIGSTOP, and SIGCONT after `PAUSE_S`, by a process of its own: the target may be this one."""
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S:g}; kill -CONT {pid}"], start_new_session=True)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def forbid_memory(pid: int) -> None:
+    """No address beyond those that the process has now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmSize"))
+    resource.prlimit(pid, resource.RLIMIT_AS, (kilobytes * 1024, resource.RLIM_INFINITY))
+
+
+def cut_network(pid: int) -> None:
+    """Shut down the TCP connections of a process, through duplicates of its descriptors."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    target = os.pidfd_open(pid)
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            number = libc.syscall(_PIDFD_GETFD, target, int(entry.name), 0)
+            with socket.socket(fileno=number) as connection:
+                if connection.family == socket.AF_INET and not connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    connection.shutdown(socket.SHUT_RDWR)
+    os.close(target)
+
+
+def fill_disk(folder: Path) -> None:
+    with suppress(OSError), (folder / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+
+
+def truncate_checkpoint(folder: Path, who: str) -> None:
+    """Cut a file of the newest checkpoint that `who` reads."""
+    newest = max(folder.glob("results/*/step_*"), key=lambda path: int(path.name[5:]))
+    part = {"critic": "value", "driver": "."}.get(who, "policy")
+    files = [path for path in (newest / part).rglob("*") if path.is_file()]
+    if part == ".":
+        files = [path for path in files if path.parent == newest and path.name != "manifest.json"]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size * 2 // 3)
+
+
+# -- when
+
+
+class _Faults:
+    """The cells that are still to be played."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.left: list[tuple[int, dict[str, str]]] = json.loads((folder / "cells.json").read_text())
+        self.steps_since = STEPS_BETWEEN
+        self.every_s = float(os.environ.get("FAULTS_EVERY_S", "0"))  # at least, between two faults
+        self.last = time.monotonic()
+        self.is_young = True  # nothing has been played and no step finished
+        self.groups: dict[str, Any] = {}  # the newest of each name
+
+    @property
+    def next(self) -> dict[str, str] | None:
+        is_due = self.steps_since >= STEPS_BETWEEN and time.monotonic() - self.last >= self.every_s
+        return self.left[0][1] if self.left and is_due else None
 
     def begin(self, phase: str) -> None:
-        due = [fault for fault in self.left if (fault.step, fault.phase) == (self.step, phase)]
-        self.left = [fault for fault in self.left if fault not in due]
-        for fault in due:
-            pid = self.process(fault.role)
-            if fault.after_s:
-                threading.Timer(fault.after_s, self.send, [fault, pid]).start()
-            else:
-                self.send(fault, pid)
+        if self.next is not None and phase in PHASES.get(self.next["when"], (self.next["when"],)):
+            self.play()
 
-    def send(self, fault: Fault, pid: int) -> None:
-        print(f"FAULT at {time.time():.1f}: {fault}", flush=True)
-        os.kill(pid, fault.number)
+    def finish_step(self) -> None:
+        self.steps_since += 1
+        self.is_young = False
+        ends = not self.left or self.left[0][1]["when"] in ("start-up", "resume")
+        if ends and self.steps_since >= STEPS_BETWEEN + 2 * bool(self.left):  # a resume finds a checkpoint of its own
+            print("FAULTS: the run ends here", flush=True)
+            self.note(None, None)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    def process(self, role: str) -> int:
+    def play(self) -> None:
+        number, cell = self.left.pop(0)
+        self.steps_since, self.is_young, self.last = 0, False, time.monotonic()
+        what = cell["what"]
+        if what in ("disk", "truncated"):
+            pid = os.getpid()
+        else:
+            pid = os.getpid() if cell["who"] == "driver" else self.process(cell["who"])
+        self.note(number, pid)
+        print(f"FAULT {number}: {cell} at pid {pid}", flush=True)
+        if what == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif what == "stop":
+            os.kill(pid, signal.SIGSTOP)
+        elif what == "pause":
+            pause(pid)
+        elif what == "memory":
+            forbid_memory(pid)
+        elif what == "cut":
+            cut_network(pid)
+        elif what == "disk":
+            fill_disk(Path.cwd())
+        elif what == "truncated":
+            truncate_checkpoint(Path.cwd(), cell["who"])
+        else:
+            order = self.folder / str(pid)
+            order.with_suffix(".new").write_text(what)
+            order.with_suffix(".new").rename(order)
+            deadline = time.monotonic() + 30
+            while order.exists():
+                assert time.monotonic() < deadline, f"process {pid} has not taken its order"
+                time.sleep(0.01)
+
+    def note(self, number: int | None, pid: int | None) -> None:
+        with (self.folder / "played.jsonl").open("a") as file:
+            file.write(json.dumps({"number": number, "time": time.time(), "pid": pid}) + "\n")
+
+    def process(self, who: str) -> int:
         """The newest process of a role, waited for where the last one has just ended."""
+        deadline = time.monotonic() + 60
+        while (pid := self._process(who)) is None:
+            assert time.monotonic() < deadline, f"there is no process of {who}"
+            time.sleep(0.02)
+        return pid
+
+    def _process(self, who: str) -> int | None:
         below = processes_below(os.getpid())
-        if role in COMMANDS:
-            while not (found := [pid for pid, (_, command) in below.items() if COMMANDS[role] in command]):
-                time.sleep(0.1)
-                below = processes_below(os.getpid())
-            return max(found)
-        pid = self.pids[GROUPS[role]]
-        if role != "engine":
-            return pid
-        return next(child for child, (parent, command) in below.items() if parent == pid and "EngineCore" in command)
+        if who in COMMANDS:
+            return max((pid for pid, (_, command) in below.items() if COMMANDS[who] in command), default=None)
+        if who == "core":
+            engine = self._process("engine")
+            cores = (pid for pid, (parent, args) in below.items() if parent == engine and "EngineCore" in args)
+            return max(cores, default=None)
+        name, _, rank = who.partition("-")
+        group = self.groups.get(GROUPS.get(name, name))
+        members = group.members if group is not None else []
+        identity = members[int(rank or 0)].identity if members else None
+        return identity.pid if identity is not None else None
+
+    def watch_start(self) -> None:
+        """A fault of the start: as soon as the process is there."""
+        self.process(self.left[0][1]["who"])
+        self.play()
 
 
 def _main() -> None:
+    from nemo_rl.algorithms.trainers.trainer import Trainer
     from nemo_rl.distributed.worker_groups import RayWorkerGroup
     from nemo_rl.utils.console import RunConsole
 
-    faults = _Faults([Fault(**record) for record in json.loads(Path(FAULTS).read_text())])
-    show_phase, finish_step, start = RunConsole.phase, RunConsole.finish_step, RayWorkerGroup._start
+    faults = _Faults(Path(os.environ["FAULTS_FOLDER"]))
+    show_phase, finish_step = RunConsole.phase, RunConsole.finish_step
+    spawn, resume = RayWorkerGroup._spawn, Trainer.resume
 
     @contextmanager
     def phase(self: RunConsole, name: str) -> Iterator[None]:
@@ -96,22 +225,23 @@ def _main() -> None:
 
     def finish(self: RunConsole, step: int, metrics: Mapping[str, float]) -> None:
         finish_step(self, step, metrics)
-        print(f"STEP {step} at {time.time():.1f}", flush=True)
-        faults.step = step + 1
+        faults.finish_step()
 
-    def started(self: RayWorkerGroup, timeout_s: float) -> None:
-        start(self, timeout_s)
-        identity = self.members[0].identity
-        assert identity is not None
-        faults.pids[self.name_prefix] = identity.pid
+    def spawned(self: RayWorkerGroup, *args: Any, **kwargs: Any) -> None:
+        spawn(self, *args, **kwargs)
+        faults.groups[self.name_prefix] = self
 
-    RunConsole.phase, RunConsole.finish_step, RayWorkerGroup._start = phase, finish, started
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "run_grpo_math.py"), run_name="__main__")
+    def resumed(self: Trainer) -> bool:
+        if faults.is_young and any(Path.cwd().glob("results/*/step_*")):
+            faults.begin("resume")
+        return resume(self)
 
-
-def write_faults(folder: Path, faults: list[Fault]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FAULTS).write_text(json.dumps([asdict(fault) for fault in faults]))
+    RunConsole.phase, RunConsole.finish_step, RayWorkerGroup._spawn = phase, finish, spawned
+    Trainer.resume = resumed
+    if faults.next is not None and faults.next["when"] == "start-up":
+        threading.Thread(target=faults.watch_start, daemon=True).start()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

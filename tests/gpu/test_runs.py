@@ -16,7 +16,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
 from nemo_rl.config.loader import load_config
 from tests.functional.cli import Finished, end, run, run_until
-from tests.functional.test_faults import processes_below
+from tests.functional.faulty import processes_below
 from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls, values
 
 pytestmark = pytest.mark.timeout(600)

@@ -289,10 +289,10 @@ class Trainer(ABC):
             records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
             owner = "" if is_first else f"{policy.name_prefix}_"
             path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
-            text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
+            text = f"loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
             if self.nonfinite_action == "stop":
                 raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
-            self.tools.console.warn(text)
+            self.tools.console.warn(f"step {step}: {text}")
         metrics = {
             **result.metrics,
             "grad_norm": math.fsum(result.grad_norms) / len(result.grad_norms),
@@ -343,6 +343,7 @@ class Trainer(ABC):
         self.state = TrainerState(**known)
         self.read_state(path)
         load_rng_state(path / CONTROLLER_RNG, devices=False)
+        self.tools.console.resume(self.state.total_steps)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
         if self.state.stopped_early and self.loop.early_stopping.metric_name is None:
             self.state.stopped_early = False

@@ -47,8 +47,10 @@ def image_parts(content: Any) -> list[Mapping[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, without its images."""
+    """The text of a content, without its images. ValueError for a part that is no object."""
     if isinstance(content, Sequence) and not isinstance(content, str):
+        if any(not isinstance(part, Mapping) for part in content):
+            raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
         return "".join(str(part.get("text") or "") for part in content if part.get("type") not in IMAGE_TYPES)
     return str(content)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig
 from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
 
 NUM_ROWS_FOR_COLUMNS = 32
+MAX_ROW_BYTES = 256 << 20  # of a line of text: a longer one is a file without line breaks
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 Convert = Callable[[Row], Row]
@@ -43,17 +44,7 @@ class JsonLines(LazyRows):
         if not Path(path).is_file():
             raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
         self.path = path
-        bounds: list[tuple[int, int]] = []
-        if Path(path).stat().st_size > 0:  # an empty file cannot be mapped
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                begin = 0
-                while begin < len(data):
-                    end = data.find(b"\n", begin)
-                    end = len(data) if end < 0 else end
-                    # Only short lines are read: a longer line is taken not to be blank.
-                    if end - begin > 16 or data[begin:end].strip():
-                        bounds.append((begin, end))
-                    begin = end + 1
+        bounds = list(_lines(path))
         if not bounds:
             raise ValueError(f"dataset file {path!r} is empty")
         self._bounds = np.array(bounds, dtype=np.int64)  # [rows, 2]: where each line begins and ends
@@ -63,12 +54,14 @@ class JsonLines(LazyRows):
 
     def __getitem__(self, index: Any) -> Any:
         begin, end = self._bounds[index]
+        if (problem := _too_long(int(end - begin))) is not None:
+            raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) {problem}")
         with open(self.path, "rb") as file:
             file.seek(int(begin))
             line = file.read(int(end - begin))
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of JSON with thousands of brackets
             raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) is no JSON object: {line[:80]!r}")
@@ -78,6 +71,28 @@ class JsonLines(LazyRows):
     def column_names(self) -> list[str]:
         """The keys of the first rows."""
         return list(dict.fromkeys(key for i in range(min(len(self), NUM_ROWS_FOR_COLUMNS)) for key in self[i]))
+
+
+def _lines(path: str) -> Iterator[tuple[int, int]]:
+    """Where each line of a file that is not blank begins and ends."""
+    if Path(path).stat().st_size == 0:  # an empty file cannot be mapped
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        begin = 0
+        while begin < len(data):
+            end = data.find(b"\n", begin)
+            end = len(data) if end < 0 else end
+            # Only short lines are read: a longer line is taken not to be blank.
+            if end - begin > 16 or data[begin:end].strip():
+                yield begin, end
+            begin = end + 1
+
+
+def _too_long(num_bytes: int) -> str | None:
+    """Why a line of a file is not read."""
+    if num_bytes <= MAX_ROW_BYTES:
+        return None
+    return f"has {num_bytes / 2**20:,.0f} MiB, more than {MAX_ROW_BYTES >> 20} MiB: every row is a line of its own"
 
 
 class MarkedRows(LazyRows):
@@ -206,6 +221,10 @@ def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool
         raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
     if Path(path).stat().st_size == 0:
         raise ValueError(f"dataset file {path!r} is empty")
+    if path.endswith(".jsonl") and Path(path).stat().st_size > MAX_ROW_BYTES:
+        for row, (begin, end) in enumerate(_lines(path)):
+            if (problem := _too_long(end - begin)) is not None:
+                raise ValueError(f"dataset file {path!r}: row {row} (from 0) {problem}")
     try:
         table = datasets.load_dataset(builder, data_files=path, cache_dir=cache_dir, streaming=streaming)["train"]
     except (DatasetGenerationError, ValueError) as error:

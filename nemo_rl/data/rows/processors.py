@@ -11,7 +11,7 @@ chat template shows the row's `tools`, or those of `data.default.tools_file`; th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -120,6 +120,8 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         )
     question = row["question"] if "question" in row else row["problem"]
     answer = row["answer"] if "answer" in row else row["expected_answer"]
+    if not isinstance(row["options"], Mapping):
+        raise ValueError(f"multichoice_qa_processor: 'options' must be {{letter: text}}, not {row['options']!r:.80}")
     options = "\n".join(f"{letter}) {text}" for letter, text in row["options"].items() if text is not None)
     return _question(f"{question}\n\n{options}", {"ground_truth": str(answer)})
 
@@ -203,8 +205,12 @@ def both_forms(row: Row) -> dict[str, Any]:
     """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has.
 
     The first user message is the problem, and the last assistant message the expected answer.
+
+    Raises:
+        ValueError: if `messages` is no list of messages with role and content.
     """
     if "messages" in row:
+        _require_messages(row["messages"])
         first = {message["role"]: message for message in reversed(row["messages"])}
         last = {message["role"]: message for message in row["messages"]}
         asked = first["user"]["content"] if "user" in first else None
@@ -218,6 +224,14 @@ def both_forms(row: Row) -> dict[str, Any]:
         ]
         return {"messages": messages, **row}
     return dict(row)
+
+
+def _require_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ValueError(f"'messages' must be a list of messages, not {str(messages)[:80]!r}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"'messages' has one without role (a text) and content: {str(message)[:80]!r}")
 
 
 # -- The registry.

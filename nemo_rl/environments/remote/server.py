@@ -67,7 +67,9 @@ class EnvironmentServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if self.token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        if self.token is not None and not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), f"Bearer {self.token}".encode()
+        ):
             return web.json_response({"error": "the token is missing or wrong (Authorization: Bearer ...)"}, status=401)
         return await handler(request)
 
@@ -82,7 +84,7 @@ class EnvironmentServer:
             return web.json_response({"error": problem}, status=415)
         try:
             message = protocol.read(model, protocol.check_version(json.loads(await request.read())))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of JSON with thousands of brackets
             return web.json_response({"error": str(error)}, status=400)
         key = f"{request.path} {message.request_id}"
         # Shielded: the answer is made even if this connection breaks, for the same request that comes again.

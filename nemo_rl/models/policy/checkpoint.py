@@ -28,9 +28,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -93,6 +95,7 @@ class PolicyState:
     ) -> PolicyState:
         """`tensors`: as `policy_tensors` returns them, the parameters of the optimizer among them."""
         weights = {name: tensor.detach() for name, tensor in tensors.items()}
+        require_finite(weights)
         if optimizer is None:
             return cls(weights, None, None)
         # Plain values, copied, equal on all ranks: hyperparameters of each group and the scheduler's counters.
@@ -111,6 +114,14 @@ class PolicyState:
             save_tensors(self.optimizer, directory / "optimizer", "torch_save", group)
             if _is_first():
                 torch.save(self.settings, directory / "optimizer" / SETTINGS_NAME)
+
+
+def require_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises RuntimeError if a tensor, or this rank's part of it, is not finite: every run from it would be lost."""
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in weights.items()}
+    bad = [name for name, tensor in local.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if bad:
+        raise RuntimeError(f"the checkpoint is not written, because weights are not finite: {some_of(bad)}")
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

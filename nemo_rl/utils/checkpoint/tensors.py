@@ -38,6 +38,13 @@ _ALLOWED_GLOBALS = {
 }  # fmt: skip
 
 
+# What the unpickler raises for bytes that are no pickle: lengths that no memory has, operations without operands.
+_DAMAGED_PICKLE = (
+    pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError,
+    MemoryError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
 class DamagedTensorsError(CheckpointError):
     """The header of saved tensors cannot be read."""
 
@@ -77,10 +84,10 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
                 raise pickle.UnpicklingError("it is no metadata of torch.distributed.checkpoint")
         else:
             metadata = HuggingFaceStorageReader(path=str(directory)).read_metadata()
-    except (pickle.UnpicklingError, EOFError, ImportError, SafetensorError, KeyError, ValueError) as error:
+        return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    except (SafetensorError, *_DAMAGED_PICKLE) as error:
         name = path.name if path.is_file() else "a safetensors file"
         raise DamagedTensorsError(f"{directory}: {name} is damaged ({error}); restore it from a copy") from error
-    return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
 
 def check_checkpoint_fits(

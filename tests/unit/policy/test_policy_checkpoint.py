@@ -23,6 +23,7 @@ from nemo_rl.models.policy.checkpoint import (
     load_tensors,
     names_and_shapes,
     policy_tensors,
+    require_finite,
     save_tensors,
     write_safetensors,
 )
@@ -418,3 +419,13 @@ def test_large_models_are_written_in_several_files(tmp_path):
     assert len(files) == 3
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in tensors())
+
+
+def test_weights_that_are_not_finite_are_not_written() -> None:
+    """A checkpoint of them would end every run that resumes from it."""
+    weights = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16), "steps": torch.ones(1, dtype=torch.int64)}
+    require_finite(weights)
+    for value in (float("nan"), float("inf")):
+        weights["b"][1] = value
+        with pytest.raises(RuntimeError, match="not written, because weights are not finite: b"):
+            require_finite(weights)

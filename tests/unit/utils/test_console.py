@@ -134,3 +134,17 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
         (2, "end", ""),
     ]
     assert events[-1]["status"] == 1 and events[0]["time"] <= events[-1]["time"]
+
+
+def test_an_error_is_told_with_its_step_and_phase():
+    console = RunConsole(num_steps=4, file=io.StringIO())
+    early, late, other = ValueError("a"), ValueError("b"), ValueError("c")
+    assert console.where(early) == "start"
+    with console:
+        console.resume(2)
+        assert console.where(early) == "step 3"
+        for error in (early, late):
+            with pytest.raises(ValueError), console.phase("validation"), console.phase("generation"):
+                raise error
+        assert console.where(late) == "step 3, validation > generation"
+        assert console.where(other) == "step 3"

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
@@ -452,6 +454,11 @@ def prepare_environment(device: str, engine_size: int) -> None:
     # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    # Killed engines leave their sockets behind. What torch compiled stays where the next run finds it.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes in native code writes its Python stack
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

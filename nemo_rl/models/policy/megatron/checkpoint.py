@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat, require_finite
 from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, problems_of_all, shapes_of
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, Shape, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
@@ -68,6 +68,7 @@ class MegatronState:
     @classmethod
     def of(cls, policy: MegatronPolicy, *, save_optimizer: bool) -> MegatronState:
         """The present state."""
+        require_finite(policy.parameters)
         weights: dict[str, Chunks] = {}
         # Without the copy of tied embeddings: on a rank that has both, their chunks would be the same twice.
         for name, entry in policy.entries(policy.parameters, with_tied_output=False).items():

@@ -1,0 +1,329 @@
+"""Plays cells of the fault matrix on runs of the real command line, and checks how each ends.
+
+A chain of cells is played in one folder by the same command, again and again: a life of the run ends with the first
+fault that it does not heal, and the next life resumes. What holds of every cell:
+
+- healed: later steps are finished in the same life; or
+- ended: status 1 within `cluster.worker_timeout_s` and 30 s, with one message that names process, phase and remedy, and
+  the next life goes on.
+
+After each life nothing is left of it. In the end every step has the metrics of a run without faults, to the bit; of an
+asynchronous run, which samples beside training, every prompt was trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.functional import faulty
+from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, comparable, run
+from tests.functional.fault_table import Cell
+
+TIMEOUT_S = 30
+LIFE_S = 240  # of a start and of one cell
+HOOKS = Path(__file__).parent / "hooks"
+EXAMPLES = ROOT / "examples"
+CONFIGS = EXAMPLES / "configs"
+NUM_PROMPTS = 12  # of an asynchronous run: an epoch is three steps
+NAMES = {  # in messages
+    "environment": "environment 'math'",
+    "engine": "generation-0",
+    "core": "generation-0",
+    "keeper": "group_keeper-0",
+    "critic": "value-0",
+    "teacher": "teacher",
+    "rollout": "rollout-0",
+    "tokenizer": "tokenizer-0",
+    "driver": "",
+    "node": "Ray",
+}
+
+
+def _sampling(section: str) -> tuple[str, ...]:
+    return (
+        *(text.replace("grpo.", f"{section}.") for text in SMALL if "max_num_steps" not in text),
+        f"{section}.max_num_steps=400",
+        f"{section}.max_failed_sample_fraction=0",
+        "policy.generation.vllm_cfg.enforce_eager=true",
+    )
+
+
+REFERENCE = ("grpo.skip_reference_policy_logprobs_calculation=false", "loss_fn.reference_policy_kl_penalty=0.01")
+EXACT = ("grpo.async_grpo.in_flight_weight_updates=false", "grpo.async_grpo.max_trajectory_age_steps=1")
+ASYNC = (
+    "data.train.kwargs={num_samples: 12}",
+    "grpo.max_num_epochs=1000",
+    "grpo.rollout_record={enabled: true, save_dir: record}",
+)
+SUPERVISED = (
+    "sft.max_num_steps=400",
+    "sft.val_period=2",
+    "sft.val_at_start=false",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=8",
+    "checkpointing.save_period=2",
+    "logger.tensorboard_enabled=false",
+)
+TWO_RANKS = ("cluster.cpu_workers_per_node=2",)
+RUNS: dict[str, tuple[Path, Path, tuple[str, ...]]] = {  # of a loop: script, configuration, overrides
+    "grpo": (EXAMPLES / "run_grpo_math.py", CPU_CONFIG, (*_sampling("grpo"), *REFERENCE, *TWO_RANKS)),
+    "async": (
+        EXAMPLES / "run_grpo_math.py",
+        CONFIGS / "grpo_math_async_cpu.yaml",
+        (*_sampling("grpo"), *REFERENCE, *ASYNC),
+    ),
+    "ppo": (EXAMPLES / "run_ppo.py", CONFIGS / "ppo_math_cpu.yaml", _sampling("ppo")),
+    "distillation": (
+        EXAMPLES / "run_distillation.py",
+        CONFIGS / "distillation_math_cpu.yaml",
+        _sampling("distillation"),
+    ),
+    "sft": (EXAMPLES / "run_sft.py", CONFIGS / "sft_cpu.yaml", (*SUPERVISED, *TWO_RANKS)),
+}
+COMMON = (
+    f"cluster.worker_timeout_s={TIMEOUT_S}",
+    "checkpointing.keep_top_k=3",
+    "checkpointing.metric_name=null",
+)
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """How a cell ended: "healed" or "ended", after how many seconds, and the first line of the message."""
+
+    cell: Cell
+    how: str
+    seconds: float
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cell}: {self.how} after {self.seconds:.0f} s {self.message}".rstrip()
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """A run in `folder`, which has had `lives`."""
+
+    loop: str
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    while_running: Callable[[], None] = lambda: None  # called about twice a second
+    lives: int = 0
+    endings: list[Ending] = field(default_factory=list)
+
+    @property
+    def orders(self) -> Path:
+        return self.folder / "orders"
+
+    def play(self, cells: Sequence[Cell]) -> list[Ending]:
+        """Every cell, and one more life if the last one ended the run."""
+        left = list(enumerate(cells))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while left or (self.endings and self.endings[-1].how == "ended"):
+            done = self._live(left)
+            assert done or not left, f"no cell was played: {left[0][1]}\n{self.output[-4000:]}"
+            left = left[done:]
+            if not done:
+                break
+        return self.endings
+
+    @property
+    def output(self) -> str:
+        return (self.folder / f"life_{self.lives}.log").read_text()
+
+    def _live(self, cells: list[tuple[int, Cell]]) -> int:
+        """Start the command with these cells, wait until it ends, and look. Returns the number of cells played."""
+        self.lives += 1
+        shutil.rmtree(self.orders, ignore_errors=True)
+        self.orders.mkdir()
+        (self.orders / "cells.json").write_text(json.dumps([(number, asdict(cell)) for number, cell in cells]))
+        every_s = float(self.environment.get("FAULTS_EVERY_S", "0"))
+        status, ended_at = self._run(LIFE_S + len(cells) * (TIMEOUT_S + 60 + every_s))
+        played = [json.loads(line) for line in self._lines("played.jsonl")]
+        by_number = dict(cells)
+        ends_itself = bool(played) and played[-1]["number"] is None
+        for position, entry in enumerate(played):
+            following = played[position + 1] if position + 1 < len(played) else None
+            if entry["number"] is None:
+                continue
+            cell = by_number[entry["number"]]
+            until = following["time"] if following is not None else ended_at
+            ending = Ending(cell=cell, how="healed", seconds=until - entry["time"])
+            if following is None:
+                ending.how = "ended"
+                ending.message = self._check_end(cell, status, ending.seconds)
+            self.endings.append(ending)
+            print(f"  life {self.lives}: {ending}", file=sys.stderr, flush=True)
+        if ends_itself:
+            assert status == 130, self.output[-4000:]
+        if not cells:
+            assert ends_itself, f"the same command does not resume\n{self.output[-4000:]}"
+        return sum(entry["number"] is not None for entry in played)
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.orders / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _run(self, limit_s: float) -> tuple[int, float]:
+        """The exit status and the time of the end. Asserts that nothing of the run is left."""
+        script, config, overrides = RUNS[self.loop]
+        temporary = Path(tempfile.mkdtemp(prefix="rf_", dir="/tmp"))  # sockets: short paths
+        (temporary / "t").mkdir()
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment |= {
+            "PYTHONPATH": f"{HOOKS}{os.pathsep}{ROOT}",
+            "FAULTS_FOLDER": str(self.orders),
+            "RAY_TMPDIR": str(temporary),
+            "TMPDIR": str(temporary / "t"),
+            **self.environment,
+        }
+        command = [sys.executable, faulty.__file__, str(script), "--config", str(config)]
+        shared = temporary / "shm"  # its own /dev/shm: other runs beside this one use the machine's
+        shared.mkdir()
+        is_root = os.geteuid() == 0
+        if is_root:
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", shared], check=True)
+            inside = f'mount --bind {shared} /dev/shm && exec "$@"'
+            command = ["unshare", "--mount", "sh", "-c", inside, "sh", *command]
+        with (self.folder / f"life_{self.lives}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, *overrides, *COMMON, *self.overrides],
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            deadline = time.monotonic() + limit_s
+            while (status := process.poll()) is None:
+                assert time.monotonic() < deadline, f"still there after {limit_s:.0f} s\n{self.output[-6000:]}"
+                self.while_running()
+                time.sleep(0.5)
+            ended_at = time.time()
+            (self.folder / faulty.FILLER).unlink(missing_ok=True)
+            check_nothing_left(self.orders, [shared, temporary / "t"], self.output)
+        finally:
+            for pid in processes_of(self.orders):
+                os.kill(pid, signal.SIGKILL)
+            if is_root:
+                subprocess.run(["umount", "-l", shared], check=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+        return status, ended_at
+
+    def _check_end(self, cell: Cell, status: int, seconds: float) -> str:
+        output = self.output
+        if cell.who == "driver" and cell.what == "kill":
+            assert status == -signal.SIGKILL, (status, output[-4000:])
+            return ""
+        assert status == 1, f"{cell}: status {status}\n{output[-6000:]}"
+        assert seconds < TIMEOUT_S + 30, f"{cell}: {seconds:.0f} s\n{output[-6000:]}"
+        messages = re.findall(r"^ERROR (.*)", output, re.MULTILINE)
+        assert len(messages) == 1, f"{cell}: {len(messages)} messages\n{output[-6000:]}"
+        text = output.rpartition("\nERROR ")[2]
+        wanted = [NAMES.get(cell.who, cell.who)] if cell.what != "disk" else []
+        if cell.what == "nonsense":
+            wanted += ["loss nan", "loss inf"]  # of all ranks
+        if cell.what == "cut" and cell.who.startswith("policy-"):
+            wanted += ["policy-"]  # either end of the connection
+        if wanted and not any(name in text for name in wanted):
+            raise AssertionError(f"{cell}: {wanted} not in the message\n{output[-6000:]}")
+        assert re.match(r"(step \d+, \w+|start): ", text), f"{cell}: neither step nor phase\n{output[-6000:]}"
+        assert "the same command" in text, f"{cell}: no remedy\n{output[-6000:]}"
+        return text.splitlines()[0][:200]
+
+    # -- in the end
+
+    def check_metrics(self) -> None:
+        """Every step has the metrics of a run without faults, to the bit."""
+        rows = self._rows(self.folder)
+        last = max(rows)
+        script, config, overrides = RUNS[self.loop]
+        section = "grpo" if self.loop == "async" else self.loop
+        limit = f"{section}.max_num_steps={last}"
+        folder = self.folder.with_name("whole")
+        whole = run(
+            folder,
+            *overrides,
+            *COMMON,
+            *self.overrides,
+            limit,
+            script=script,
+            config=config,
+            timeout_s=LIFE_S + last * 10,
+        )
+        assert whole.status == 0, whole.output[-4000:]
+        want = self._rows(folder)
+        for step, several in rows.items():
+            for row in several:
+                assert row == want[step][0], f"step {step}: {difference(row, want[step][0])}"
+
+    def _rows(self, folder: Path) -> dict[int, list[dict[str, float]]]:
+        files = sorted(folder.glob("logs/exp_*/metrics.jsonl"))
+        found = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.endswith("}")]
+        rows: dict[int, list[dict[str, float]]] = {}
+        for row in comparable(found):
+            rows.setdefault(row["step"], []).append(row)
+        return rows
+
+    def check_prompts(self) -> None:
+        """Every prompt once in each finished epoch, none twice and none missing."""
+        steps = sorted(self.folder.glob("record/step_*"))
+        assert [int(step.name[5:]) for step in steps] == list(range(1, len(steps) + 1))
+        trained = [list(json.loads((step / "index.json").read_text())["trained"]) for step in steps]
+        groups = [group for step in trained for group in step]
+        assert len(set(groups)) == len(groups)
+        per_epoch = NUM_PROMPTS // len(trained[0])
+        epochs: dict[int, Counter[str]] = {}
+        for group in groups:
+            batch, _, prompt = group.split("/", 2)
+            epochs.setdefault((int(batch) - 1) // per_epoch, Counter())[prompt] += 1
+        assert all(count == 1 for prompts in epochs.values() for count in prompts.values())
+        whole = len(steps) // per_epoch
+        assert all(len(epochs[epoch]) == NUM_PROMPTS for epoch in range(whole))
+
+
+def difference(row: dict[str, float], want: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    names = [name for name in {*row, *want} if row.get(name) != want.get(name)]
+    return {name: (row.get(name), want.get(name)) for name in sorted(names)}
+
+
+# -- what is left of a run
+
+
+def processes_of(orders: Path) -> list[int]:
+    """Processes that were started with the variables of a run, wherever their parents are."""
+    mark = f"FAULTS_FOLDER={orders}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def check_nothing_left(orders: Path, folders: Sequence[Path], output: str) -> None:
+    """No process, hence no port; no shared memory and no temporary file, which are in `folders`."""
+    deadline = time.monotonic() + 20
+    while left := processes_of(orders):
+        if time.monotonic() > deadline:
+            shown = [f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:200]!r}" for pid in left]
+            raise AssertionError("left behind:\n" + "\n".join(shown) + "\n" + output[-4000:])
+        time.sleep(0.1)
+    files = [str(path) for folder in folders for path in folder.rglob("*") if not path.is_dir()]
+    assert not files, f"left behind: {files}\n{output[-2000:]}"

@@ -1,0 +1,111 @@
+"""Hurts the process that imports it when told to, from inside: what no signal can do.
+
+On the module path of a run whose variable `FAULTS_FOLDER` is set, every Python process of it imports this file when it
+starts. A file `<pid>` in that folder names what to do: "exception" or "nonsense" (`fault_table.WHAT`).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+POLL_S = 0.02
+
+
+class InjectedFault(RuntimeError):
+    """The exception of the tests."""
+
+
+def _watch(folder: Path) -> None:
+    order = folder / str(os.getpid())
+    while not order.exists():
+        time.sleep(POLL_S)
+    {"exception": _raise_once, "nonsense": _return_nonsense}[order.read_text()]()
+    order.unlink()
+
+
+def _raise_once() -> None:
+    _replace_once(_target(), lambda: InjectedFault("injected by the tests"))
+
+
+def _return_nonsense() -> None:
+    if "torch" in sys.modules:
+        import torch
+
+        models = [m for m in _objects() if issubclass(type(m), torch.nn.Module)]
+        sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in models}
+        if any(sizes.values()):
+            largest = max(models, key=lambda m: sizes[id(m)])
+            with torch.no_grad():
+                for parameter in largest.parameters():
+                    parameter.fill_(float("nan"))
+            return
+    target = _target()
+    if type(target).__name__ == "VerifierPool":
+        module = sys.modules["nemo_rl.environments.math.environment"]
+        one_turn = module.one_turn
+
+        def without_rewards(observations, metadata, rewards, **kwargs):
+            module.one_turn = one_turn
+            return one_turn(observations, metadata, rewards * float("nan"), **kwargs)
+
+        module.one_turn = without_rewards
+        return
+    _replace_once(target, lambda: None)
+
+
+def _objects() -> list[object]:
+    return gc.get_objects()
+
+
+def _target() -> object:
+    """What the process is there for: a worker, an environment's pool of verifiers, or a keeper's module `ray`."""
+    for found in _objects():
+        name = type(found).__name__
+        if name == "ActorHost":
+            return found._worker
+        if name == "MathEnvironment":
+            return found.pool
+        if name == "GroupKeeper":
+            return sys.modules["nemo_rl.rollouts.group_keeper"]
+    raise AssertionError("no worker in this process")
+
+
+def _replace_once(target: object, result) -> None:
+    """The next call of any public method of `target`, or of `ray.put` in its module, gives or raises `result()`."""
+    if inspect.ismodule(target):
+        target = target.ray
+        names = ["put"]
+    else:
+        names = [n for n, f in inspect.getmembers(type(target), inspect.isfunction) if not n.startswith("_")]
+    before = {name: getattr(target, name) for name in names}
+
+    def answer():
+        for name, method in before.items():
+            setattr(target, name, method)
+        found = result()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def answer_later(*args, **kwargs):
+        return answer()
+
+    for name, method in before.items():
+        is_async = inspect.iscoroutinefunction(method)
+        setattr(target, name, answer_later if is_async else lambda *args, **kwargs: answer())
+
+
+def _start() -> None:
+    folder = os.environ.get("FAULTS_FOLDER")
+    if folder is not None:
+        threading.Thread(target=_watch, args=[Path(folder)], name="faults", daemon=True).start()
+
+
+_start()
+os.register_at_fork(after_in_child=_start)

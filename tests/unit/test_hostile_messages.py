@@ -1,0 +1,381 @@
+"""Data, requests, answers of servers and files of checkpoints that somebody else wrote: refused by a message.
+
+`HOSTILE_CASES=10000 pytest tests/unit/test_hostile_messages.py` looks longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
+from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
+from nemo_rl.data.interfaces import BAD_ROW
+from nemo_rl.data.rows.setup import PromptProcessor, Task
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.remote.environment import RemoteEnvironment
+from nemo_rl.environments.remote.server import EnvironmentServer
+from nemo_rl.rollouts.openai_requests import ChatRequest, CompletionRequest, RequestError, parse_request
+from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
+from tests.unit.data.test_examples import TOKENIZER, maker, prompt
+from tests.unit.environments.http_servers import served
+from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile
+
+DEEP = 100_000
+HUGE = ["1e999", "-1e999", "NaN", "9" * 5000, "0." + "1" * 5000, "[" * DEEP, '{"a":' * DEEP, '"\\ud800"', '"\x00"']
+
+
+@st.composite
+def damaged(draw: st.DrawFn, text: str) -> bytes:
+    """A JSON text with a value replaced, cut off, or with other bytes."""
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, max(0, len(text) - 1)))
+        end = draw(st.integers(begin, min(len(text), begin + 12)))
+        new = draw(st.sampled_from([*HUGE, "", '"', "{", "}", "[", "]", ":", ",", "null", "-1", "0", "1.5", "true"]))
+        text = text[:begin] + new + text[end:]
+    content = bytearray(text.encode("utf-8", "surrogatepass"))
+    if draw(st.booleans()):
+        content = content[: draw(st.integers(0, len(content)))]
+    if content and draw(st.booleans()):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content)
+
+
+# -- data
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": None}
+ROLES = st.sampled_from(["user", "assistant", "system", "tool", ""])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": ROLES | VALUES, "content": VALUES}, optional={"tool_calls": VALUES, "name": VALUES})
+    | VALUES,
+    max_size=3,
+)
+ROWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": MESSAGES | VALUES,
+        "input": VALUES,
+        "output": VALUES,
+        "tools": VALUES,
+        "prompt": VALUES,
+        "chosen": MESSAGES | VALUES,
+        "rejected": MESSAGES | VALUES,
+        "problem": VALUES,
+        "expected_answer": VALUES,
+        "options": VALUES,
+        "answer": VALUES,
+        "input_ids": st.lists(st.integers() | SCALARS, max_size=4),
+        "token_mask": st.lists(st.integers() | SCALARS, max_size=4),
+    },
+)
+
+
+@hostile
+@given(damaged(json.dumps(CHAT)))
+def test_lines_of_data_are_rows_or_marked(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(CHAT).encode() + b"\n" + line)
+    rows = MarkedRows(JsonLines(str(path)), chat_row)
+    for i in range(len(rows)):
+        row = rows[i]
+        assert BAD_ROW in row or isinstance(row["messages"], list)
+
+
+@hostile
+@given(ROWS, st.sampled_from(["chat", "columns", "preference", "none"]))
+def test_no_content_of_a_row_raises(row: dict[str, Any], layout: str) -> None:
+    """Of an example: it has tokens, or a problem that is told."""
+    convert = {
+        "chat": chat_row,
+        "columns": lambda row: columns_row(row, input_key="input", output_key="output"),
+        "preference": lambda row: keyed_row(
+            row, prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", tool_key="tools"
+        ),
+        "none": dict,
+    }[layout]
+    found = MarkedRows([row], convert)[0]
+    for processor in ("sft_processor", "preference_processor"):
+        examples, meta = maker(processor)(prompt(found))
+        assert meta.problem or all(len(example.token_ids) > 0 for example in examples)
+
+
+@hostile
+@given(ROWS, st.sampled_from(["math_hf_data_processor", "multichoice_qa_processor", "conversation_processor"]))
+def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
+    from nemo_rl.data.interfaces import TaskDataSpec
+    from nemo_rl.data.rows.processors import find_processor
+
+    task = Task(spec=TaskDataSpec("t"), processor=find_processor(name), processor_name=name)
+    try:
+        datum = PromptProcessor({"t": task}, TOKENIZER, 256)(prompt(row))
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert datum["length"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bad.jsonl", b'{"input": "a", "output": "\xff\xfe"}\n'),
+        ("bad.csv", b"input,output\na,\xff\xfe\n"),
+        ("bad.csv", b'input,output\n"a,b\n'),
+        ("types.jsonl", b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'),
+        ("list.json", b"[1, 2"),
+        ("cut.parquet", b"PAR1" + bytes(60)),
+        ("nothing.json", b"[]"),
+        ("blank.jsonl", b"\n\n"),
+        ("deep.jsonl", b'{"a":' * DEEP),
+    ],
+)
+def test_files_of_data_are_read_or_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    kind = {"jsonl": "json"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
+    if name in ("bad.jsonl", "types.jsonl"):  # single rows
+        rows = MarkedRows(load_file_as(str(path), kind, str(tmp_path / "cache")), dict)
+        assert [BAD_ROW in rows[i] for i in range(len(rows))] == {"bad.jsonl": [True], "types.jsonl": [False] * 3}[name]
+        return
+    with pytest.raises(ValueError, match="dataset"):
+        load_file_as(str(path), kind, str(tmp_path / "cache"))
+
+
+def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"messages": []}\n{"messages": "')
+        file.truncate(1 << 30)
+    started = time.process_time()
+    rows = MarkedRows(JsonLines(str(path)), dict)
+    assert rows[0] == {"messages": []}
+    assert f"more than {MAX_ROW_BYTES >> 20} MiB" in rows[1][BAD_ROW]
+    with pytest.raises(ValueError, match=r"row 1 .*MiB"):
+        load_file_as(str(path), "json", str(tmp_path / "cache"))
+    assert time.process_time() - started < 20
+
+
+# -- requests and answers over HTTP
+
+
+class Echo(EnvironmentInterface[Any]):
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        size = len(message_log_batch)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": log[-1]["content"]} for log in message_log_batch],
+            metadata,
+            [None] * size,
+            torch.ones(size),
+            torch.ones(size),
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {"size": float(len(batch))}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with served(EnvironmentServer(Echo(), "echo", "secret").app()) as url:
+        yield url
+
+
+STEP = {"protocol": 1, "request_id": "a", "batch": [{"messages": [{"role": "user", "content": "b"}], "metadata": {}}]}
+METRICS = {"protocol": 1, "request_id": "b", "batch": {"rewards": [1.0, 2], "group_id": ["x", "y"]}}
+
+
+def post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+@hostile
+@given(
+    st.one_of(
+        st.tuples(st.just("/step"), damaged(json.dumps(STEP))),
+        st.tuples(st.just("/metrics"), damaged(json.dumps(METRICS))),
+    )
+)
+def test_an_environment_server_answers_whatever_is_sent(server: str, sent: tuple[str, bytes]) -> None:
+    status, answer = post(server, *sent, {"Authorization": "Bearer secret"})
+    assert status in (200, 400) and ("error" in answer) == (status == 400), (status, answer)
+
+
+@hostile
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=30))
+def test_no_header_is_taken_for_the_token(server: str, token: str) -> None:
+    status, _ = post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})
+    assert status == 401
+
+
+ANSWER: dict[str, Any] = {
+    "protocol": 1,
+    "observations": [{"role": "environment", "content": "c"}],
+    "metadata": [{"a": [1, 2.5]}],
+    "rewards": [1.0],
+    "terminateds": [True],
+    "next_stop_strings": [["x"]],
+    "answers": ["1"],
+    "failures": [None],
+    "metrics": [{"b": 1.0}],
+}
+
+
+@pytest.fixture(scope="module")
+def liar() -> Iterator[tuple[RemoteEnvironment, list[bytes]]]:
+    """An environment behind a server that answers with the bytes of the list."""
+    said = [b""]
+
+    async def step(request: web.Request) -> web.Response:
+        return web.Response(body=said[0], content_type="application/json")
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"protocol": 1})
+
+    app = web.Application()
+    app.router.add_post("/step", step)
+    app.router.add_get("/health", health)
+    with served(app) as url:
+        yield RemoteEnvironment({"base_url": url, "backoff_s": 0.0, "max_retries": 0, "start_timeout_s": 5.0}), said
+
+
+@hostile
+@given(damaged(json.dumps(ANSWER)))
+def test_what_an_environment_server_says_is_a_step_or_a_failure(
+    liar: tuple[RemoteEnvironment, list[bytes]], answer: bytes
+) -> None:
+    environment, said = liar
+    said[0] = answer
+    found = environment.step([[{"role": "assistant", "content": "b"}]], [{}])
+    assert found.failures is not None
+    assert found.failures[0] is not None or torch.isfinite(found.rewards).all()
+
+
+CHAT_REQUEST = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "a"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 1,
+    "stop": ["x"],
+    "seed": 3,
+    "n": 2,
+}
+
+
+@hostile
+@given(damaged(json.dumps(CHAT_REQUEST)))
+def test_requests_of_completions_are_read_or_refused(body: bytes) -> None:
+    for kind in (ChatRequest, CompletionRequest):
+        try:
+            parse_request(kind, body)
+        except RequestError as error:
+            assert error.status == 400 and len(str(error)) < 5000
+
+
+def test_slow_clients_keep_no_one_waiting(server: str) -> None:
+    """Connections that never finish their request: 1,000 by name. A whole request is answered beside them."""
+    host, port = server.removeprefix("http://").split(":")
+    slow = []
+    try:
+        for _ in range(min(1000, 2 * CASES)):
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection.sendall(b"POST /step HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n")
+            slow.append(connection)
+        started = time.monotonic()
+        status, _ = post(server, "/step", json.dumps(STEP).encode(), {"Authorization": "Bearer secret"})
+        assert status == 200 and time.monotonic() - started < 10
+    finally:
+        for connection in slow:
+            connection.close()
+
+
+# -- checkpoints
+
+CALLED: list[str] = []
+
+
+def trap(text: str) -> None:
+    CALLED.append(text)
+
+
+class Malicious:
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+CALLS = st.sampled_from(
+    [(trap, ("x",)), (eval, ("__import__('os')",)), (getattr, (int, "real")), (exec, ("1",)), (open, ("/dev/null",))]
+)
+CALL = CALLS.map(lambda call: Malicious(*call))
+NESTED = CALL | st.lists(CALL, min_size=1, max_size=2) | CALL.map(lambda call: {"state_dict_metadata": {"a": call}})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path_factory.mktemp("saved")
+    dcp.save({"a": torch.ones(2, 3), "b": torch.zeros(4)}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+@hostile
+@given(NESTED, st.integers(0, 5), st.data())
+def test_a_malicious_pickle_is_never_unpickled(saved: Path, nested: Any, protocol: int, data: st.DataObject) -> None:
+    """In a header of torch's format, whole or in the middle of a sound one, and in the state of the data."""
+    sound = (saved / METADATA_NAME).read_bytes()
+    content = pickle.dumps(nested, protocol)
+    at = data.draw(st.integers(2, len(sound) - 1))
+    try:
+        for header in (content, sound[:at] + content, sound[:at] + content[2:] + sound[at:]):
+            (saved / METADATA_NAME).write_bytes(header)
+            with contextlib.suppress(CheckpointError):
+                saved_tensors(saved)
+            assert not CALLED
+        path = saved / "state.pt"
+        path.write_bytes(content)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=True)
+        assert not CALLED
+    finally:
+        (saved / METADATA_NAME).write_bytes(sound)
+
+
+@hostile
+@given(st.data())
+def test_damaged_headers_of_tensors_are_refused(saved: Path, data: st.DataObject) -> None:
+    sound = (saved / METADATA_NAME).read_bytes()
+    content = bytearray(sound)
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    try:
+        (saved / METADATA_NAME).write_bytes(bytes(content))
+        try:
+            saved_tensors(saved)
+        except CheckpointError as error:
+            assert str(saved) in str(error)
+    finally:
+        (saved / METADATA_NAME).write_bytes(sound)
