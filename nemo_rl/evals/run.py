@@ -14,9 +14,8 @@ from typing import Any
 import ray
 
 from nemo_rl.algorithms.setup.launch import run_command, start_cluster
-from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts, image_reader
-from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
-from nemo_rl.algorithms.setup.rollouts import sections_to_start
+from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts, image_reader, sections_to_start
+from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.setup import PromptProcessor
@@ -208,22 +207,16 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     settings = worker_settings(
         inputs.process,
         environments,
+        config.env,
         limits=EpisodeLimits(
             max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.vllm_cfg.max_model_len
         ),
         env_step_timeout_s=config.eval.env_step_timeout_s,
         worker_timeout_s=machines.worker_timeout_s,
         seed=config.eval.seed,
-        connect_agents=agents_of(
-            config.env,
-            environments,
-            name=config.generation.model_name,
-            tokenizer=inputs.model.tokenizer,
-            vocab_size=len(inputs.model.tokenizer),
-            vllm=config.generation.vllm_cfg,
-            max_calls=config.eval.max_rollout_turns,
-            env_step_timeout_s=config.eval.env_step_timeout_s,
-        ),
+        model_name=config.generation.model_name,
+        vocab_size=len(inputs.model.tokenizer),
+        vllm=config.generation.vllm_cfg,
     )
     collector = RolloutCollector(
         cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s

@@ -27,9 +27,11 @@ from nemo_rl.environments.config import (
     BUILT_IN_TOOLS,
     AnyEnvironmentConfig,
     CompositeEnvironmentConfig,
+    LLMJudgeEnvironmentConfig,
     judges_of,
     named_sections,
     own_python,
+    sections_of,
 )
 from nemo_rl.environments.registry import env_class_path, find_env_class
 from nemo_rl.models.generation.config import HttpServerConfig
@@ -252,6 +254,28 @@ def _named_outside(name: str, section: AnyEnvironmentConfig) -> Iterator[tuple[s
         for item in value if isinstance(value, list) else [value]:
             if item is not None and item not in BUILT_IN_TOOLS:
                 yield f"env.{name}.{field}", check, item
+
+
+def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
+    """The sections `names` as their processes get them.
+
+    Composites hold the sections that they name, and the models and prompt files of judges have absolute paths, since
+    processes may run in another folder.
+
+    Raises:
+        ValueError: for an unknown `tiny:` model.
+    """
+    names = sorted(judges_of(env, names))
+    sections = {name: env[name] for name in named_sections(env, names)}
+    for name, section in sections.items():
+        if isinstance(section, LLMJudgeEnvironmentConfig):
+            model, prompt = section.model_name, section.prompt_file
+            found = {
+                "model_name": resolve_model(model) if model is not None else None,
+                "prompt_file": str(Path(prompt).absolute()) if prompt is not None else None,
+            }
+            sections[name] = section.model_copy(update=found)
+    return sections_of(sections, names)
 
 
 def http_server_token(config: HttpServerConfig) -> str:

@@ -6,7 +6,7 @@ All of this is pickled. The worker's process imports this module, and none of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool, EnvironmentStep
-from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.environments.config import AnyEnvironmentConfig
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import AgentEnvironment, EpisodeFailure, RolloutWorkerSettings
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
@@ -30,27 +31,36 @@ ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mappi
 """(section of `env` -> actor handles, task name -> section) -> agents by task name."""
 
 
-def agents_of(env: Mapping[str, Any], names: Iterable[str], **how: Any) -> ConnectAgents | None:
-    """`agents.make_connect_agents` of the agents among the sections `names` of `env`; None without one."""
-    sections = {name: env[name] for name in names if env[name].type == "agent"}
-    return import_object(AGENTS, "agents")(sections, **how) if sections else None
-
-
 def worker_settings(
     process: PromptProcessor,
     environments: Mapping[str, Sequence[Any]],
+    env: Mapping[str, AnyEnvironmentConfig],
     *,
     limits: EpisodeLimits,
     env_step_timeout_s: float,
     worker_timeout_s: float,
     seed: int,
-    connect_agents: ConnectAgents | None = None,
+    model_name: str,
+    vocab_size: int,
+    vllm: VllmConfig,
 ) -> RolloutWorkerSettings:
     """`environments`: section of `env` -> actor handles. A request to an engine may take half of `worker_timeout_s`.
 
-    `connect_agents` is given where sections of type `agent` are among them.
+    Agents get `model_name` and `vocab_size` of the model, and the settings of chat in `vllm`.
     """
+    connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
+    if agents := {name: config for name in environments if (config := env[name]).type == "agent"}:
+        connect: ConnectAgents = import_object(AGENTS, "agents")(
+            agents,
+            name=model_name,
+            tokenizer=process.tokenizer,
+            vocab_size=vocab_size,
+            vllm=vllm,
+            max_calls=limits.max_turns,
+            env_step_timeout_s=env_step_timeout_s,
+        )
+        connect_agents = partial(connect, environments, task_to_env)
     return RolloutWorkerSettings(
         process=process,
         decode=partial(decode, process.tokenizer),
@@ -60,7 +70,7 @@ def worker_settings(
         limits=limits,
         run_seed=seed,
         engine_timeout_s=worker_timeout_s / 2,
-        connect_agents=partial(connect_agents, environments, task_to_env) if connect_agents is not None else dict,
+        connect_agents=connect_agents,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,23 +23,16 @@ from nemo_rl.algorithms.setup.preflight import (
     http_server_token,
     image_reader,
     prepare_model,
-    resolve_model,
+    sections_to_start,
 )
-from nemo_rl.algorithms.setup.rollout_parts import agents_of, sampling_params, worker_settings
+from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, prompt_loader
+from nemo_rl.data.rows.dataloader import PromptDataLoader, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.config import (
-    AnyEnvironmentConfig,
-    LLMJudgeEnvironmentConfig,
-    judges_of,
-    named_sections,
-    sections_of,
-)
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -51,7 +44,7 @@ from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.replay import NoWeightSync, RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
-from nemo_rl.types import Prompt, SamplingParams
+from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
@@ -70,6 +63,7 @@ class RolloutInputs:
 
     model: ModelInputs
     data: DataSetup
+    process: PromptProcessor
     prompts: PromptDataLoader
     sampling: SamplingParams  # in training
     identity: dict[str, Any]
@@ -122,7 +116,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     if config.policy.generation.vllm_cfg.expose_http_server:
         http_server_token(config.policy.generation.vllm_cfg.http_server)
     sampling = sampling_params(config.policy.generation, model.tokenizer)
-    return RolloutInputs(model=model, data=data, prompts=prompts, sampling=sampling, identity=identity)
+    return RolloutInputs(model=model, data=data, process=process, prompts=prompts, sampling=sampling, identity=identity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +203,7 @@ def build_rollouts(
         refit=refit,
         rollouts=rollouts,
         prompts=inputs.prompts,
-        validation_prompts=first_prompts(validation, rollout.max_val_samples),
+        validation_prompts=validation.first(rollout.max_val_samples) if validation is not None else [],
         train_sampling=inputs.sampling,
         val_sampling=replace(
             inputs.sampling, temperature=sampled.val_temperature, top_p=sampled.val_top_p, top_k=sampled.val_top_k
@@ -237,33 +231,23 @@ def start_trainer(
 def _worker_settings(
     config: RolloutMasterConfig, inputs: RolloutInputs, environments: Mapping[str, Sequence[Any]]
 ) -> RolloutWorkerSettings:
+    rollout, vllm = config.rollout, config.policy.generation.vllm_cfg
     return worker_settings(
-        PromptProcessor(
-            inputs.data.tasks,
-            inputs.model.tokenizer,
-            config.data.max_input_seq_length,
-            image_reader(inputs.model.processor_path, config.data),
-        ),
+        inputs.process,
         environments,
+        config.env,
         limits=EpisodeLimits(
-            max_turns=config.rollout.max_rollout_turns,
-            max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
-            timeout_s=config.rollout.episode_timeout_s,
+            max_turns=rollout.max_rollout_turns,
+            max_total_tokens=vllm.max_model_len,
+            timeout_s=rollout.episode_timeout_s,
             image_token_id=image_token_id(inputs.model.config),
         ),
-        env_step_timeout_s=config.rollout.env_step_timeout_s,
+        env_step_timeout_s=rollout.env_step_timeout_s,
         worker_timeout_s=config.cluster.worker_timeout_s,
-        seed=config.rollout.seed,
-        connect_agents=agents_of(
-            config.env,
-            environments,
-            name=config.policy.model_name,
-            tokenizer=inputs.model.tokenizer,
-            vocab_size=inputs.model.config.get_text_config().vocab_size,
-            vllm=config.policy.generation.vllm_cfg,
-            max_calls=config.rollout.max_rollout_turns,
-            env_step_timeout_s=config.rollout.env_step_timeout_s,
-        ),
+        seed=rollout.seed,
+        model_name=config.policy.model_name,
+        vocab_size=inputs.model.config.get_text_config().vocab_size,
+        vllm=vllm,
     )
 
 
@@ -377,36 +361,3 @@ def start_self_generation(
     training.accelerator.register_alias(GENERATION, policy.name_prefix, on_release=generation.rest)
     generation.prepare()
     return policy, generation, generation
-
-
-def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
-    """The sections `names` as their processes get them.
-
-    Composites hold the sections that they name, and the models and prompt files of judges have absolute paths, since
-    processes may run in another folder.
-
-    Raises:
-        ValueError: for an unknown `tiny:` model.
-    """
-    names = sorted(judges_of(env, names))
-    sections = {name: env[name] for name in named_sections(env, names)}
-    for name, section in sections.items():
-        if isinstance(section, LLMJudgeEnvironmentConfig):
-            model, prompt = section.model_name, section.prompt_file
-            found = {
-                "model_name": resolve_model(model) if model is not None else None,
-                "prompt_file": str(Path(prompt).absolute()) if prompt is not None else None,
-            }
-            sections[name] = section.model_copy(update=found)
-    return sections_of(sections, names)
-
-
-def first_prompts(dataset: PromptDataset | None, num: int) -> list[Prompt]:
-    """At most `num` prompts: the first ones of each part of the dataset, equally many of each as far as they last."""
-    if dataset is None:
-        return []
-    taken = [0] * len(dataset.parts)
-    for _ in range(min(num, len(dataset))):
-        open_parts = [number for number, part in enumerate(dataset.parts) if taken[number] < len(part)]
-        taken[min(open_parts, key=lambda number: taken[number])] += 1
-    return [dataset[dataset.start_of(number) + i] for number, count in enumerate(taken) for i in range(count)]

@@ -141,6 +141,14 @@ class PromptDataset:
         prompt_id = f"{part.name}:{row_index}" + (f"/{repetition}" if repetition else "")
         return Prompt(prompt_id=prompt_id, row=part.rows[row_index], idx=index, task_name=part.task_name)
 
+    def first(self, num: int) -> list[Prompt]:
+        """At most `num` prompts: the first ones of each part, equally many of each as far as they last."""
+        taken = [0] * len(self.parts)
+        for _ in range(min(num, len(self))):
+            open_parts = [number for number, part in enumerate(self.parts) if taken[number] < len(part)]
+            taken[min(open_parts, key=lambda number: taken[number])] += 1
+        return [self[self.start_of(number) + i] for number, count in enumerate(taken) for i in range(count)]
+
     def fingerprint(self) -> dict[str, Any]:
         """Identity of the data: per dataset its name, number of rows, repeat, and a hash of the rows.
 
