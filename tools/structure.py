@@ -39,6 +39,16 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def blocks(path: Path) -> list[ast.AST]:
+    """Statements and exception handlers of a file at any depth. Expressions, which hold none, are not visited."""
+    found: list[ast.AST] = list(parsed(path).body)
+    for node in found:  # grows while it is read
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            found += getattr(node, part, ())
+    return found
+
+
+@cache
 def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
@@ -47,7 +57,7 @@ def num_lines(path: Path) -> int:
 def imports(path: Path) -> frozenset[str]:
     """Modules of the package that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in blocks(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -97,7 +107,7 @@ def circles() -> list[list[str]]:
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in blocks(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -137,7 +147,7 @@ def broad_excepts() -> int:
     return sum(
         isinstance(node, ast.ExceptHandler) and catches_everything(node)
         for path in modules().values()
-        for node in ast.walk(parsed(path))
+        for node in blocks(path)
     )
 
 

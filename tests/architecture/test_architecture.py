@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tools.structure import blocks, module_name, parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nemo_rl"
@@ -57,22 +58,12 @@ NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets"}
 RAY_FREE = ("types.py", "config/*.py", "data/*.py", "data/*/*.py", "algorithms/losses/*.py", "algorithms/plan/*.py")
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
 def scripts() -> list[Path]:
     return sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def is_module(name: str) -> bool:
@@ -82,7 +73,7 @@ def is_module(name: str) -> bool:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute module of every import, inside functions and TYPE_CHECKING too."""
-    for node in ast.walk(parsed(path)):
+    for node in blocks(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -244,7 +235,7 @@ def test_files_and_functions_stay_small():
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
         if num_lines > MAX_FILE_LINES:
             problems.append(f"{where(path, 1)}: {num_lines} lines")
-        for node in ast.walk(parsed(path)):
+        for node in blocks(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
@@ -256,6 +247,8 @@ def test_files_and_functions_stay_small():
 
 
 def calls(path: Path, name: str) -> Iterator[ast.Call]:
+    if f"{name}(" not in path.read_text(encoding="utf-8"):
+        return
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
             yield node
@@ -280,7 +273,7 @@ def test_no_exception_is_swallowed():
     """`except Exception` is right only where everything is raised again after cleaning up."""
     problems = []
     for path in sources():
-        for node in ast.walk(parsed(path)):
+        for node in blocks(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             caught = (
