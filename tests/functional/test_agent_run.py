@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from nemo_rl.environments.agents.interfaces import AgentTask
-from tests.functional.cli import ROOT, Finished, run
+from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,6 +29,17 @@ SMALL = (
     "checkpointing.enabled=false",
     "logger.num_val_samples_to_print=0",
     "logger.tensorboard_enabled=false",
+)
+
+
+ASYNC = (
+    "cluster.cpu_workers_per_node=2",
+    "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
+    "loss_fn.use_importance_sampling_correction=true",
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.in_flight_weight_updates=true",
+    "grpo.async_grpo.max_trajectory_age_steps=2",
+    "grpo.async_grpo.group_order=arrival",
 )
 
 
@@ -69,3 +80,37 @@ def test_rows_of_agents_are_exact(tmp_path: Path) -> None:
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps), steps
     assert any(row["train/grad_norm"] > 0 for row in steps)
     assert any("validation/reward" in row or "validation/accuracy" in row for row in finished.metrics)
+
+
+@pytest.mark.slow
+def test_two_engines_give_the_same_rows_and_a_record_is_trained_again(tmp_path: Path) -> None:
+    record = f"grpo.rollout_record={{enabled: true, save_dir: {tmp_path / 'record'}}}"
+    no_validation = ("grpo.val_at_end=false",)
+    one = run(tmp_path / "one", *SMALL, *no_validation, record, script=SCRIPT, config=CONFIG)
+    many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4", "grpo.max_num_steps=1")
+    two = run(tmp_path / "two", *SMALL, *no_validation, *many, script=SCRIPT, config=CONFIG)
+    assert two.status == 0, two.output[-4000:]
+    steps = assert_whole(one)
+    for name in ("train/reward", "train/total_turns", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
+        assert steps[0][name] == two.metrics[0][name], name
+    assert two.metrics[0]["train/loss"] == pytest.approx(steps[0]["train/loss"], abs=1e-6)
+    replay = f"grpo.replay_from={tmp_path / 'record'}"
+    again = run(tmp_path / "again", *SMALL, *no_validation, replay, script=SCRIPT, config=CONFIG)
+    assert again.status == 0, again.output[-4000:]
+    for before, after in zip(steps, again.metrics, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/reward", "train/agents/rows_per_episode"):
+            assert before[name] == after[name], name
+
+
+@pytest.mark.slow
+def test_agents_play_while_weights_arrive_in_flight(tmp_path: Path) -> None:
+    finished = run(tmp_path, *SMALL, *ASYNC, script=SCRIPT, config=CONFIG)
+    steps = assert_whole(finished)
+    assert all(row["train/weight_version_lag/max"] <= 2 for row in steps)
+
+
+@pytest.mark.slow
+def test_a_killed_run_plays_its_open_episodes_again(tmp_path: Path) -> None:
+    saved = ("checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    more = ("grpo.max_num_steps=6", "grpo.val_at_end=false")
+    continues_bit_for_bit(tmp_path, *SMALL, *saved, *more, script=SCRIPT, config=CONFIG)
