@@ -46,6 +46,16 @@ class AgentEnvironmentConfig(ActorsConfig):
     memory_mib: int | None = Field(default=None, ge=64)
     """Address space of each process of `command` in MiB; null: no limit."""
 
+    isolate: bool = True
+    """A `command` changes files in its own folder only, reads no temporary or hidden file of other programs, and looks
+    into no other process; so it finds no other session's key. Needs Landlock (Linux 5.13)."""
+
+    network: bool = True
+    """A `command` has the network. false: it connects to the port of its session alone. Needs Linux 6.7."""
+
+    paths: list[str] = Field(default_factory=list)
+    """Further files and folders that an isolated `command` may read, run and change."""
+
     roles: dict[str, str | None] = Field(default_factory=dict)
     """Roles that the model plays in an episode, by name, each with a URL of its own: null is the policy; a model or
     checkpoint (`results/grpo/step_100`) is an opponent whose weights stay as they are."""
@@ -81,6 +91,8 @@ class AgentEnvironmentConfig(ActorsConfig):
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
+        if not self.isolate and (not self.network or self.paths):
+            yield "isolate", "network and paths are of isolated commands; set isolate: true"
         if self.kwargs and self.run is None:
             yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
         bad = [name for name in self.roles if not re.fullmatch(r"[\w-]+", name)]

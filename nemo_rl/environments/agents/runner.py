@@ -12,7 +12,6 @@ import inspect
 import json
 import math
 import os
-import resource
 import signal
 import tempfile
 import traceback
@@ -22,15 +21,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask, import_agent
+from nemo_rl.environments.agents.launch import check, launcher
 from nemo_rl.environments.config import AgentEnvironmentConfig
 from nemo_rl.utils.registry import import_object
 
 MAX_OUTPUT_BYTES = 65536  # of a command: what is kept of the end
 MAX_QUOTED = 2000  # characters
+_OUTPUT_S = 1.0  # for the last words of a command that has ended
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """What commands get of this process's environment, beside `env_vars` of their section."""
 
@@ -50,6 +52,8 @@ class AgentRunner:
         self.verifier: Callable[..., Any] | None = None
         if self.config.run is not None:
             self.agent = partial(import_agent(self.config.run), **self.config.kwargs)
+        if self.config.command is not None and self.config.isolate:
+            check(network=self.config.network)
         if self.config.verifier is not None:
             self.verifier = import_object(self.config.verifier, "verifier")
 
@@ -148,37 +152,53 @@ async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentO
             "AGENT_TASK": path,
             **config.env_vars,
         }
-        process = await asyncio.create_subprocess_exec(
-            *config.command,
-            cwd=folder,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
+        arguments = launcher(
+            config.command,
+            folder=folder,
+            port=urlsplit(task.base_url).port or 80,
+            isolate=config.isolate,
+            network=config.network,
+            paths=config.paths,
+            pythonpath=environment.get("PYTHONPATH", ""),
+            memory_mib=config.memory_mib,
         )
+        # A pipe of ours: asyncio's would wait for every child that keeps it open, also after the command's end.
+        ours, theirs = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader),
+            os.fdopen(ours, "rb", buffering=0),  # the transport closes it
+        )
+        reading = asyncio.create_task(_tail(reader))
+        with os.fdopen(theirs, "wb", buffering=0):
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                cwd=folder,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=theirs,
+                start_new_session=True,
+            )
         try:
-            if config.memory_mib is not None:
-                with suppress(ProcessLookupError):  # it has ended already
-                    limit = config.memory_mib << 20
-                    resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
-            output = await _tail(process)
             status = await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+            await asyncio.wait([reading], timeout=_OUTPUT_S)
+            transport.close()
+        output = await reading
     if status != 0:
         said = output.decode(errors="replace").strip()[-MAX_QUOTED:]
         raise AgentFailed(f"{config.command[0]} ended with status {status}: {said}")
     return AgentOutcome(end=AgentEnd.DONE)
 
 
-async def _tail(process: asyncio.subprocess.Process) -> bytes:
-    """The end of what a process writes until it closes its output."""
-    assert process.stdout is not None
+async def _tail(reader: asyncio.StreamReader) -> bytes:
+    """The end of what is written until the other side is closed."""
     kept = b""
-    while chunk := await process.stdout.read(MAX_OUTPUT_BYTES):
+    while chunk := await reader.read(MAX_OUTPUT_BYTES):
         kept = (kept + chunk)[-MAX_OUTPUT_BYTES:]
     return kept
 

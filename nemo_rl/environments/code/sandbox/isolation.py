@@ -198,25 +198,47 @@ def restrict_files(*, abi: int, readable: Sequence[str], devices: Sequence[str],
 
     If the kernel can, it refuses TCP, abstract sockets and signals to other processes as well.
     """
-    handled = _ALL_OF_ABI_1
-    for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
-        handled |= right if abi >= since else 0
-    attributes = struct.pack("=QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    ruleset = _syscall("landlock_create_ruleset", attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
     own = _READ | _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
     rules = [(path, _READ) for path in readable]
     rules += [(path, _READ_FILE | _WRITE_FILE) for path in devices]
-    for path, rights in [*rules, (own_directory, own)]:
+    _restrict([*rules, (own_directory, own)], abi=abi, ports=())
+
+
+def restrict_command(
+    *, abi: int, readable: Sequence[str], writable: Sequence[str], devices: Sequence[str], ports: Sequence[int] | None
+) -> None:
+    """Restrict this process to reading and running `readable`, changing `writable` and using `devices`.
+
+    It sees the memory and the environment of no process outside. `ports`: of TCP, to which alone it connects; None: it
+    has the network. Needs `no_new_privs`, and Landlock of version 4 for ports.
+    """
+    everything = _ALL_OF_ABI_1 | _REFER | _TRUNCATE | _IOCTL_DEV
+    rules = [(path, _READ | _EXECUTE) for path in readable] + [(path, everything) for path in writable]
+    _restrict([*rules, *((path, _READ_FILE | _WRITE_FILE | _IOCTL_DEV) for path in devices)], abi=abi, ports=ports)
+
+
+def _restrict(rules: Sequence[tuple[str, int]], *, abi: int, ports: Sequence[int] | None) -> None:
+    """Landlock: `rules` are paths with rights; see `restrict_command` for `ports`."""
+    handled = _ALL_OF_ABI_1
+    for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
+        handled |= right if abi >= since else 0
+    has_ports = abi >= 4 and ports is not None
+    attributes = struct.pack("=QQQ", handled, 3 if has_ports else 0, 3 if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ruleset = _syscall("landlock_create_ruleset", attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
+    for path, rights in rules:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:  # not every system has every one of them
             continue
         if not os.path.isdir(path):
-            rights &= _READ_FILE | _WRITE_FILE
+            rights &= _READ_FILE | _WRITE_FILE | _EXECUTE | _TRUNCATE | _IOCTL_DEV
         rule = struct.pack("=Qi", rights & handled, fd)
         _syscall("landlock_add_rule", ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
         os.close(fd)
+    for port in ports or () if has_ports else ():
+        rule = struct.pack("=QQ", 2, port)  # connect
+        _syscall("landlock_add_rule", ctypes.c_int(ruleset), ctypes.c_int(2), rule, ctypes.c_uint32(0))
     _syscall("landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)
 

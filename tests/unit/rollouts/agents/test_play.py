@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+import os
 import queue
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.runner import AgentRunner
+from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
@@ -337,10 +341,54 @@ def test_a_command_finds_its_session_in_its_environment(monkeypatch: pytest.Monk
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path):
     pid = tmp_path / "pid"
     child = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); "
-    [hung] = play(asks_twice, command=[sys.executable, "-c", child + "time.sleep(60)"], time_limit_s=4)
+    command, own = [sys.executable, "-c", child + "time.sleep(60)"], [str(tmp_path)]
+    [hung] = play(asks_twice, command=command, paths=own, time_limit_s=4)
     assert hung.meta.status is SampleStatus.AGENT_HUNG
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+KEEPS_STDOUT = COMMAND + "import subprocess; subprocess.Popen(['sleep', '20'], start_new_session=True)"
+
+
+def test_a_command_ends_when_it_ends_and_not_its_children():
+    started = time.monotonic()
+    [sample] = play(asks_twice, command=[sys.executable, "-c", KEEPS_STDOUT])
+    assert sample.meta.failure is None and time.monotonic() - started < 15
+
+
+CURIOUS = """
+import os, socket, sys
+def tried(action):
+    try:
+        return action() and "done"
+    except OSError as error:
+        return type(error).__name__
+secret, pid, port = sys.argv[1:]
+print(tried(lambda: open(secret).read()), tried(lambda: open(f"/proc/{pid}/environ").read()),
+      tried(lambda: open(secret, "w")), tried(lambda: os.listdir(os.path.dirname(secret))),
+      tried(lambda: socket.create_connection(("127.0.0.1", int(port)))), tried(lambda: open("own", "w").write("x")))
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(landlock_abi() < 4, reason="needs Linux 6.7")
+def test_an_isolated_command_reaches_its_session_and_no_other(tmp_path: Path):
+    """Neither another program's file, nor its environment, nor another port; its own folder and session it does."""
+    secret = tmp_path / "task.json"
+    secret.write_text("key")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        arguments = [str(secret), str(os.getpid()), str(other.getsockname()[1])]
+        command = [sys.executable, "-c", CURIOUS, *arguments]
+        [closed] = play(asks_twice, command=command, network=False)
+        [trusted] = play(asks_twice, command=command, isolate=False)
+        [whole] = play(asks_twice, command=[sys.executable, "-c", COMMAND], network=False)
+    no = "PermissionError"
+    assert f"status 3: {no} {no} {no} {no} {no} done" in str(closed.meta.failure)
+    assert "status 3: done done done done done done" in str(trusted.meta.failure)
+    assert whole.meta.failure is None and whole.meta.reward == 0.75
 
 
 def test_a_service_is_posted_its_task():

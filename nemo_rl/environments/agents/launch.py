@@ -1,0 +1,93 @@
+"""Starts the command of an agent with its limits: what it may reach, and memory. Standard library alone.
+
+`launcher(...)` gives the arguments of the process, which restricts itself and then becomes the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.environments.code.sandbox import isolation
+
+_ROOT = str(Path(__file__).parents[3])
+_CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_rl.environments.agents.launch import main; main()"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+# Of /proc: the process itself and the machine, not the environment of other processes. Its children see less.
+_PROC = tuple(
+    f"/proc/{name}" for name in ("self", "cpuinfo", "meminfo", "stat", "sys", "version", "filesystems", "uptime")
+)
+_MIN_ABI, _MIN_ABI_OF_PORTS = 1, 4
+
+
+def check(*, network: bool) -> None:
+    """ValueError if this machine cannot keep commands apart."""
+    abi = isolation.landlock_abi()
+    if abi < (_MIN_ABI if network else _MIN_ABI_OF_PORTS):
+        what = "Landlock (Linux 5.13)" if network else "Landlock with ports (Linux 6.7)"
+        raise ValueError(f"isolate: this machine has no {what}; set isolate: false if you trust the command")
+
+
+def readable(paths: Sequence[str], pythonpath: str) -> list[str]:
+    """What commands may read and run: all but other processes' temporary files and hidden files of the home folder."""
+    home = os.path.expanduser("~")
+    temporary = f"/{os.path.realpath(tempfile.gettempdir()).split(os.sep)[1]}"
+    hidden = {temporary, "/tmp", "/dev", "/proc"}
+    found = [*_children("/", {home, *hidden}), *_PROC, sys.prefix, sys.base_prefix, *paths]
+    if home not in ("/", *hidden):
+        found += [path for path in _children(home, set()) if not os.path.basename(path).startswith(".")]
+        found += _children(os.path.dirname(home), {home}) if os.path.dirname(home) != "/" else []
+    found += [path for path in pythonpath.split(os.pathsep) if path]
+    parents = {os.path.dirname(home)} - {"/"}
+    return [path for path in dict.fromkeys(found) if path not in parents]
+
+
+def _children(folder: str, without: set[str]) -> list[str]:
+    return [path for name in sorted(os.listdir(folder)) if (path := os.path.join(folder, name)) not in without]
+
+
+def launcher(
+    command: Sequence[str],
+    *,
+    folder: str,
+    port: int,
+    isolate: bool,
+    network: bool,
+    paths: Sequence[str],
+    pythonpath: str,
+    memory_mib: int | None,
+) -> list[str]:
+    """The arguments of a process that becomes `command`. `port`: of the session, which it always reaches."""
+    options: dict[str, Any] = {"memory": None if memory_mib is None else memory_mib << 20}
+    if isolate:
+        ports = None if network else [port]
+        options["isolate"] = {"readable": readable(paths, pythonpath), "folder": folder, "ports": ports}
+        options["isolate"]["writable"] = list(paths)
+    return [sys.executable, "-I", "-S", "-c", _CODE, _ROOT, json.dumps(options), *command]
+
+
+def main() -> None:
+    """Become the command of `sys.argv`."""
+    options: Mapping[str, Any] = json.loads(sys.argv[1])
+    command = sys.argv[2:]
+    if (own := options.get("isolate")) is not None:
+        isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
+        isolation.restrict_command(
+            abi=isolation.landlock_abi(),
+            readable=own["readable"],
+            writable=[own["folder"], *own["writable"]],
+            devices=_DEVICES,
+            ports=own["ports"],
+        )
+    if (memory := options["memory"]) is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be run: {error}")
