@@ -7,8 +7,8 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_200,
-    "files of nemo_rl": 276,
+    "lines of nemo_rl": 57_350,
+    "files of nemo_rl": 277,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
