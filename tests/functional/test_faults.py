@@ -20,15 +20,15 @@ SEED = int(os.environ.get("FAULTS_SEED", "0"))
 CHAIN_SIZE = 9
 CHAINS = chains(draw(SEED), CHAIN_SIZE)
 SFT_SAMPLE = """
-    sft: policy-1, exception, train
+    sft: tokenizer, kill, train
     sft: policy-0, kill, checkpoint
+    sft: policy-1, exception, train
     sft: policy-0, truncated, resume
     sft: driver, kill, validation
 """
 ASYNC_SAMPLE = """
     async: environment, kill, generation
     async: core, kill, validation
-    async: engine, kill, refit
     async: rollout, kill, train
     async: keeper, kill, generation
     async: driver, kill, train
@@ -90,16 +90,18 @@ def test_named_cells(disk: Path) -> None:
     play(disk, cells, compares=cells[0].loop != "async")
 
 
-@pytest.mark.over_20s("four cells of the matrix, each of which ends a life of the run, and a run to compare")
+@pytest.mark.timeout(900)
+@pytest.mark.over_20s("five cells of the matrix in three starts of a run, and one to compare")
 def test_a_supervised_run_ends_resumes_and_is_the_run_without_faults(disk: Path) -> None:
     endings = play(disk, cells_of(SFT_SAMPLE), compares=True).endings
-    assert [ending.how for ending in endings] == ["ended", "healed", "healed", "ended"]
+    assert [ending.how for ending in endings] == ["healed", "healed", "ended", "healed", "ended"]
 
 
-@pytest.mark.over_20s("six cells of the matrix in two starts of a run with an engine")
+@pytest.mark.timeout(900)
+@pytest.mark.over_20s("five cells of the matrix in two starts of a run with an engine")
 def test_an_asynchronous_run_heals_and_trains_every_prompt_once(tmp_path: Path) -> None:
     endings = play(tmp_path, cells_of(ASYNC_SAMPLE), compares=False).endings
-    assert [ending.how for ending in endings] == ["healed"] * 5 + ["ended"]
+    assert [ending.how for ending in endings] == ["healed"] * 4 + ["ended"]
 
 
 def test_every_pair_is_drawn() -> None:
