@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,16 @@ def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
     summary = GroupSummary()
 
     def groups() -> Iterable[tuple[dict[str, Any], int]]:
-        latest = {line["step"]: (line, size) for line, size in _sized(run / GROUPS)}  # a step may run twice
-        for step in sorted(latest):
-            for group in latest[step][0]["groups"]:
+        latest: dict[int, int] = {}  # where the line of a step begins; of a step that ran twice, the later one
+        begin = 0
+        for line, end in read_lines(run / GROUPS):
+            latest[line["step"]], begin = begin, end
+        for step, begin in sorted(latest.items()):
+            line, end = next(read_lines(run / GROUPS, begin))
+            for group in line["groups"]:
                 summary.add(step, group)
                 task_of[group["id"]] = group["task"]
-            yield latest[step]
+            yield line, end - begin
 
     found: dict[str, Any] = {
         "groups": _blocks(folder, f"{prefix}groups", groups()),
@@ -84,35 +88,41 @@ class GroupSummary:
     """Numbers of tasks and prompts over all steps. A group is dead if all its rewards are equal."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+        self._tasks: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums of a step
         self._prompts: dict[str, list[tuple[float, bool]]] = defaultdict(list)
 
     def add(self, step: int, group: dict[str, Any]) -> None:
-        self._tasks[group["task"]].append((step, group))
         rewards = [reward for reward in group["rewards"] if reward is not None]
+        sums: Any = self._tasks[group["task"]][step]  # a counter of floats
+        sums["groups"] += 1
+        sums["dead"] += is_dead(group)
+        sums["reward"] += math.fsum(rewards)
+        sums["rewards"] += len(rewards)
+        sums["tokens"] += sum(group["lengths"])
+        sums["lengths"] += len(group["lengths"])
+        sums["samples"] += len(group["status"])
+        sums.update(group["status"])
         if rewards:
             self._prompts[group["prompt"]].append((statistics.fmean(rewards), is_dead(group)))
 
     def tasks(self) -> list[dict[str, Any]]:
         """A row per task; `first` and `last` are mean rewards of the first and the last tenth of its steps."""
         rows = []
-        for task, found in sorted(self._tasks.items()):
-            steps = sorted({step for step, _ in found})
-            tenth = math.ceil(len(steps) / 10)
-            early, late = set(steps[:tenth]), set(steps[-tenth:])
-            status = "".join(group["status"] for _, group in found)
-            lengths = [length for _, group in found for length in group["lengths"]]
+        for task, of_steps in sorted(self._tasks.items()):
+            found = [of_steps[step] for step in sorted(of_steps)]
+            tenth = math.ceil(len(found) / 10)
+            early, late, whole = (_added(part) for part in (found[:tenth], found[-tenth:], found))
             rows.append(
                 {
                     "task": task,
-                    "groups": len(found),
-                    "samples": len(status),
-                    "first": _mean(_rewards(group for step, group in found if step in early)),
-                    "last": _mean(_rewards(group for step, group in found if step in late)),
-                    "dead": _mean([float(is_dead(group)) for _, group in found]),
-                    "tokens": _mean([float(length) for length in lengths]),
-                    "truncated": status.count("t") / len(status),
-                    "failed": (status.count("f") + status.count("l")) / len(status),
+                    "groups": whole["groups"],
+                    "samples": whole["samples"],
+                    "first": early["reward"] / early["rewards"] if early["rewards"] else None,
+                    "last": late["reward"] / late["rewards"] if late["rewards"] else None,
+                    "dead": whole["dead"] / whole["groups"],
+                    "tokens": whole["tokens"] / whole["lengths"] if whole["lengths"] else None,
+                    "truncated": whole["t"] / whole["samples"],
+                    "failed": (whole["f"] + whole["l"]) / whole["samples"],
                 }
             )
         return rows
@@ -131,13 +141,16 @@ class GroupSummary:
         return sorted(rows, key=lambda row: (-row["dead"], row["reward"]))[:MAX_PROMPTS]
 
 
+def _added(counters: Iterable[Counter[str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)  # `+` would drop a negative sum
+    return total
+
+
 def is_dead(group: Mapping[str, Any]) -> bool:
     """Whether a group teaches nothing: all its rewards are equal."""
     return len({reward for reward in group["rewards"] if reward is not None}) < 2
-
-
-def _rewards(groups: Iterable[Mapping[str, Any]]) -> list[float]:
-    return [reward for group in groups for reward in group["rewards"] if reward is not None]
 
 
 def _mean(values: Sequence[float]) -> float | None:

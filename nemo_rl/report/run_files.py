@@ -151,10 +151,13 @@ _YAML: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoad
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """`kind` is running, finished, failed, interrupted, dead, or unknown."""
+    """`kind` is starting, running, finished, failed, interrupted, dead, or unknown."""
 
     kind: str
     text: str
+
+
+MAX_START_S = 3600.0  # a run that says nothing of itself for so long may be dead
 
 
 def status_of(run: Run, now: float | None = None) -> Status:
@@ -164,6 +167,8 @@ def status_of(run: Run, now: float | None = None) -> Status:
     if end is not None:
         kind = {0: "finished", 130: "interrupted"}.get(int(end["status"]), "failed")
         return Status(kind=kind, text=f"{kind} after step {run.last_step}")
+    if not run.facts and not run.rows and age < MAX_START_S:
+        return Status(kind="starting", text=f"starting for {duration(age)}: no step is finished yet")
     if not run.facts:
         return Status(kind="unknown", text=f"last line {duration(age)} ago")
     if run.facts.get("host") == socket.gethostname():

@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_350,
+    "lines of nemo_rl": 57_380,
     "files of nemo_rl": 277,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,

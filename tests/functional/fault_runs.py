@@ -62,6 +62,10 @@ def _sampling(section: str) -> tuple[str, ...]:
 
 REFERENCE = ("grpo.skip_reference_policy_logprobs_calculation=false", "loss_fn.reference_policy_kl_penalty=0.01")
 EXACT = ("grpo.async_grpo.in_flight_weight_updates=false", "grpo.async_grpo.max_trajectory_age_steps=1")
+VERIFIED = (  # nothing is decided but in verifier processes
+    "env.math.math_verify_impl=dapo_math_verify",
+    "env.math.verify_timeout_s=1",
+)
 ASYNC = (
     "data.train.kwargs={num_samples: 12}",
     "grpo.max_num_epochs=1000",
@@ -131,6 +135,8 @@ class Chain:
     def play(self, cells: Sequence[Cell]) -> list[Ending]:
         """Every cell, and one more life if the last one ended the run."""
         left = list(enumerate(cells))
+        if any(cell.who == "verifier" for cell in cells):
+            self.overrides += VERIFIED
         self.folder.mkdir(parents=True, exist_ok=True)
         barren = 0  # lives in a row without a cell: one, which makes the checkpoint that a cell of a resume needs
         while left or (self.endings and self.endings[-1].how == "ended"):

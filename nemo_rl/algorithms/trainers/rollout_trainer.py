@@ -266,8 +266,9 @@ class RolloutTrainer(Trainer):
         is_high = any(limit is not None and not errors[name] <= limit for name, limit in limits.items())
         # Samples of older weights than those trained have other probabilities by design.
         is_by_design = self.metrics["train/weight_version_lag/max"] > 0 and max(errors.values()) < math.inf
+        is_high = is_high and not is_by_design
         is_new, self.disagrees = is_high and not self.disagrees, is_high
-        if not alarms.enabled or not is_new or is_by_design or self.generation is None:
+        if not alarms.enabled or not is_new or self.generation is None:
             return
         with self.phase("investigation"):
             import_object(INVESTIGATE, "investigation")(self, groups)

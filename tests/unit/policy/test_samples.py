@@ -117,7 +117,7 @@ def test_values_that_are_not_finite_are_still_json(tmp_path):
 
 def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):
     group = rollout_group()
-    writer = SampleWriter(settings(tmp_path / "samples", block_bytes=1500), "policy-0")
+    writer = SampleWriter(settings(tmp_path / "samples", block_bytes=1800), "policy-0")
     for step in range(1, 8):
         writer.begin([(0, 0)], {0: group})
         assert writer.write(step, {(0, 0): row_of(group.samples[0])}) is None
@@ -154,3 +154,16 @@ def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_
         writer.begin([(0, 0)], {0: group})
         writer.write(1, {(0, 0): row_of(group.samples[0])})
     assert [row["reward"] for row in read_index(tmp_path)] == [2.0]
+
+
+def test_a_worker_that_replaces_another_keeps_its_samples(tmp_path):
+    """It repeats the steps since the last checkpoint, under the same name."""
+    group = rollout_group()
+    for _ in range(2):
+        writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+        writer.begin([(0, 0)], {0: group})
+        assert writer.write(3, {(0, 0): row_of(group.samples[0])}) is None
+    blocks = sorted((tmp_path / "samples").glob("*.js"))
+    assert [len(list(read_block(path))) for path in blocks] == [1, 1]
+    (row,) = read_index(tmp_path)
+    assert row["block"] == "policy-0_000003_1.js"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.report.data import write_data
 from nemo_rl.report.recorder import RunRecorder, machine
-from nemo_rl.report.run_files import read_run, status_of
+from nemo_rl.report.run_files import Run, read_run, status_of
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RankPlan, SampleStatus
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
@@ -78,6 +79,26 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     (run / "config.yaml").write_text("a: [")  # cannot be read
     own.close()
     assert "the report goes without report.html" in text.getvalue()
+
+
+def test_a_run_without_a_step_is_starting(tmp_path):
+    run = Run(folder=tmp_path, rows={}, config={}, facts={}, events=[], written_at=100.0)
+    assert [status_of(run, now=100.0 + age).kind for age in (5.0, 5000.0)] == ["starting", "unknown"]
+
+
+def test_groups_are_summed_by_task_and_of_a_step_that_ran_twice_the_later_counts(tmp_path):
+    def group(task, rewards, status="cc"):
+        return {"id": "g", "prompt": "p", "task": task, "rewards": rewards, "lengths": [2, 4], "status": status}
+
+    for step, rewards in ((1, [9.0, 9.0]), (2, [1.0, None]), (1, [-1.0, -3.0])):
+        append(tmp_path / "groups.jsonl", step=step, groups=[group("a", rewards, "tf")])
+    found = write_data(tmp_path, tmp_path / "report.html", "")
+    (row,) = found["tasks"]
+    assert row == {
+        "task": "a", "groups": 2, "samples": 4, "first": -2.0, "last": 1.0, "dead": 0.5, "tokens": 3.0,
+        "truncated": 0.5, "failed": 0.5,
+    }  # fmt: skip
+    assert found["prompts"] == [{"prompt": "p", "groups": 2, "dead": 1, "reward": -0.5}]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ with every step, so that a page never loads half of one, and ends at `SampleSett
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -99,7 +100,7 @@ class SampleWriter:
         try:
             folder.mkdir(exist_ok=True)
             if self._block is None or sum(map(len, self._lines)) > self._settings.block_bytes:
-                self._block, self._lines = folder / f"{self._name}_{step:06d}.js", []
+                self._block, self._lines = _unused(folder / f"{self._name}_{step:06d}.js"), []
             summaries = []
             for key, about in self._about.items():
                 sample = self._sample(step, about, rows[key])
@@ -136,6 +137,14 @@ class SampleWriter:
                 is_constant = name == "advantages" and len(of_loss) > 0 and bool((of_loss == of_loss[0]).all())
                 sample[name] = _rounded(of_loss[0].item()) if is_constant else values
         return sample | disagreement(row)
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number if it exists: a worker that was replaced has written the same step before."""
+    if not path.exists():
+        return path
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(1))
+    return next(other for other in numbered if not other.exists())
 
 
 def disagreement(row: Row) -> dict[str, float]:
