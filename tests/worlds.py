@@ -127,3 +127,24 @@ def _pickle_error(error: BaseException, rank: int) -> bytes:
     except Exception:  # an exception class may fail to pickle in any way it likes; its text always does
         return pickle.dumps((False, RuntimeError(f"rank {rank} raised\n{text}")))
     return payload
+
+
+def in_new_process(fn: Callable[..., Any], *args: Any, backend: str = "cpu:gloo,cuda:nccl") -> Any:
+    """`fn(*args)` of the only rank of a world, spawned: a process that is forked after CUDA began cannot use it."""
+    context = mp.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="world_") as folder:
+        process = context.Process(target=_run_alone, args=(fn, args, folder, backend, send))
+        process.start()
+        send.close()
+        result = pickle.loads(receive.recv_bytes())  # EOFError: it failed, and has printed why
+        process.join()
+    return result
+
+
+def _run_alone(fn: Callable[..., Any], args: tuple[Any, ...], folder: str, backend: str, send: Connection) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/rendezvous", 1), rank=0, world_size=1)
+    send.send_bytes(pickle.dumps(fn(*args)))
+    dist.destroy_process_group()

@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy import residency
@@ -16,7 +13,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory, MovedStorages
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
-from tests.worlds import run_world
+from tests.worlds import in_new_process, run_world
 
 HOST = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
@@ -153,10 +150,9 @@ def test_the_reference_has_the_bits_of_the_first_weights(tmp_path: Path, precisi
 # -- on a GPU; that of the PyTorch backend is in test_worker_on_gpu.py
 
 
-def _on_a_gpu(rank: int, folder: str, path: str, is_moved: bool, results: Any) -> None:
-    store = dist.FileStore(f"{folder}/rendezvous_{is_moved}", 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    worker = loaded(Path(path), config_of("megatron", "bfloat16"), use_gpu=True)
+def on_a_gpu(path: Path, is_moved: bool) -> tuple[Weights, int, int]:
+    """(weights after two steps on the host, bytes on the device, and while all is away)"""
+    worker = loaded(path, config_of("megatron", "bfloat16"), use_gpu=True)
     train(worker)
     present, left = torch.cuda.memory_allocated(), 0
     if is_moved:
@@ -164,22 +160,12 @@ def _on_a_gpu(rank: int, folder: str, path: str, is_moved: bool, results: Any) -
         left = torch.cuda.memory_allocated()
         worker.onload(with_optimizer=True)
     train(worker)
-    found = {name: tensor.float().cpu().numpy() for name, tensor in whole_weights(worker).items()}
-    results.put((found, present, left))
-    dist.destroy_process_group()
+    return {name: tensor.cpu() for name, tensor in whole_weights(worker).items()}, present, left
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_left_and_taken_again(tmp_path: Path) -> None:
-    save_model("qwen2-tied", tmp_path / "model")
-    context, found = mp.get_context("spawn"), []
-    for is_moved in (False, True):
-        results = context.SimpleQueue()
-        arguments = (0, str(tmp_path), str(tmp_path / "model"), is_moved, results)
-        process = context.Process(target=_on_a_gpu, args=arguments)
-        process.start()
-        found.append(results.get())
-        process.join()
-    (stayed, _, _), (moved, present, left) = found
+    save_model("qwen2-tied", tmp_path)
+    (stayed, _, _), (moved, present, left) = (in_new_process(on_a_gpu, tmp_path, moves) for moves in (False, True))
     assert left < 0.1 * present
-    assert all(np.array_equal(stayed[name], moved[name]) for name in stayed)
+    assert all(torch.equal(stayed[name], moved[name]) for name in stayed)

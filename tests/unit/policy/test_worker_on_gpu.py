@@ -5,31 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
+from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config
+from tests.worlds import in_new_process
 
 pytestmark = pytest.mark.gpu
 
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 
 
-def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, Any], results: Any) -> None:
-    store = dist.FileStore(f"{folder}/rendezvous", 1)
-    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+def two_steps(path: Path, use_gpu: bool, changes: dict[str, Any]) -> list[TrainResult]:
     config = policy_config(train_micro_batch_size=2, **PACKED, **changes)
-    worker = DTensorPolicyWorker(
-        config,
-        worker_settings(path, use_gpu=use_gpu, workers_per_node=1, init_reference_model=True),
-    )
+    worker = make_worker(path, config, use_gpu=use_gpu, workers_per_node=1)
     steps = []
     for _ in range(2):
         load_step(worker)
@@ -46,20 +38,11 @@ def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, A
             free = torch.cuda.memory_allocated()
             worker.onload(with_optimizer=True)
             assert free < torch.cuda.memory_allocated() or config.dtensor_cfg.cpu_offload
-    results.put(steps)
-    dist.destroy_process_group()
-
-
-def run(path: Path, folder: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
-    folder.mkdir()
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    arguments = (0, str(folder), str(path), use_gpu, changes, results)
-    process = context.Process(target=_rank, args=arguments)
-    process.start()
-    steps = results.get()
-    process.join()
     return steps
+
+
+def run(path: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
+    return in_new_process(two_steps, path, use_gpu, changes, backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo")
 
 
 @pytest.mark.parametrize(
@@ -73,16 +56,16 @@ def run(path: Path, folder: Path, *, use_gpu: bool, **changes: Any) -> list[Trai
     ],
 )
 def test_a_step_on_the_device_is_the_step_on_the_host(tmp_path: Path, changes: dict[str, Any], tolerance: float):
-    save_model("llama", tmp_path / "model")
-    on_host = run(tmp_path / "model", tmp_path / "host", use_gpu=False)
-    on_device = run(tmp_path / "model", tmp_path / "device", use_gpu=True, **changes)
+    save_model("llama", tmp_path)
+    on_host = run(tmp_path, use_gpu=False)
+    on_device = run(tmp_path, use_gpu=True, **changes)
     for want, got in zip(on_host, on_device, strict=True):
         assert got.losses == pytest.approx(want.losses, rel=tolerance, abs=tolerance)
         assert got.grad_norms == pytest.approx(want.grad_norms, rel=tolerance)
 
 
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    save_model("llama", tmp_path / "model")
-    first = run(tmp_path / "model", tmp_path / "first", use_gpu=True, deterministic=True, precision="bfloat16")
-    second = run(tmp_path / "model", tmp_path / "second", use_gpu=True, deterministic=True, precision="bfloat16")
+    save_model("llama", tmp_path)
+    first = run(tmp_path, use_gpu=True, deterministic=True, precision="bfloat16")
+    second = run(tmp_path, use_gpu=True, deterministic=True, precision="bfloat16")
     assert first == second

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import PolicyConfig
@@ -21,7 +18,7 @@ from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, megatron_policy, whole_weights
 from tests.unit.policy.steps import make_worker as worker_of
-from tests.worlds import run_world
+from tests.worlds import in_new_process, run_world
 
 LR, MIN_LR = 1e-3, 1e-4
 ADAM = {"lr": 0.01, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-3}
@@ -329,28 +326,13 @@ def test_muon_on_every_layout(model: Path, world: int, megatron: dict[str, Any])
 # -- on a GPU
 
 
-def _steps_on_a_gpu(rank: int, folder: str, path: str, more: dict[str, Any], results: Any) -> None:
-    store = dist.FileStore(folder + "/rendezvous", 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     policy = policy_of({**ADAM, **more}, precision="bfloat16", max_grad_norm=5.0)
-    worker = make_worker(Path(path), policy, use_gpu=True)
+    worker = make_worker(path, policy, use_gpu=True)
     for seed in range(3):
         set_gradients(worker, seed)
         step(worker)
-    results.put({name: weight.float().cpu().numpy() for name, weight in held(worker).items()})
-    dist.destroy_process_group()
-
-
-def weights_on_a_gpu(folder: Path, path: Path, **more: Any) -> dict[str, np.ndarray]:
-    """Weights after three steps in a new process: one that is forked after CUDA began cannot use it."""
-    folder.mkdir()
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    process = context.Process(target=_steps_on_a_gpu, args=(0, str(folder), str(path), more, results))
-    process.start()
-    found = results.get()
-    process.join()
-    return found
+    return {name: weight.float().cpu() for name, weight in held(worker).items()}
 
 
 @pytest.mark.gpu
@@ -364,8 +346,8 @@ def weights_on_a_gpu(folder: Path, path: Path, **more: Any) -> dict[str, np.ndar
     ],
     ids=["moments", "half on the host", "all on the host"],
 )
-def test_precision_aware_adam_is_adam(model: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    expected = weights_on_a_gpu(tmp_path / "plain", model)
-    aware = weights_on_a_gpu(tmp_path / "aware", model, use_precision_aware_optimizer=True, **settings)
+def test_precision_aware_adam_is_adam(model: Path, settings: dict[str, Any]) -> None:
+    expected = in_new_process(steps_on_a_gpu, model, {})
+    aware = in_new_process(steps_on_a_gpu, model, {"use_precision_aware_optimizer": True, **settings})
     for name, weight in aware.items():
-        np.testing.assert_allclose(weight, expected[name], rtol=2e-2, atol=2e-3, err_msg=name)
+        torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-3, msg=name)
