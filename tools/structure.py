@@ -182,6 +182,7 @@ def structure() -> dict[str, float]:
         "lines of check functions": check_function_lines(),
         "classes from a trainer to its base": len(trainer_chain()),
         "broad excepts in 1,000 lines": round(1000 * broad_excepts() / lines, 2),
+        "lines of tests": sum(num_lines(path) for path in (ROOT / "tests").rglob("*.py")),
     }
 
 
