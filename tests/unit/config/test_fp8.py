@@ -49,7 +49,8 @@ def test_what_cannot_work_is_refused(given: tuple[str, ...], told: str) -> None:
 
 @pytest.mark.slow
 def test_what_vllm_is_told(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm.worker import EngineSettings, engine_args
+    from nemo_rl.models.generation.interfaces import EngineSettings
+    from nemo_rl.models.generation.vllm.startup import engine_args
 
     save_model("deep", tmp_path)
     asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)

@@ -23,7 +23,7 @@ def settings_for(path: Path, precision: str, device: Any, **vllm_kwargs: Any) ->
 
 
 def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm.worker import engine_args
+    from nemo_rl.models.generation.vllm.startup import engine_args
 
     make_model(tmp_path)
     half = replace(settings_for(tmp_path, "bfloat16", "cuda"), hf_overrides={"rope_theta": 5.0})
@@ -35,7 +35,7 @@ def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
 
 
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm.worker import engine_args
+    from nemo_rl.models.generation.vllm.startup import engine_args
 
     make_model(tmp_path)
     chosen = engine_args(settings_for(tmp_path, "bfloat16", "cuda"), {})

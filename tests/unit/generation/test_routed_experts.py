@@ -14,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
-from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker, engine_args
+from nemo_rl.models.generation.vllm.startup import engine_args
+from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.policy.models import save_model

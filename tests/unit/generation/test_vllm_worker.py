@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.models.generation.answers import AnswerQueue
-from nemo_rl.models.generation.vllm.worker import VllmWorker, start_failure
+from nemo_rl.models.generation.vllm.startup import start_failure
+from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 from tests.unit.generation.configs import in_loop
 
@@ -58,7 +59,7 @@ class Worker(VllmWorker):
         self._sleep_mode, self._asleep, self._has_weights = True, set(), True
         self._records = self._returns_experts = False
 
-    def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
+    def _sampling_params(self, *args: Any, **how: Any) -> Any:
         return None
 
 
@@ -131,7 +132,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 def test_an_unexpected_failure_reaches_the_client():
     class Broken(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, images: Any = ()) -> Any:
+        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, *rest: Any) -> Any:
             raise KeyError("logprobs")
 
     async def ask() -> list[GenerationAnswer]:
@@ -175,7 +176,7 @@ async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
 
 def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
     class Slow(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, images: Any = ()) -> Any:
+        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, *rest: Any) -> Any:
             await asyncio.sleep(0.01 * seed)
             raise ValueError("no")
 

@@ -10,22 +10,23 @@ import asyncio
 import itertools
 import logging
 import os
-import re
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from nemo_rl.distributed.actor_host import scratch_folder
-from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
-from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
+from nemo_rl.models.generation.vllm.startup import (
+    engine_args,
+    join_nodes,
+    num_admitted,
+    own_logs,
+    prepare_environment,
+    start_failure,
+)
 from nemo_rl.types import (
     Completion,
     GenerationAnswer,
@@ -39,17 +40,10 @@ from nemo_rl.types import (
 
 if TYPE_CHECKING:
     import vllm
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SCHEDULER = "nemo_rl.models.generation.vllm.executors.WholeAnswerScheduler"
-WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
-_GIB = 1024**3
-_MAX_NUM_SEQS_CPU = 256
-_MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 _PATIENCE = 0.05  # an answer waits for others for at most this part of the time that it took
 _MAX_PATIENCE_S = 0.1
 _STREAM_PATIENCE_S = 0.02  # tokens of a stream wait for tokens of other streams
@@ -97,7 +91,7 @@ class VllmWorker:
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
         loggers = [_draft_logger(self._draft_counts)] if cfg.speculates else None
-        before = {path: path.stat().st_size for path in _own_logs()}
+        before = {path: path.stat().st_size for path in own_logs()}
         try:
             self._engine = AsyncLLM(
                 config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
@@ -110,7 +104,7 @@ class VllmWorker:
             from nemo_rl.models.generation.vllm.image_prompts import ImagePrompts
 
             self._images = ImagePrompts(config.model_config)
-        self._admitted = asyncio.Semaphore(_num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
+        self._admitted = asyncio.Semaphore(num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
 
@@ -433,129 +427,6 @@ def start_node(settings: EngineSettings) -> VllmWorker | VllmFollower:
     return VllmWorker(settings) if os.environ["RANK"] == "0" else VllmFollower(settings)
 
 
-def join_nodes() -> dict[str, Any]:
-    """vLLM's arguments for an engine on several nodes, from the environment of its worker group (one worker per node).
-
-    vLLM's multiprocess executor spans nodes without Ray: the executors of all nodes connect to the first node, whose
-    scheduler directs them. Its port, which the worker group reserved, is released for vLLM. Empty for one node.
-    """
-    num_nodes = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_nodes == 1:
-        return {}
-    rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    os.environ["VLLM_HOST_IP"] = own_address(address, port)
-    if rank == 0:
-        release_port()
-    return {"nnodes": num_nodes, "node_rank": rank, "master_addr": address, "master_port": port}
-
-
-def prepare_environment(device: str, engine_size: int) -> None:
-    """Set the environment variables of the engine's processes. Call before vllm is imported."""
-    # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    # Killed engines leave their sockets behind. What torch compiled stays where the next run finds it.
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes in native code writes its Python stack
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
-    if device == "cpu":
-        os.environ.update(CPU_ENVIRONMENT)
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
-        # An engine of one rank computes in its scheduler's process, which saves a process and its messages.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_size == 1 else "1"
-
-
-def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. `nodes`: from `join_nodes`. All other arguments are the same on every node of an engine."""
-    from transformers import PretrainedConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    cfg, vllm_cfg = settings.cfg, settings.cfg.vllm_cfg
-    arguments: dict[str, Any] = {
-        "model": settings.model,
-        "tokenizer": settings.tokenizer,
-        "dtype": vllm_cfg.dtype,
-        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
-        "quantization": "fp8_per_block" if vllm_cfg.precision == "fp8" else None,
-        "max_model_len": vllm_cfg.max_model_len,
-        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
-        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
-        "seed": settings.seed,
-        "load_format": settings.load_format,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": settings.weight_transfer},
-        "disable_log_stats": not cfg.speculates,
-        "use_tqdm_on_load": False,
-        **nodes,
-    }
-    if vllm_cfg.engine_size > 1:  # inside a Ray actor vLLM would choose Ray, which does not share a node's devices
-        arguments["distributed_executor_backend"] = "mp"
-    if settings.device == "cpu":
-        arguments |= {
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "enable_chunked_prefill": False,
-            "max_num_seqs": _MAX_NUM_SEQS_CPU,
-            "scheduler_cls": SCHEDULER,
-            "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
-            "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
-        }
-    else:  # vLLM chooses how many tokens and requests a step has: its usage context knows the device
-        arguments |= {
-            "enforce_eager": vllm_cfg.enforce_eager,
-            "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
-            "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
-            "enable_sleep_mode": cfg.colocated.enabled,
-            "sleep_preserve_parameter_names": ["draft.*"],  # which no sync brings back
-        }
-    arguments |= cfg.vllm_kwargs
-    # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
-    head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
-    overrides = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
-    arguments["hf_overrides"] = overrides
-    if settings.load_format == "dummy" and "quantization_config" in PretrainedConfig.get_config_dict(settings.model)[0]:
-        arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
-    if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
-        # A draft model has its own weights. The weights of the target come from the policy.
-        arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
-    if settings.max_images is not None:
-        # Images come processed, and their features are kept under names that every sync changes.
-        limits = {"image": settings.max_images, "video": 0}
-        arguments |= {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
-        arguments["mm_device_do_normalize"] = False  # the processor has normalised them
-        arguments["skip_mm_profiling"] = settings.device == "cpu"  # on a GPU it finds the memory of the tower
-    if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
-        arguments["enable_return_routed_experts"] = True
-    return AsyncEngineArgs(**arguments)
-
-
-def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """config.json of a model that is quantised on disk, for the unquantised weights that the policy sends."""
-    config.update(overrides)
-    del config.quantization_config
-    return config
-
-
-def _own_logs() -> list[Path]:
-    """The files that this process and the processes it starts write their output and errors to."""
-    paths = {Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in (1, 2)}
-    return sorted(path for path in paths if path.is_file())
-
-
-def start_failure(logs: str) -> str | None:
-    """The error that kept an engine from starting, from the logs of its processes. Errors of processes that waited for
-    the failed one refer to its error."""
-    errors = re.findall(r"\b(\w*(?:Error|Exception): .+)", logs)
-    return next((error for error in reversed(errors) if "root cause" not in error), None)
-
-
 def _draft_logger(counts: DraftCounts) -> Any:
     """A stat logger class for `AsyncLLM` that adds the statistics of speculative decoding to `counts`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -574,21 +445,3 @@ def _draft_logger(counts: DraftCounts) -> Any:
             pass
 
     return DraftLogger
-
-
-def _num_admitted(engine: AsyncLLM, cfg: VllmConfig) -> int:
-    """Requests whose KV cache fits to the last token, so that vLLM preempts none and recomputes it in other chunks.
-
-    Raises ValueError if not even one fits.
-    """
-    config = engine.vllm_config
-    num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
-    assert num_blocks is not None and block_size is not None
-    # One block is vLLM's null block.
-    num_fitting = (num_blocks - 1) // -(-config.model_config.max_model_len // block_size)
-    if num_fitting < 1:
-        raise ValueError(
-            f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
-            f"max_model_len={config.model_config.max_model_len}: raise {cfg.key('cpu_kv_cache_space_gb')}"
-        )
-    return min(num_fitting, config.scheduler_config.max_num_seqs)
