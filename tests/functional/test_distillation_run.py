@@ -1,11 +1,11 @@
-"""Whole runs of on-policy distillation: learning, resuming, several teachers on machines of their own."""
+"""Whole runs of on-policy distillation: learning, several teachers on machines of their own."""
 
 import json
 import time
 
 import pytest
 
-from tests.functional.cli import ROOT, continues_bit_for_bit, run, small
+from tests.functional.cli import ROOT, run, small
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -28,12 +28,6 @@ def test_the_student_learns_what_the_teacher_knows(tmp_path):
         first, last = (sum(row[name] for row in part) / fifth for part in (steps[:fifth], steps[-fifth:]))
         assert last < first / 4, (name, first, last)
     assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
-
-
-def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    continues_bit_for_bit(
-        tmp_path, *small("distillation"), "distillation.max_num_steps=6", script=SCRIPT, config=CPU_CONFIG
-    )
 
 
 def test_two_teachers_apart_from_the_student(tmp_path):

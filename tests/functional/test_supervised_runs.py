@@ -120,20 +120,9 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
     assert right / len(rows) == pytest.approx(values(done, "validation/validation-default_accuracy")[-1], abs=1e-6)
 
 
-# -- slow: resuming
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("sft", ()),
-        ("dpo", ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")),
-    ],
-)
-def test_a_killed_run_continues_bit_for_bit(tmp_path, kind, how):
-    script, config = command(kind)
-    continues_bit_for_bit(tmp_path, *small(kind), f"{kind}.max_num_steps=6", *how, script=script, config=config)
-
-
-# -- slow: ranks
+def test_a_killed_run_of_adapters_continues_bit_for_bit(tmp_path):
+    """With reference log-probabilities from before the first step."""
+    script, config = command("dpo")
+    ahead = ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")
+    continues_bit_for_bit(tmp_path, *small("dpo"), "dpo.max_num_steps=6", *ahead, script=script, config=config)
