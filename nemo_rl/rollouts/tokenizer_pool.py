@@ -145,7 +145,9 @@ class TokenizerPool:
                     self._bytes_of_stopped += self._workers[worker].controller_tensor_bytes
                     self._workers[worker].shutdown()
                     self._workers[worker] = self._start(worker)
-        return [group.handle for group in pending if group.handle is not None]
+        handles = [group.handle for group in pending if group.handle is not None]
+        assert len(handles) == len(pending), "a group without a handle would be left out of the batch"
+        return handles
 
     def shutdown(self) -> None:
         """Stop the workers. Their groups are lost."""

@@ -34,17 +34,6 @@ def _raise_once() -> None:
 
 
 def _return_nonsense() -> None:
-    if "torch" in sys.modules:
-        import torch
-
-        models = [m for m in _objects() if issubclass(type(m), torch.nn.Module)]
-        sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in models}
-        if any(sizes.values()):
-            largest = max(models, key=lambda m: sizes[id(m)])
-            with torch.no_grad():
-                for parameter in largest.parameters():
-                    parameter.fill_(float("nan"))
-            return
     target = _target()
     if type(target).__name__ == "VerifierPool":
         module = sys.modules["nemo_rl.environments.math.environment"]
@@ -56,6 +45,17 @@ def _return_nonsense() -> None:
 
         module.one_turn = without_rewards
         return
+    if "torch" in sys.modules:
+        import torch
+
+        models = [m for m in _objects() if issubclass(type(m), torch.nn.Module)]
+        sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in models}
+        if any(sizes.values()):
+            largest = max(models, key=lambda m: sizes[id(m)])
+            with torch.no_grad():
+                for parameter in largest.parameters():
+                    parameter.fill_(float("nan"))
+            return
     _replace_once(target, lambda: None)
 
 
@@ -64,7 +64,7 @@ def _objects() -> list[object]:
 
 
 def _target() -> object:
-    """What the process is there for: a worker, an environment's pool of verifiers, or a keeper's module `ray`."""
+    """A worker, an environment's pool of verifiers, a keeper's module; None in an engine."""
     for found in _objects():
         name = type(found).__name__
         if name == "ActorHost":
@@ -73,7 +73,7 @@ def _target() -> object:
             return found.pool
         if name == "GroupKeeper":
             return sys.modules["nemo_rl.rollouts.group_keeper"]
-    raise AssertionError("no worker in this process")
+    return None
 
 
 def _replace_once(target: object, result) -> None:

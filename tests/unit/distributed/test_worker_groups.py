@@ -195,6 +195,9 @@ def test_a_worker_that_raises_while_the_other_is_stuck_and_one_that_is_killed_ar
         with pytest.raises(WorkerDied, match=rf"policy-1 \(rank 1, node .*, pid {pid}\) died in sleep") as died:
             group.wait(refs)
         assert died.value.rank == 1
+        start = time.monotonic()
+        group.shutdown("echo", grace_s=60)  # the other worker sleeps, and is not waited for
+        assert time.monotonic() - start < 30
 
 
 def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(
