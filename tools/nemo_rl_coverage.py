@@ -86,7 +86,6 @@ HINTS: dict[str, Any] = {
     "comes with": True,
     "only for dynamic": 2,
     "not supported yet: flex": "flex",
-    "not supported yet: eagle3": "eagle3",
     "not supported yet: a KL": 0.01,
     "logprobs always": False,
     "must be greater than 0": 0.0,

@@ -356,6 +356,7 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("logger.tensorboard", neutral=one_of({}, None)),
     ),
     "a resumed run has the schedule of its configuration": _keys(f"{_MEGATRON}.scheduler.override_opt_param_scheduler"),
+    "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),
     "no version of NeMo RL reads it": _keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
     "the run decides it": _keys("model_cache_dir", "model_repo_id", "peft_config", "is_peft", under="checkpointing"),
@@ -412,13 +413,11 @@ FEATURES = (
         decides=("policy.generation",),
     ),
     Feature(
-        "draft models that train with the policy",
-        (
-            *_keys("model.draft", neutral=switched_off),
-            Foreign("generation.vllm_kwargs.speculative_config.method", none_of("eagle", "eagle3"), is_ours=True),
-        ),
+        "drafts of EAGLE before version 3",
+        (Foreign("generation.vllm_kwargs.speculative_config.method", none_of("eagle"), is_ours=True),),
         decides=("policy.generation.vllm_kwargs",),
     ),
+    Feature("drafts of a policy that does not generate", _keys("model.draft", neutral=switched_off)),
     Feature(
         "quantisation-aware training",
         _keys(

@@ -104,6 +104,10 @@ class EvalGenerationConfig(GenerationConfig):
         },
     }
 
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from super().cross_checks()
+        yield from self.draft_problems(False)
+
 
 class EvalTokenizerConfig(TokenizerConfig):
     """The tokenizer."""

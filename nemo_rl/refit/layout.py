@@ -23,6 +23,9 @@ NUM_HALVES = 2
 MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies a bucket in the time of some calls
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
+DRAFT_PREFIX = "draft."
+"""Begins the names of the tensors of a draft model, which travel beside those of the policy."""
+
 Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
 
 

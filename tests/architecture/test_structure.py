@@ -7,10 +7,10 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_380,
-    "files of nemo_rl": 278,
+    "lines of nemo_rl": 57_970,
+    "files of nemo_rl": 279,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_000,
+    "lines that run_grpo_math.py reaches": 25_060,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_450,
     "files in the largest folder": 20,
@@ -18,9 +18,9 @@ LIMITS = {
     "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 38_000,
+    "lines of tests": 38_370,
 }
-MAX_TEST_LINES = 38_100
+MAX_TEST_LINES = 38_370
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
 SHORT_FILES = {

@@ -100,6 +100,8 @@ DYNAMIC_SAMPLING = frozenset(
 )
 SPECULATION = frozenset(f"generation/spec_{name}" for name in ("num_drafts", "acceptance_rate", "mean_accepted_length"))
 """Speculative decoding, if it is configured."""
+DRAFT = frozenset({"draft_loss", "draft_acceptance", "draft_grad_norm"})
+"""A draft that trains beside the policy."""
 AGENTS = frozenset(f"agents/{name}" for name in ("crashed_rate", "hung_rate", "silent_rate", "rows_per_episode"))
 """Agents that are programs of their own, if a dataset has one."""
 

@@ -19,6 +19,7 @@ from nemo_rl.algorithms.config.loop import (
 )
 from nemo_rl.algorithms.config.metric_names import (
     AGENTS,
+    DRAFT,
     REPLAY,
     ROLLOUT,
     SPECULATION,
@@ -443,6 +444,7 @@ class RolloutMasterConfig(RunConfig):
         """Names of training on rollouts that every step reports under `train/`."""
         names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns) | self.task_metrics
         names |= SPECULATION if self.policy.generation.speculates else frozenset()
+        names |= DRAFT if self.policy.draft.enabled else frozenset()
         names |= AGENTS if self.has_agents else frozenset()
         return names | (REPLAY if self.policy.router_replay.enabled else frozenset())
 

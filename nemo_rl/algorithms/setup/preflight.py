@@ -35,7 +35,7 @@ from nemo_rl.environments.config import (
 )
 from nemo_rl.environments.registry import env_class_path, find_env_class
 from nemo_rl.models.generation.config import HttpServerConfig
-from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, SecondModelConfig
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, RolloutPolicyConfig, SecondModelConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
@@ -70,6 +70,7 @@ ENVIRONMENT_INPUTS = {
     "agent": ("run", "nemo_rl.environments.agents.interfaces:import_agent"),
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
+DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
 LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
 NUM_TRIED_PROMPTS = 32
@@ -110,6 +111,8 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
     tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(policy, model, tokenizer)
     import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path)
+    if isinstance(policy, RolloutPolicyConfig) and policy.draft.enabled:
+        import_object(DRAFT_CONFIG, policy.draft.key("enabled"))(policy, model)
     metric = checkpointing.metric_name if checkpointing.enabled else None
     has_metrics = not isinstance(policy, SecondModelConfig)
     if has_metrics and metric is not None and metric.startswith("train:moe/") and num_experts(model) == 0:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.setup.launch import start_cluster, start_policy
 from nemo_rl.algorithms.setup.preflight import (
+    DRAFT_CONFIG,
     ModelInputs,
     check_conversations,
     check_environments,
@@ -274,6 +275,9 @@ def start_vllm_generation(
     devices: Devices,
 ) -> tuple[Policy, VllmGeneration, Refit]:
     """Start the policy, engines on `devices`, and the sync between them. All end with the stack."""
+    draft = None
+    if config.policy.draft.enabled:
+        draft = import_object(DRAFT_CONFIG, "policy.draft")(config.policy, model.config)
 
     def start_engines() -> VllmGeneration:
         generation = VllmGeneration(
@@ -287,6 +291,7 @@ def start_vllm_generation(
             timeout_s=config.cluster.worker_timeout_s,
             return_routed_experts=config.policy.router_replay.enabled,
             max_images=config.data.max_images if model.processor_path is not None else None,
+            draft=draft,
         )
         stack.callback(generation.shutdown)
         return generation

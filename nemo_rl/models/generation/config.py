@@ -20,7 +20,7 @@ _SPECULATION_DEFAULTS = {
     "draft_load_config": None,
 }
 _SPECULATION_RULES = {
-    "method != [ngram, draft_model]": "not supported yet: {method}; set ngram or draft_model",
+    "method != [ngram, draft_model, eagle3]": "not supported yet: {method}; set ngram, draft_model or eagle3",
     "model: method=draft_model requires model": (
         "a draft model needs the name or folder of its weights; name one with the policy's vocabulary"
     ),
@@ -264,6 +264,29 @@ class GenerationConfig(StrictModel):
     def is_filtered(self) -> bool:
         """Whether `top_p` or `top_k` leaves out tokens."""
         return self.top_p < 1 or self.top_k is not None
+
+    @property
+    def speculation(self) -> Mapping[str, Any]:
+        """The settings of speculative decoding; empty without it."""
+        settings = self.vllm_kwargs.get(SPECULATION)
+        return settings if isinstance(settings, dict) else {}
+
+    def draft_problems(self, is_trained: bool, begins_with: str | None = None) -> Iterator[tuple[str, str]]:
+        """(key, what would work) if an EAGLE-3 draft is missing, or one that trains with the policy is not used.
+
+        `begins_with`: the name of the draft that trains.
+        """
+        key, model = f"vllm_kwargs.{SPECULATION}", self.speculation.get("model")
+        uses_draft = self.speculation.get("method") == "eagle3"
+        if is_trained and not uses_draft:
+            yield key, "policy.draft.enabled=true needs {method: eagle3, num_speculative_tokens: 3}, or another number"
+        elif is_trained and model not in (None, begins_with):
+            yield f"{key}.model", "policy.draft.model_name decides it; remove the key"
+        elif uses_draft and not is_trained and model is None:
+            yield (
+                f"{key}.model",
+                "eagle3 needs a draft of this model; name one, or set policy.draft.enabled=true",
+            )
 
     @property
     def speculates(self) -> bool:

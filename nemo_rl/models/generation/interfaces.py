@@ -165,3 +165,4 @@ class EngineSettings:
     replica: int = 0  # number of this replica, for messages
     return_routed_experts: bool = False  # return the experts of every token with completions
     max_images: int | None = None  # of a prompt, for a model that sees images
+    draft: Mapping[str, Any] | None = None  # config.json of a draft whose weights the policy sends

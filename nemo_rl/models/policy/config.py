@@ -486,13 +486,57 @@ class SecondModelConfig(PolicyConfig):
     """Data type of the forward and backward pass."""
 
 
+class DraftConfig(StrictModel):
+    """A draft model (EAGLE-3) that trains beside the policy, for speculative decoding."""
+
+    _path: str = "policy.draft"
+
+    enabled: bool = False
+    """Train a draft on the hidden states of the policy's training pass, and send it to the engines with every sync."""
+
+    model_name: str | None = Field(default=None, min_length=1)
+    """Folder of the draft to begin with, as a checkpoint has it; null: a new one."""
+
+    num_layers: Literal[1] | None = None
+    """Blocks of the draft: 1."""
+
+    aux_layer_indices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Numbers of blocks of the policy after which the draft reads its hidden states; 0: its embeddings. null: 2, half
+    of all, and all but 3; with fewer than 8 blocks 0, half and all."""
+
+    lr: float = Field(default=1e-4, gt=0)
+    """Learning rate of the draft (AdamW, constant)."""
+
+    ignored_when_off: ClassVar = True
+
+    rules: ClassVar = {
+        "aux_layer_indices excludes model_name": "the draft of {section}.model_name decides it; set it to null",
+    }
+
+
 class RolloutPolicyConfig(PolicyConfig):
     """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
 
     generation: GenerationConfig
     """Generation: sampling parameters and the vLLM engine."""
 
+    draft: DraftConfig = DraftConfig()
+    """A draft model that trains beside the policy, for speculative decoding."""
+
     rules: ClassVar = {
+        "draft.enabled excludes megatron_cfg.enabled": (
+            "a draft trains with PyTorch only; switch {section}.draft.enabled off, or train with {section}.dtensor_cfg"
+        ),
+        **{
+            f"draft.enabled excludes dtensor_cfg.{key} > 1": f"needs whole models; set {{section}}.dtensor_cfg.{key}=1"
+            for key in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+        },
+        "draft.enabled excludes dtensor_cfg.torch_compile": "compiled blocks do not show a draft their states",
+        "draft.enabled requires generation.backend=vllm": "only engines of vLLM take drafts; set it to false",
+        "draft.enabled excludes generation.vllm_cfg.precision=fp8": "quantising engines take no draft; set it to false",
+        "draft.enabled excludes generation.vllm_cfg.pipeline_parallel_size > 1": (
+            "the stages of an engine take no draft; set {section}.generation.vllm_cfg.pipeline_parallel_size=1"
+        ),
         "reward_model_cfg.enabled": "a policy that generates needs the head of a language model; set it to false",
         "generation.vllm_cfg.max_model_len > {max_total_sequence_length}": (
             "{generation.vllm_cfg.max_model_len} is more than {section}.max_total_sequence_length="
@@ -503,6 +547,11 @@ class RolloutPolicyConfig(PolicyConfig):
             "which counts the prompt too; use at most that"
         ),
     }
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from super().cross_checks()
+        for key, message in self.generation.draft_problems(self.draft.enabled, self.draft.model_name):
+            yield f"generation.{key}", message
 
 
 # -- batch sizes

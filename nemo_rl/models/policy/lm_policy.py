@@ -12,7 +12,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface, PolicyWorkerSettings, SampleSettings
@@ -26,6 +26,9 @@ T = TypeVar("T")
 # Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
 # speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
+
+
+DRAFTING_WORKER = "nemo_rl.models.policy.dtensor.draft.DraftingPolicyWorker"
 
 
 class WorkersWrite:
@@ -83,7 +86,7 @@ class Policy(PolicyInterface):
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(self.workers[config.backend_key], config, settings),
+            RayWorkerBuilder(self._worker(config), config, settings),
             name_prefix=self.name_prefix,
             env_vars=host_environment | (config.backend_cfg.env_vars or {}),
             timeout_s=timeout_s,
@@ -93,6 +96,10 @@ class Policy(PolicyInterface):
         self._on_wait: Callable[[], None] | None = None
         self.gpu = find_gpu(self.group.call_one(0, "device_name"))
         accelerator.register(self.name_prefix, self.onload, self.offload, is_awake=True)
+
+    def _worker(self, config: PolicyConfig) -> str:
+        has_draft = isinstance(config, RolloutPolicyConfig) and config.draft.enabled
+        return DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""

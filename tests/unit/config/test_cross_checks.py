@@ -164,11 +164,31 @@ policy.scheduler=[{kwargs: {x: 1}}] -> policy.scheduler.0.name ... either a name
 policy.scheduler=[{name: a.B},{milestones: [5]}] -> policy.scheduler ... at least two schedulers
 policy.dtensor_cfg.enabled=false -> policy.dtensor_cfg.enabled ... no training backend is left
 policy.generation.top_k=-1 -> fine
++policy.draft.enabled=true & EAGLE3} -> fine
++policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
+EAGLE3, model: a} -> fine
++policy.draft={enabled: true, model_name: a, aux_layer_indices: [1]} & EAGLE3}
+    -> policy.draft.aux_layer_indices ... the draft of policy.draft.model_name decides it
+EAGLE3} -> policy.generation.vllm_kwargs.speculative_config.model ... or set policy.draft.enabled=true
++policy.draft.enabled=true -> policy.generation.vllm_kwargs.speculative_config ... needs {method: eagle3
++policy.draft.enabled=true & EAGLE3, model: a}
+    -> policy.generation.vllm_kwargs.speculative_config.model ... policy.draft.model_name decides it
++policy.draft.enabled=true & EAGLE3} & policy.dtensor_cfg.tensor_parallel_size=2 & cluster.gpus_per_node=2
+    -> policy.draft.enabled ... set policy.dtensor_cfg.tensor_parallel_size=1
++policy.draft.enabled=true & EAGLE3} & policy.dtensor_cfg.torch_compile=true -> policy.draft.enabled ... compiled blocks
++policy.draft.enabled=true & EAGLE3} & policy.generation.backend=hf -> policy.draft.enabled ... only engines of vLLM
++policy.draft.enabled=true & EAGLE3} & policy.generation.vllm_cfg.precision=fp8
+    -> policy.draft.enabled ... quantising engines take no draft
++policy.draft.enabled=true & EAGLE3} & policy.megatron_cfg.enabled=true & policy.dtensor_cfg.enabled=false
+    & policy.optimizer=null -> policy.draft.enabled ... a draft trains with PyTorch only
 policy.generation.top_k=0 -> policy.generation.top_k ... greater than or equal to 1
 """
 
 
-@pytest.mark.parametrize(("overrides", "said"), cases(CASES))
+EAGLE3 = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 2"
+
+
+@pytest.mark.parametrize(("overrides", "said"), cases(CASES.replace("EAGLE3", EAGLE3)))
 def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
     if said == FINE:
         build(*overrides)

@@ -186,7 +186,6 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     "named",
     [
-        "policy.draft.enabled=true (draft models that train with the policy)",
         "policy.generation.backend=sglang (engines other than vLLM)",
         "policy.precision=float16 (training in float16)",
         "grpo.adv_estimator.name=raw_reward (other estimators of advantages)",
@@ -205,9 +204,9 @@ def test_what_is_not_supported_yet_is_refused_by_name(named: str, base: str) -> 
 
 
 def test_a_section_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    text = V0_6.read_text().replace("draft:\n    enabled: false", "draft:\n    enabled: true")
-    line = text[: text.index("draft:")].count("\n") + 2
-    assert error_of(tmp_path, text).startswith(f"run.yaml:{line}: not supported yet: policy.draft.enabled=true (")
+    text = V0_6.read_text().replace('precision: "bfloat16"', "precision: float16")
+    line = text[: text.index("precision: float16")].count("\n") + 1
+    assert error_of(tmp_path, text).startswith(f"run.yaml:{line}: not supported yet: policy.precision=float16 (")
 
 
 def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:

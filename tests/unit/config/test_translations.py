@@ -239,8 +239,11 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
         ({"policy": {"quant_cfg": "a", "generation": {"quant_cfg": "a"}}}, ["quantisation-aware training"]),
         ({"env": {"geometry3k": {"num_workers": 1}}}, ["environments of pictures, video and sound"]),
         (
-            {"policy": {"draft": {"enabled": True}}, "grpo": {"penalize_invalid_tool_call": True}},
-            ["draft models that train with the policy", "penalties for malformed answers"],
+            {
+                "policy": {"generation": {"vllm_kwargs": {"speculative_config": {"method": "eagle"}}}},
+                "grpo": {"penalize_invalid_tool_call": True},
+            },
+            ["drafts of EAGLE before version 3", "penalties for malformed answers"],
         ),
     ],
 )

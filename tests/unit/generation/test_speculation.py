@@ -22,13 +22,14 @@ from tests.unit.policy.filter_reference import filter_logits
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "model": "small"}
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 4, "model": "head"}
 
 
 @pytest.mark.parametrize(
     ("settings", "key", "text"),
     [
         ("ngram", "", "must be a section"),
-        ({**NGRAM, "method": "eagle"}, ".method", "not supported yet: eagle; set ngram or draft_model"),
+        ({**NGRAM, "method": "eagle"}, ".method", "not supported yet: eagle; set ngram, draft_model or eagle3"),
         ({**NGRAM, "num_speculative_tokens": 0}, ".num_speculative_tokens", "1 or more"),
         ({**DRAFT, "model": None}, ".model", "name or folder of its weights"),
         ({**DRAFT, "rejection_sample_method": "synthetic"}, ".rejection_sample_method", "must be standard"),
@@ -41,7 +42,7 @@ def test_what_would_bias_samples_or_cannot_run_is_refused_by_name(settings: Any,
     assert found == f"speculative_config{key}" and text in message
 
 
-@pytest.mark.parametrize("settings", [NGRAM, DRAFT])
+@pytest.mark.parametrize("settings", [NGRAM, DRAFT, EAGLE3])
 def test_what_keeps_the_distribution_is_accepted(settings: Any) -> None:
     assert not list(speculation_problems({"speculative_config": settings}))
 

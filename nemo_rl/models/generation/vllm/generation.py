@@ -30,7 +30,7 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        cfg, model, tokenizer, load_format, return_routed_experts, max_images: see `EngineSettings`.
+        cfg, model, tokenizer, load_format, return_routed_experts, max_images, draft: see `EngineSettings`.
         seed: seed of the run.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
@@ -51,6 +51,7 @@ class VllmGeneration(GenerationInterface):
         timeout_s: float | None = None,
         return_routed_experts: bool = False,
         max_images: int | None = None,
+        draft: Mapping[str, Any] | None = None,
     ) -> None:
         self.name_prefix = name_prefix
         self._cluster = cluster
@@ -72,6 +73,7 @@ class VllmGeneration(GenerationInterface):
             hf_overrides=hf_overrides or {},
             return_routed_experts=return_routed_experts,
             max_images=max_images,
+            draft=draft,
         )
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -107,7 +108,8 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
             "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
             "enable_sleep_mode": cfg.colocated.enabled,
-            "sleep_preserve_parameter_names": ["draft.*"],  # which no sync brings back
+            # Of a draft, unless every sync brings it too.
+            "sleep_preserve_parameter_names": ["draft.*"] if settings.draft is None else [],
         }
     arguments |= cfg.vllm_kwargs
     # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
@@ -116,9 +118,12 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     arguments["hf_overrides"] = overrides
     if settings.load_format == "dummy" and "quantization_config" in PretrainedConfig.get_config_dict(settings.model)[0]:
         arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
-    if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
+    if settings.draft is not None:
+        own = {"model": draft_folder(settings.draft), "draft_load_config": {"load_format": "dummy"}}
+        arguments[SPECULATION] = {**cfg.speculation, **own}
+    elif cfg.speculation.get("method") in ("draft_model", "eagle3"):
         # A draft model has its own weights. The weights of the target come from the policy.
-        arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
+        arguments[SPECULATION] = {**cfg.speculation, "draft_load_config": {"load_format": "auto"}}
     if settings.max_images is not None:
         # Images come processed, and their features are kept under names that every sync changes.
         limits = {"image": settings.max_images, "video": 0}
@@ -128,6 +133,13 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
+
+
+def draft_folder(config: Mapping[str, Any]) -> str:
+    """A folder with this config.json of a draft, which vLLM reads when the engine starts."""
+    folder = Path(tempfile.mkdtemp(prefix="nemo_rl_draft_"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from nemo_rl.models.generation.vllm import engine_patches
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
 from nemo_rl.refit.buffers import attach_buffer
-from nemo_rl.refit.layout import PackLayout, RefitError, Segment, TensorMeta, Transport
+from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Segment, TensorMeta, Transport
 from nemo_rl.refit.transfer import WeightReceiver, largest_difference
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     init_info_cls = PackedInitInfo
     update_info_cls = PackedUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = False  # vLLM's way is a sync of its own; see `take_draft`
+    model: torch.nn.Module
+    _default_model: torch.nn.Module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,6 +84,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._loaded: set[str] = set()
         self._updating = False  # a bucket has arrived since the start
         self._differences: dict[str, float] = {}
+
+    def take_draft(self, draft: torch.nn.Module) -> None:
+        """From the next sync on, load tensors named `DRAFT_PREFIX` into `draft`."""
+        if not isinstance(self._default_model, ModelWithDraft):
+            self.model = self._default_model = ModelWithDraft(self._default_model, draft)
 
     def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
         """Attach to the policy's buffer, in place of an earlier one. Raises RefitError if none is reachable.
@@ -116,6 +123,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
                 f"they are loaded, and {self._why_reload}; set it to merged"
+            )
+        if isinstance(self.model, ModelWithDraft):
+            raise RefitError(
+                f"{self.transport}: policy.draft.enabled needs an engine that uses its weights as they are loaded, and "
+                f"{self._why_reload}; set it to false"
             )
         logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
         self._expected, self._loaded = {name for name, _ in self.model.named_parameters()}, set()
@@ -209,6 +221,22 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             )
 
 
+class ModelWithDraft(torch.nn.Module):
+    """The engine's model and its draft, as one model to load weights into. They may share embeddings and head."""
+
+    def __init__(self, model: torch.nn.Module, draft: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.draft = draft
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parts: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
+        for name, tensor in weights:
+            parts[name.startswith(DRAFT_PREFIX)].append((name.removeprefix(DRAFT_PREFIX), tensor))
+        cast(Any, self.model).load_weights(iter(parts[False]))
+        cast(Any, self.draft).load_weights(iter(parts[True]))
+
+
 # vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": transport}` selects one.
 for _transport in get_args(Transport):
     WeightTransferEngineFactory.register_engine(_transport, PackedWeightTransferEngine)
@@ -230,6 +258,10 @@ class WorkerExtension:
 
         layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
         self.take_experts = ExpertRecorder(self.model_runner, layers).take
+
+    def take_draft(self) -> None:
+        """See `PackedWeightTransferEngine.take_draft`."""
+        self.weight_transfer_engine.take_draft(self.model_runner.get_draft_model())
 
     def begin_comparison(self) -> str | None:
         """See `PackedWeightTransferEngine.begin_comparison`."""

@@ -65,6 +65,7 @@ class VllmWorker:
         self._num_updates = 0
         self._name = f"generation replica {settings.replica}"
         self._replica = settings.replica
+        self._takes_draft = settings.draft is not None
         self._max_model_len = cfg.vllm_cfg.max_model_len
         self._sleep_mode = device == "cuda" and cfg.colocated.enabled
         self._asleep: set[str] = set()
@@ -234,6 +235,8 @@ class VllmWorker:
         """Tell the engine where the weights will be. The keys of `init_info` depend on the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        if self._takes_draft:
+            await self._engine_call(self._engine.collective_rpc("take_draft"))
         request = WeightTransferInitRequest(init_info={**init_info, "replica": self._replica})
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 

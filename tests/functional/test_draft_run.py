@@ -1,0 +1,39 @@
+"""GRPO with a draft that trains beside the policy: more of its tokens are accepted from step to step."""
+
+import shutil
+
+import pytest
+
+from tests.functional.cli import SMALL, comparable, run
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+DRAFT = (
+    *SMALL,
+    "grpo.num_prompts_per_step=16",
+    "policy.train_global_batch_size=64",
+    "policy.train_micro_batch_size=64",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "grpo.max_num_steps=8",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=4",
+    "+policy.draft={enabled: true, lr: 3.0e-3}",
+    "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}",
+)
+
+
+def test_acceptance_rises_while_the_draft_trains_and_a_resumed_run_is_the_same(tmp_path):
+    whole = run(tmp_path / "whole", *DRAFT)
+    assert whole.status == 0, whole.output[-4000:]
+    rows = [row for row in whole.metrics if row["step"] > 0]
+    rates = [row["train/generation/spec_acceptance_rate"] for row in rows]
+    print("acceptance of all tokens", rates, "of first ones", [row["train/draft_acceptance"] for row in rows])
+    assert len(rows) == 8 and sum(rates[-3:]) / 3 > sum(rates[:3]) / 3 + 0.1, rates
+    assert rows[-1]["train/draft_loss"] < rows[0]["train/draft_loss"]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
+    kept = "results/grpo_cpu/step_4"
+    shutil.copytree(tmp_path / "whole" / kept, tmp_path / "resumed" / kept)
+    resumed = run(tmp_path / "resumed", *DRAFT)
+    assert resumed.status == 0, resumed.output[-4000:]
+    assert comparable([row for row in resumed.metrics if row["step"] > 4]) == comparable(rows[4:])
