@@ -98,7 +98,7 @@ def test_a_supervised_run_ends_resumes_and_is_the_run_without_faults(disk: Path)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.over_20s("five cells of the matrix in two starts of a run with an engine")
+@pytest.mark.slow
 def test_an_asynchronous_run_heals_and_trains_every_prompt_once(tmp_path: Path) -> None:
     endings = play(tmp_path, cells_of(ASYNC_SAMPLE), compares=False).endings
     assert [ending.how for ending in endings] == ["healed"] * 4 + ["ended"]

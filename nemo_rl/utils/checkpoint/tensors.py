@@ -41,7 +41,7 @@ _ALLOWED_GLOBALS = {
 # What the unpickler raises for bytes that are no pickle: lengths that no memory has, operations without operands.
 _DAMAGED_PICKLE = (
     pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError,
-    MemoryError, RecursionError, TypeError, ValueError,
+    MemoryError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
