@@ -2,7 +2,9 @@
 
 Both sides have the same model, prompts, samples per step, micro-batch, completion limit, optimizer and threads, verify
 answers and update the weights. They run in turn `--repeats` times; start-up and the first steps are not counted. Prints
-the rates of each pair, and the median of the paired ratios on the last line.
+for each run the tokens per second and the seconds of processor time of a step, of all its processes; with `--processes`
+also that of each process of ours. On the last lines are the medians of the paired ratios, by the clock and by processor
+time. On a machine that others use too, the second counts.
 
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py [OPTIONS]
 
@@ -23,13 +25,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.processor_time import MIN_CPU_S, Process, processes, spent  # noqa: E402
+
 NUM_WARMUP_STEPS = 2
+POLL_S = 0.02
 ENGINE_MEMORY = 0.4  # of a GPU, on both sides
+
+
+@dataclass(frozen=True)
+class Run:
+    """The counted steps of one side."""
+
+    steps: list[tuple[float, float]]  # (completion tokens, seconds by the clock)
+    cpu_s: float  # of one step, in all processes
+    by_process: dict[str, float]  # the same by command
+
+    def tokens_per_cpu_s(self) -> float:
+        return statistics.mean(tokens for tokens, _ in self.steps) / self.cpu_s
 
 
 def parse() -> argparse.Namespace:
@@ -54,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--mean-tokens", type=int, help="an untrained model that ends with probability 1 / MEAN_TOKENS at each token"
     )
+    parser.add_argument("--processes", action="store_true", help="print the processor time of each process of ours")
     parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a folder; default: the tiny model")
     return parser.parse_args()
@@ -120,8 +140,8 @@ def with_end_bias(model: Any, mean_tokens: int) -> Any:
     return model
 
 
-def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[float, float]]:
-    """(completion tokens, seconds) of each counted step, from the run's own metrics.jsonl."""
+def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
+    """The counted steps of a run of this library, from its metrics.jsonl."""
     command = [
         sys.executable,
         str(ROOT / "examples" / "run_grpo_math.py"),
@@ -131,7 +151,8 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
         *devices_of(args),
         f"grpo.num_prompts_per_step={args.prompts}",
         f"grpo.num_generations_per_prompt={args.generations}",
-        f"grpo.max_num_steps={args.steps + NUM_WARMUP_STEPS}",
+        # One more than is counted: the processes have to be there when their time is read.
+        f"grpo.max_num_steps={NUM_WARMUP_STEPS + args.steps + 1}",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
@@ -142,22 +163,39 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
         "checkpointing.enabled=false",
         f"logger.log_dir={folder}",
     ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        before = at_step(run, folder, NUM_WARMUP_STEPS)
+        after = at_step(run, folder, NUM_WARMUP_STEPS + args.steps)
+        if run.wait() != 0:
+            sys.exit(f"the run failed with status {run.returncode}: {' '.join(command)}")
     (metrics,) = folder.glob("exp_*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     samples = args.prompts * args.generations
-    return [
-        (row["train/mean_gen_tokens_per_sample"] * samples, row["timing/train/total_step_time"])
-        for row in rows[NUM_WARMUP_STEPS:]
-    ]
+    counted = rows[NUM_WARMUP_STEPS : NUM_WARMUP_STEPS + args.steps]
+    by_process = {number: cpu_s / args.steps for number, cpu_s in spent(before, after).items()}
+    return Run(
+        [(row["train/mean_gen_tokens_per_sample"] * samples, row["timing/train/total_step_time"]) for row in counted],
+        cpu_s=sum(by_process.values()),
+        by_process={f"{number} {after[number].command}": cpu_s for number, cpu_s in by_process.items()},
+    )
 
 
-def run_trl(args: argparse.Namespace, model: str) -> list[tuple[float, float]]:
+def at_step(run: subprocess.Popen, folder: Path, number: int) -> dict[int, Process]:
+    """The processes of `run` as soon as it has logged step `number`."""
+    while sum(file.read_bytes().count(b"\n") for file in folder.glob("exp_*/metrics.jsonl")) < number:
+        if run.poll() is not None:
+            sys.exit(f"the run ended with status {run.returncode} before step {number}")
+        time.sleep(POLL_S)
+    return processes(run.pid)
+
+
+def run_trl(args: argparse.Namespace, model: str) -> Run:
     """Run one side in its own process, so that neither side warms the other's caches."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl", "--model", model]
     out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    return [tuple(pair) for pair in json.loads(out.splitlines()[-1])]
+    steps, cpu_s = json.loads(out.splitlines()[-1])
+    return Run([tuple(step) for step in steps], cpu_s, {})
 
 
 def trl_main(args: argparse.Namespace) -> None:
@@ -178,6 +216,7 @@ def trl_main(args: argparse.Namespace) -> None:
     )
     tokens: list[float] = []
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
 
     def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
         return [
@@ -187,10 +226,11 @@ def trl_main(args: argparse.Namespace) -> None:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: object, **__: object) -> None:
-            self.started = time.perf_counter()
+            self.started, self.started_cpu = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *_: object, **__: object) -> None:
             seconds.append(time.perf_counter() - self.started)
+            cpu_seconds.append(time.process_time() - self.started_cpu)
 
         def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
             if "completions/mean_length" in logs:
@@ -228,13 +268,17 @@ def trl_main(args: argparse.Namespace) -> None:
     )
     trainer.train()
     pairs = list(zip(tokens, seconds, strict=False))[NUM_WARMUP_STEPS:]
-    sys.stdout.write("\n" + json.dumps(pairs) + "\n")
+    sys.stdout.write("\n" + json.dumps([pairs, statistics.mean(cpu_seconds[NUM_WARMUP_STEPS:])]) + "\n")
 
 
-def rate(name: str, pairs: list[tuple[float, float]]) -> float:
-    median = statistics.median(count / duration for count, duration in pairs)
-    step, count = (statistics.median(values) for values in zip(*[pair[::-1] for pair in pairs], strict=True))
-    sys.stdout.write(f"{name:<5} {median:9,.0f} completion tokens/s, step {step:6.3f} s of {count:,.0f} tokens\n")
+def report(name: str, run: Run) -> float:
+    """Print a side of a pair; returns its tokens per second of the clock, the median over steps."""
+    median = statistics.median(count / duration for count, duration in run.steps)
+    step, count = (statistics.median(values) for values in zip(*[pair[::-1] for pair in run.steps], strict=True))
+    sys.stdout.write(
+        f"{name:<5} {median:9,.0f} completion tokens/s, step {step:6.3f} s of {count:,.0f} tokens, processors "
+        f"{run.cpu_s:6.3f} s\n"
+    )
     sys.stdout.flush()
     return median
 
@@ -244,14 +288,22 @@ def main() -> None:
     if args.side == "trl":
         trl_main(args)
         return
-    ratios = []
+    by_clock, by_cpu = [], []
     with tempfile.TemporaryDirectory() as folder:
         model = model_directory(args, Path(folder))
         for number in range(args.repeats):
-            ours = rate("ours", run_ours(args, Path(folder) / f"{number}", model))
-            ratios.append(ours / rate("TRL", run_trl(args, model)))
-            sys.stdout.write(f"ratio {ratios[-1]:.2f}\n")
-    sys.stdout.write(f"ratio ours / TRL, median of {len(ratios)}: {statistics.median(ratios):.2f}\n")
+            ours = run_ours(args, Path(folder) / f"{number}", model)
+            rate = report("ours", ours)
+            if args.processes:
+                for command, cpu_s in sorted(ours.by_process.items(), key=lambda item: -item[1]):
+                    if cpu_s * args.steps >= MIN_CPU_S:
+                        sys.stdout.write(f"{cpu_s:9.3f} s  {command[:90]}\n")
+            trl = run_trl(args, model)
+            by_clock.append(rate / report("TRL", trl))
+            by_cpu.append(ours.tokens_per_cpu_s() / trl.tokens_per_cpu_s())
+            sys.stdout.write(f"ratio {by_clock[-1]:.2f}, by processor time {by_cpu[-1]:.2f}\n")
+    sys.stdout.write(f"ratio ours / TRL by processor time, median of {len(by_cpu)}: {statistics.median(by_cpu):.2f}\n")
+    sys.stdout.write(f"ratio ours / TRL, median of {len(by_clock)}: {statistics.median(by_clock):.2f}\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
+MIN_CPU_S = 0.1  # of a process with a line of its own in a table
 
 
 @dataclass(frozen=True)
