@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.processor_time import MIN_CPU_S, Process, processes, spent  # noqa: E402
 
-NUM_WARMUP_STEPS = 2
 POLL_S = 0.02
 ENGINE_MEMORY = 0.4  # of a GPU, on both sides
 
@@ -45,7 +44,10 @@ class Run:
 
     steps: list[tuple[float, float]]  # (completion tokens, seconds by the clock)
     cpu_s: float  # of one step, in all processes
-    by_process: dict[str, float]  # the same by command
+    by_process: dict[str, float]  # the same by command, if it was asked for
+
+    def tokens_per_s(self) -> float:
+        return statistics.median(tokens / seconds for tokens, seconds in self.steps)
 
     def tokens_per_cpu_s(self) -> float:
         return statistics.mean(tokens for tokens, _ in self.steps) / self.cpu_s
@@ -57,7 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10, help="counted steps, after the first two")
+    parser.add_argument("--steps", type=int, default=10, help="counted steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the counted ones")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2, help="our training ranks and engines, one thread each")
     parser.add_argument("--learning-rate", type=float, default=1e-6, help="small, so that lengths stay the same")
@@ -74,7 +77,8 @@ def parse() -> argparse.Namespace:
         "--mean-tokens", type=int, help="an untrained model that ends with probability 1 / MEAN_TOKENS at each token"
     )
     parser.add_argument("--processes", action="store_true", help="print the processor time of each process of ours")
-    parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["both", "ours", "TRL"], default="both", help="run one side alone")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a folder; default: the tiny model")
     return parser.parse_args()
 
@@ -152,7 +156,7 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
         f"grpo.num_prompts_per_step={args.prompts}",
         f"grpo.num_generations_per_prompt={args.generations}",
         # One more than is counted: the processes have to be there when their time is read.
-        f"grpo.max_num_steps={NUM_WARMUP_STEPS + args.steps + 1}",
+        f"grpo.max_num_steps={args.warmup + args.steps + 1}",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
@@ -164,19 +168,21 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
         f"logger.log_dir={folder}",
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-        before = at_step(run, folder, NUM_WARMUP_STEPS)
-        after = at_step(run, folder, NUM_WARMUP_STEPS + args.steps)
+        before = at_step(run, folder, args.warmup)
+        after = at_step(run, folder, args.warmup + args.steps)
         if run.wait() != 0:
             sys.exit(f"the run failed with status {run.returncode}: {' '.join(command)}")
     (metrics,) = folder.glob("exp_*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     samples = args.prompts * args.generations
-    counted = rows[NUM_WARMUP_STEPS : NUM_WARMUP_STEPS + args.steps]
+    counted = rows[args.warmup : args.warmup + args.steps]
     by_process = {number: cpu_s / args.steps for number, cpu_s in spent(before, after).items()}
     return Run(
         [(row["train/mean_gen_tokens_per_sample"] * samples, row["timing/train/total_step_time"]) for row in counted],
         cpu_s=sum(by_process.values()),
-        by_process={f"{number} {after[number].command}": cpu_s for number, cpu_s in by_process.items()},
+        by_process={f"{number} {after[number].command}": cpu_s for number, cpu_s in by_process.items()}
+        if args.processes
+        else {},
     )
 
 
@@ -189,10 +195,10 @@ def at_step(run: subprocess.Popen, folder: Path, number: int) -> dict[int, Proce
     return processes(run.pid)
 
 
-def run_trl(args: argparse.Namespace, model: str) -> Run:
+def run_trl(args: argparse.Namespace, _folder: Path, model: str) -> Run:
     """Run one side in its own process, so that neither side warms the other's caches."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl", "--model", model]
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", "--model", model]
     out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
     steps, cpu_s = json.loads(out.splitlines()[-1])
     return Run([tuple(step) for step in steps], cpu_s, {})
@@ -250,7 +256,7 @@ def trl_main(args: argparse.Namespace) -> None:
         gradient_accumulation_steps=samples // args.micro_batch,
         num_generations=args.generations,
         max_completion_length=args.max_new_tokens,
-        max_steps=args.steps + NUM_WARMUP_STEPS,
+        max_steps=args.steps + args.warmup,
         learning_rate=args.learning_rate,
         beta=0.0,
         logging_steps=1,
@@ -267,43 +273,46 @@ def trl_main(args: argparse.Namespace) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    pairs = list(zip(tokens, seconds, strict=False))[NUM_WARMUP_STEPS:]
-    sys.stdout.write("\n" + json.dumps([pairs, statistics.mean(cpu_seconds[NUM_WARMUP_STEPS:])]) + "\n")
+    pairs = list(zip(tokens, seconds, strict=False))[args.warmup :]
+    sys.stdout.write("\n" + json.dumps([pairs, statistics.mean(cpu_seconds[args.warmup :])]) + "\n")
 
 
-def report(name: str, run: Run) -> float:
-    """Print a side of a pair; returns its tokens per second of the clock, the median over steps."""
-    median = statistics.median(count / duration for count, duration in run.steps)
+def report(name: str, run: Run) -> None:
+    """Print the medians of a run's steps, and the processes if their times are known."""
     step, count = (statistics.median(values) for values in zip(*[pair[::-1] for pair in run.steps], strict=True))
     sys.stdout.write(
-        f"{name:<5} {median:9,.0f} completion tokens/s, step {step:6.3f} s of {count:,.0f} tokens, processors "
-        f"{run.cpu_s:6.3f} s\n"
+        f"{name:<5} {run.tokens_per_s():9,.0f} completion tokens/s, step {step:6.3f} s of {count:,.0f} tokens, "
+        f"processors {run.cpu_s:6.3f} s\n"
     )
+    for command, cpu_s in sorted(run.by_process.items(), key=lambda item: -item[1]):
+        if cpu_s * len(run.steps) >= MIN_CPU_S:
+            sys.stdout.write(f"{cpu_s:9.3f} s  {command[:90]}\n")
     sys.stdout.flush()
-    return median
 
 
 def main() -> None:
     args = parse()
-    if args.side == "trl":
+    if args.child:
         trl_main(args)
         return
-    by_clock, by_cpu = [], []
+    sides = {"ours": run_ours, "TRL": run_trl}
+    if args.side != "both":
+        sides = {args.side: sides[args.side]}
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as folder:
         model = model_directory(args, Path(folder))
         for number in range(args.repeats):
-            ours = run_ours(args, Path(folder) / f"{number}", model)
-            rate = report("ours", ours)
-            if args.processes:
-                for command, cpu_s in sorted(ours.by_process.items(), key=lambda item: -item[1]):
-                    if cpu_s * args.steps >= MIN_CPU_S:
-                        sys.stdout.write(f"{cpu_s:9.3f} s  {command[:90]}\n")
-            trl = run_trl(args, model)
-            by_clock.append(rate / report("TRL", trl))
-            by_cpu.append(ours.tokens_per_cpu_s() / trl.tokens_per_cpu_s())
-            sys.stdout.write(f"ratio {by_clock[-1]:.2f}, by processor time {by_cpu[-1]:.2f}\n")
-    sys.stdout.write(f"ratio ours / TRL by processor time, median of {len(by_cpu)}: {statistics.median(by_cpu):.2f}\n")
-    sys.stdout.write(f"ratio ours / TRL, median of {len(by_clock)}: {statistics.median(by_clock):.2f}\n")
+            for name, side in sides.items():
+                runs[name].append(side(args, Path(folder) / f"{number}", model))
+                report(name, runs[name][-1])
+    if len(sides) < 2:
+        return
+    pairs = list(zip(*runs.values(), strict=True))
+    by_cpu = [ours.tokens_per_cpu_s() / trl.tokens_per_cpu_s() for ours, trl in pairs]
+    by_clock = [ours.tokens_per_s() / trl.tokens_per_s() for ours, trl in pairs]
+    for name, ratios in (("by processor time", by_cpu), ("by the clock", by_clock)):
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        sys.stdout.write(f"ratio ours / TRL {name}, median of {each}: {statistics.median(ratios):.2f}\n")
 
 
 if __name__ == "__main__":
