@@ -3,17 +3,10 @@
 from types import SimpleNamespace
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler, _Completion
-
-
-def request(taken: list[int]) -> SimpleNamespace:
-    """A request as the scheduler holds it, whose tokens go to `taken`."""
-    params = SimpleNamespace(stop=[], output_kind=RequestOutputKind.FINAL_ONLY)
-    return SimpleNamespace(sampling_params=params, num_in_flight_tokens=7, append_output_token_ids=taken.append)
 
 
 def columns(tokens: list[int]) -> LogprobsLists:
@@ -34,18 +27,20 @@ def sampled(**tokens: int) -> ModelRunnerOutput:
 def test_tokens_that_end_nothing_are_noted_and_lead_the_last_one() -> None:
     taken = dict[str, list[int]](a=[], b=[], c=[])
     ours = object.__new__(WholeAnswerScheduler)
-    ours.requests = {name: request(tokens) for name, tokens in taken.items()}  # type: ignore[assignment]
+    ours.requests = {  # type: ignore[assignment]
+        name: SimpleNamespace(num_in_flight_tokens=7, append_output_token_ids=tokens.append)
+        for name, tokens in taken.items()
+    }
     ends = frozenset([0])
-    ours._parts, ours._completions = {}, {"a": _Completion(ends, max_tokens=9), "b": _Completion(ends, max_tokens=2)}
+    ours._completions = {"a": _Completion(ends, max_tokens=9), "b": _Completion(ends, max_tokens=2)}
     left = [ours._note_tokens({"a": 5, "b": 1, "c": 1}, sampled(a=3, b=4, c=5))]
     left += [ours._note_tokens({"a": 1, "b": 1}, sampled(b=6, a=7)), ours._note_tokens({"a": 1}, sampled(a=0))]
-    assert left == [["c"], ["b"], ["a"]]  # vLLM's own way; its last token; a token that ends it
+    assert left == [{"c": 1}, {"b": 1}, {"a": 1}]  # vLLM's own way; its last token; a token that ends it
     assert taken == {"a": [3, 7], "b": [4], "c": []}
     assert [ours.requests[name].num_in_flight_tokens for name in "ab"] == [1, 6]
     last = EngineCoreOutput("a", [0], new_logprobs=columns([0]), finish_reason=FinishReason.STOP)
-    assert ours._completes(last)
+    ours._completions["a"].lead(last)
     assert last.new_token_ids == [3, 7, 0] and last.new_logprobs is not None
     assert last.new_logprobs.logprobs.tolist() == [[-3.0], [-7.0], [-0.0]]
     assert last.new_logprobs.logprob_token_ids.tolist() == [[3], [7], [0]]
     assert last.new_logprobs.logprobs.dtype == np.float32
-    assert list(ours._completions) == ["b"]

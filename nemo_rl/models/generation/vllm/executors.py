@@ -6,9 +6,8 @@ other ranks of an engine watch the engine's process themselves.
 
 **Scheduler.** vLLM sends each sampled token, with its logprob in three arrays, to the process of `AsyncLLM`, which
 decodes and joins them. With a small model on a CPU, messages take more time than the forward passes. Nothing here reads
-a completion before it ends, so its tokens stay in the engine's process until then. Requests with stop strings are an
-exception: `AsyncLLM` looks for the strings and aborts the request. A token that does not end its request needs none of
-what vLLM does for an output, so it is only noted.
+a completion before it ends, so a token that does not end its request is only noted until then. Requests with stop
+strings, which `AsyncLLM` looks for, streamed ones, images and drafts go vLLM's own way.
 """
 
 from __future__ import annotations
@@ -83,13 +82,19 @@ class _Completion:
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
 
+    def lead(self, last: EngineCoreOutput) -> None:
+        """Put the tokens so far in front of the `last` one."""
+        assert last.new_logprobs is not None
+        noted = zip((self.token_ids, self.logprobs, self.ranks), last.new_logprobs[:3], strict=True)
+        joined: Any = (np.concatenate([np.array(v, own.dtype).reshape(-1, *own.shape[1:]), own]) for v, own in noted)
+        last.new_token_ids, last.new_logprobs = [*self.token_ids, *last.new_token_ids], LogprobsLists(*joined)
+
 
 class WholeAnswerScheduler(Scheduler):
     """Sends each completion when it ends. For CPUs, where vLLM does not schedule a step during the one before."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parts: dict[str, list[EngineCoreOutput]] = {}  # by request id, one per engine step
         self._completions: dict[str, _Completion] = {}  # by request id; of requests whose tokens are only noted
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if all(type(spec) is FullAttentionSpec for spec in specs) and not self.cache_config.enable_prefix_caching:
@@ -98,13 +103,11 @@ class WholeAnswerScheduler(Scheduler):
             self.kv_cache_manager.allocate_slots = cast(Any, self._allocate_slots)
 
     def add_request(self, request: Request) -> None:
-        """vLLM's own method."""
         super().add_request(request)
         params = request.sampling_params
         assert params is not None, "only completions are asked for"
-        leaves_whole = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
-        is_plain = self.num_spec_tokens == 0 and self.aux_output_connector is None and not request.has_encoder_inputs
-        if leaves_whole and is_plain and params.logprobs == 0 and params.repetition_detection is None:
+        is_sent_whole = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and params.logprobs == 0
+        if is_sent_whole and not request.has_encoder_inputs and self.num_spec_tokens == 0:
             room = self.max_model_len - request.num_prompt_tokens
             ends = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
             self._completions[request.request_id] = _Completion(ends, min(request.max_tokens, room))
@@ -112,31 +115,26 @@ class WholeAnswerScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's own method for requests that may end with this step, without the outputs that are kept back."""
-        counts = scheduler_output.num_scheduled_tokens
-        left = {name: counts[name] for name in self._note_tokens(counts, model_runner_output)}
-        scheduled = replace(scheduler_output, num_scheduled_tokens=left)
-        messages = super().update_from_output(scheduled, model_runner_output)
-        for message in messages.values():
-            message.outputs = [output for output in message.outputs if self._completes(output)]
+        """vLLM's own method for the requests that may end with this step."""
+        left = self._note_tokens(scheduler_output.num_scheduled_tokens, model_runner_output)
+        messages = super().update_from_output(replace(scheduler_output, num_scheduled_tokens=left), model_runner_output)
+        for output in (output for message in messages.values() for output in message.outputs):
+            if (completion := self._completions.pop(output.request_id, None)) is not None:
+                completion.lead(output)
         return messages
 
-    def _note_tokens(self, counts: dict[str, int], output: ModelRunnerOutput) -> list[str]:
-        """Note the tokens of the requests that go on in any case. Returns the other requests."""
+    def _note_tokens(self, counts: dict[str, int], output: ModelRunnerOutput) -> dict[str, int]:
+        """Note the tokens of the requests that go on in any case. Returns the counts of the others."""
         if output.logprobs is None:
-            return list(counts)
+            return counts
         logprobs, ranks = output.logprobs.logprobs[:, 0].tolist(), output.logprobs.sampled_token_ranks.tolist()
-        left = []
+        left = {}
         for name, count in counts.items():
             completion, row = self._completions.get(name), output.req_id_to_index[name]
             token_ids = output.sampled_token_ids[row]
-            if (
-                completion is None
-                or len(token_ids) != 1
-                or token_ids[0] in completion.ends
-                or len(completion.token_ids) + 1 >= completion.max_tokens
-            ):
-                left.append(name)
+            is_noted = completion is not None and len(token_ids) == 1 and token_ids[0] not in completion.ends
+            if completion is None or not is_noted or len(completion.token_ids) + 1 >= completion.max_tokens:
+                left[name] = count
                 continue
             request = self.requests[name]
             request.num_in_flight_tokens -= count
@@ -159,41 +157,5 @@ class WholeAnswerScheduler(Scheduler):
         """vLLM's own method, for requests that are aborted: nobody waits for their tokens."""
         aborted = super().finish_requests(*args, **kwargs)
         for request in aborted:
-            self._parts.pop(request.request_id, None)
             self._completions.pop(request.request_id, None)
         return aborted
-
-    def _completes(self, output: EngineCoreOutput) -> bool:
-        """Whether to send `output`, which then has all tokens of its request that were not sent."""
-        name = output.request_id
-        if output.finish_reason is None:
-            assert name not in self._completions, "its tokens are only noted"
-            sampling_params = self.requests[name].sampling_params
-            assert sampling_params is not None, "only completions are asked for"
-            if sampling_params.stop or sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                return True
-            self._parts.setdefault(name, []).append(output)
-            return False
-        if (completion := self._completions.pop(name, None)) is not None:
-            join(completion, output)
-            return True
-        parts = [*self._parts.pop(name, ()), output]
-        output.prefill_stats = parts[0].prefill_stats
-        output.new_token_ids = [token for part in parts for token in part.new_token_ids]
-        if output.new_logprobs is not None:
-            logprobs = [part.new_logprobs for part in parts]
-            joined: Any = (np.concatenate(arrays) for arrays in list(zip(*logprobs, strict=True))[:3])
-            output.new_logprobs = LogprobsLists(*joined)
-        return True
-
-
-def join(completion: _Completion, last: EngineCoreOutput) -> None:
-    """Put the tokens of `completion` in front of its `last` one."""
-    assert last.new_logprobs is not None
-    last.new_token_ids = [*completion.token_ids, *last.new_token_ids]
-    noted = (completion.token_ids, completion.logprobs, completion.ranks)
-    joined: Any = (
-        np.concatenate([np.array(values, own.dtype).reshape(-1, *own.shape[1:]), own])
-        for values, own in zip(noted, last.new_logprobs[:3], strict=True)
-    )
-    last.new_logprobs = LogprobsLists(*joined)
