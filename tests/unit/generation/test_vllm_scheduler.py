@@ -15,32 +15,22 @@ def columns(tokens: list[int]) -> LogprobsLists:
 
 
 def sampled(**tokens: int) -> ModelRunnerOutput:
-    """One token of each request, in this order."""
-    return ModelRunnerOutput(
-        req_ids=list(tokens),
-        req_id_to_index={name: row for row, name in enumerate(tokens)},
-        sampled_token_ids=[[token] for token in tokens.values()],
-        logprobs=columns(list(tokens.values())),
-    )
+    names, ids = list(tokens), list(tokens.values())
+    rows = {name: row for row, name in enumerate(names)}
+    return ModelRunnerOutput(names, rows, sampled_token_ids=[[token] for token in ids], logprobs=columns(ids))
 
 
 def test_tokens_that_end_nothing_are_noted_and_lead_the_last_one() -> None:
-    taken = dict[str, list[int]](a=[], b=[], c=[])
-    ours = object.__new__(WholeAnswerScheduler)
-    ours.requests = {  # type: ignore[assignment]
-        name: SimpleNamespace(num_in_flight_tokens=7, append_output_token_ids=tokens.append)
-        for name, tokens in taken.items()
-    }
-    ends = frozenset([0])
-    ours._completions = {"a": _Completion(ends, max_tokens=9), "b": _Completion(ends, max_tokens=2)}
+    taken, ours = dict[str, list[int]](a=[], b=[], c=[]), object.__new__(WholeAnswerScheduler)
+    requests = {n: SimpleNamespace(num_in_flight_tokens=7, append_output_token_ids=t.append) for n, t in taken.items()}
+    ours.requests = requests  # type: ignore[assignment]
+    ours._completions = {"a": _Completion(frozenset([0]), max_tokens=9), "b": _Completion(frozenset([0]), max_tokens=2)}
     left = [ours._note_tokens({"a": 5, "b": 1, "c": 1}, sampled(a=3, b=4, c=5))]
     left += [ours._note_tokens({"a": 1, "b": 1}, sampled(b=6, a=7)), ours._note_tokens({"a": 1}, sampled(a=0))]
     assert left == [{"c": 1}, {"b": 1}, {"a": 1}]  # vLLM's own way; its last token; a token that ends it
-    assert taken == {"a": [3, 7], "b": [4], "c": []}
-    assert [ours.requests[name].num_in_flight_tokens for name in "ab"] == [1, 6]
+    assert taken == {"a": [3, 7], "b": [4], "c": []} and requests["a"].num_in_flight_tokens == 1
     last = EngineCoreOutput("a", [0], new_logprobs=columns([0]), finish_reason=FinishReason.STOP)
     ours._completions["a"].lead(last)
     assert last.new_token_ids == [3, 7, 0] and last.new_logprobs is not None
     assert last.new_logprobs.logprobs.tolist() == [[-3.0], [-7.0], [-0.0]]
-    assert last.new_logprobs.logprob_token_ids.tolist() == [[3], [7], [0]]
     assert last.new_logprobs.logprobs.dtype == np.float32
