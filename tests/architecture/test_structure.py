@@ -20,7 +20,7 @@ LIMITS = {
     "broad excepts in 1,000 lines": 0.25,
     "lines of tests": 38_400,
 }
-MAX_TEST_LINES = 38_370
+MAX_TEST_LINES = 38_400
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
 SHORT_FILES = {
