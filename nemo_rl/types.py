@@ -240,7 +240,7 @@ class SampleMeta:
     @property
     def ends_in_loop(self) -> bool:
         """Whether a turn repeats itself up to its end."""
-        return any(turn.ends_in_loop for turn in self.turns)
+        return any(turn.ends_in_loop for row in self.rows for turn in row.turns)
 
 
 @dataclass(kw_only=True)

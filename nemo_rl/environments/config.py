@@ -571,7 +571,13 @@ def keys_of(config: AnyEnvironmentConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: float) -> Iterator[tuple[str, str]]:
     """(key, message) for sections that do not fit together, or not to the time limit of a step."""
+    listening: dict[int, str] = {}
     for name, config in env.items():
+        if isinstance(config, AgentEnvironmentConfig) and config.session.port:
+            other = listening.setdefault(config.session.port, name)
+            if other != name:
+                fix = "set another, or 0 for any free one"
+                yield f"env.{name}.session.port", f"{config.session.port} is that of env.{other} too; {fix}"
         if isinstance(config, CompositeEnvironmentConfig):
             yield from _part_problems(name, config, env)
         if isinstance(config, AgentEnvironmentConfig) and config.environment is not None:

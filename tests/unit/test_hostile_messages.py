@@ -29,6 +29,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.remote.environment import RemoteEnvironment
 from nemo_rl.environments.remote.server import EnvironmentServer
 from nemo_rl.rollouts.openai_requests import ChatRequest, CompletionRequest, RequestError, parse_request
+from nemo_rl.rollouts.responses import ResponsesRequest, as_messages
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
@@ -281,12 +282,25 @@ CHAT_REQUEST = {
 }
 
 
+RESPONSES_REQUEST = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "1"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ],
+    "tools": [{"type": "function", "name": "add", "parameters": {}}],
+}
+
+
 @hostile
-@given(damaged(json.dumps(CHAT_REQUEST)))
+@given(damaged(json.dumps(CHAT_REQUEST)) | damaged(json.dumps(RESPONSES_REQUEST)))
 def test_requests_of_completions_are_read_or_refused(body: bytes) -> None:
-    for kind in (ChatRequest, CompletionRequest):
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
         try:
-            parse_request(kind, body)
+            wanted = parse_request(kind, body)
+            if isinstance(wanted, ResponsesRequest):
+                as_messages(wanted.input if isinstance(wanted.input, list) else [])
+                wanted.chat_tools()
         except RequestError as error:
             assert error.status == 400 and len(str(error)) < 5000
 

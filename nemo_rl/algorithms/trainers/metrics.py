@@ -70,23 +70,25 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
     turn_{n}/reward                 mean reward that the environment gave for it
     turn_{n}/gen_tokens             mean sampled tokens of it
 
+    The turns of an agent's sample are those of all its rows, row by row.
     Shares and means are over the samples with a reward unless said; NaN if there are none. `reward` and `gen_tokens` of
     a turn that no sample had are left out.
     """
     scored = [sample for sample in samples if sample.has_reward]
     truncated = [sample for sample in scored if sample.status is SampleStatus.TRUNCATED]
     by_turn_tokens = sum(not (sample.hit_turn_limit or sample.hit_total_token_limit) for sample in truncated)
-    num_turns = sum(sample.num_turns for sample in scored)
+    turns_of = [[turn for row in sample.rows for turn in row.turns] for sample in scored]
+    num_turns, num_generated = sum(map(len, turns_of)), sum(t.num_generated_tokens for of in turns_of for t in of)
     metrics = {
         "max_turns_reached_rate": _mean([sample.hit_turn_limit for sample in scored]),
         "truncated_by_turn_tokens_rate": by_turn_tokens / len(scored) if scored else math.nan,
         "truncated_by_total_tokens_rate": _mean([sample.hit_total_token_limit for sample in scored]),
         "timed_out_rate": _mean([sample.status.is_late for sample in samples]),
-        "mean_gen_tokens_per_turn": sum(s.num_generated_tokens for s in scored) / num_turns if num_turns else math.nan,
+        "mean_gen_tokens_per_turn": num_generated / num_turns if num_turns else math.nan,
     }
     for n in turns_reported(max_turns):
-        metrics[f"turn_{n}/active_fraction"] = _mean([sample.num_turns >= n for sample in scored])
-        turns = [sample.turns[n - 1] for sample in scored if len(sample.turns) >= n]
+        metrics[f"turn_{n}/active_fraction"] = _mean([len(turns) >= n for turns in turns_of])
+        turns = [turns[n - 1] for turns in turns_of if len(turns) >= n]
         if turns:
             metrics[f"turn_{n}/reward"] = _mean([turn.reward for turn in turns])
             metrics[f"turn_{n}/gen_tokens"] = _mean([turn.num_generated_tokens for turn in turns])

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from ray.exceptions import RayError
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.rollouts.engine_client import RequestFailed
 from nemo_rl.types import Completion, GenerateFn, ImageSpan, OnTokens, SamplingParams, StopReason
 
 _GATHER_S = 0.005  # a batch begins when so long a time has passed since its first request
@@ -129,7 +131,10 @@ def frozen_generate(actor: Any) -> GenerateFn:
         *,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        token_ids, logprobs, ended = await actor.generate.remote(list(prompt_token_ids), sampling, seed)
+        try:
+            token_ids, logprobs, ended = await actor.generate.remote(list(prompt_token_ids), sampling, seed)
+        except RayError as error:
+            raise RequestFailed(f"the frozen model gave no answer: {error}") from error
         reason = StopReason.STOP if ended else StopReason.LENGTH
         return Completion(token_ids=token_ids, logprobs=logprobs, stop_reason=reason, weight_version=-1)
 
