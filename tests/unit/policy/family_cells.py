@@ -147,7 +147,7 @@ _SFT = [(1, policy_config(train_micro_batch_size=8, **PADDED)), (2, settings_of(
 def _sft_loss(rank: int, world: int, path: Path, config: PolicyConfig) -> float:
     """Of the second of two steps."""
     worker = make_worker(path, config)
-    load_step(worker, config)
+    load_step(worker)
     return worker.train(NLLLoss(), Logprobs()).losses[-1]
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
@@ -16,13 +17,44 @@ from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
 from nemo_rl.types import ImageSpan, Pixels
 
 
-@pytest.fixture(scope="module")
-def tiny():
+def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGeneration:
+    """Like `tiny:shapes`, with features of two layers of its tower that join after layers of the language model."""
+    ids = tokenizer.get_vocab()
+    positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    config = Qwen3VLConfig(
+        text_config={
+            **sizes,
+            **{"vocab_size": len(tokenizer), "num_hidden_layers": 3, "num_attention_heads": 2},
+            **{"num_key_value_heads": 1, "head_dim": 32, "rope_parameters": positions},
+        },
+        vision_config={
+            **sizes,
+            **{"depth": 3, "num_heads": 2, "patch_size": recipe.patch_size, "spatial_merge_size": recipe.merge_size},
+            **{"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def tiny(request):
     """(untrained model with our attention, the same with transformers' own, processor)."""
     recipe = RECIPES["shapes"]
     assert isinstance(recipe, TinyVisionRecipe)
     tokenizer = build_tiny_tokenizer(recipe)
-    ours, theirs = (build_untrained_model(recipe, tokenizer).eval() for _ in range(2))
+    build = build_untrained_model if request.param == "qwen2_5_vl" else qwen3_vl
+    ours, theirs = (build(recipe, tokenizer).eval() for _ in range(2))
     ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
     return ours, theirs, tiny_vision.build_processor(recipe, tokenizer)
 
@@ -109,7 +141,9 @@ def test_rows_without_images_still_pass_the_tower(tiny, rows):
     """All ranks pass the same sharded layers, and every weight gets a gradient, which is zero."""
     tiny[0].zero_grad()
     logprobs(tiny, rows[1:2], padding_free=True)[0].sum().backward()
-    tower = [p.grad for _, p in named_parts(tiny[0], FAMILIES["qwen2_5_vl"], ["vision_tower", "projector"])]
+    tower = [
+        p.grad for _, p in named_parts(tiny[0], FAMILIES[tiny[0].config.model_type], ["vision_tower", "projector"])
+    ]
     assert tower
     assert all(grad is not None and not grad.any() for grad in tower)
 

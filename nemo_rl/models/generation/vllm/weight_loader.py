@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
@@ -210,8 +210,31 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             self._receiver = None
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        if type(self.model).__name__ == "GptOssForCausalLM":
+            weights = self._of_gpt_oss(weights)
         with disable_mtp_completeness_check():
             self._loaded |= self.model.load_weights(weights) or set()
+
+    def _of_gpt_oss(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Weights in the form in which vLLM's GPT-OSS loads them with the parameters' own loaders.
+
+        It copies whole layers of experts, and sinks, straight into the parameters, which a layerwise reload does not
+        notice: the old values would come back. Single experts, as if streamed from a file, it loads like other weights.
+        """
+        others = []
+        for name, tensor in weights:
+            layer, _, matrix = name.partition(".mlp.experts.")
+            if matrix:
+                others += [(f"{layer}.mlp.experts.{expert}.{matrix}", part) for expert, part in enumerate(tensor)]
+            elif name.endswith(".sinks"):
+                own = name.replace(".self_attn.", ".attn.")
+                sinks = self.model.get_parameter(own)
+                first = get_tp_group().rank_in_group * len(sinks)
+                cast(Any, sinks).weight_loader(sinks, tensor[first : first + len(sinks)])
+                self._loaded.add(own)
+            else:
+                others.append((name, tensor))
+        return others
 
     def _refuse_stale(self, names: Iterable[str]) -> None:
         if stale := sorted(names):

@@ -126,7 +126,9 @@ class _Style(ParallelStyle):
                 return (self.read(module, args[0], device_mesh), *args[1:]), kwargs
             return args, kwargs | {"hidden_states": self.read(module, kwargs["hidden_states"], device_mesh)}
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if isinstance(output, tuple):  # a layer with experts may return what its router chose too
+                return self.write(module, output[0], device_mesh), *output[1:]
             return self.write(module, output, device_mesh)
 
         self.place(module, device_mesh)

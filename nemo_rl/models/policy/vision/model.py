@@ -121,7 +121,10 @@ class VisionLogprobModel(LogprobModel):
         further = {}
         if (deep := seen.get("deepstack_features")) is not None:  # added after the first layers, Qwen3-VL
             index = images.features[is_image]
-            further = {"visual_pos_masks": is_image, "deepstack_visual_embeds": [layer[index] for layer in deep]}
+            further = {
+                "visual_pos_masks": is_image,
+                "deepstack_visual_embeds": [_flat_features(layer)[index] for layer in deep],
+            }
         positions = images.positions if self.has_grid_positions else images.positions[0]
         return model.get_decoder()(
             inputs_embeds=embedded,
