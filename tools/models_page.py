@@ -32,7 +32,7 @@ MEANINGS = """
 | column | what was tried |
 |---|---|
 | load | logprobs equal those of transformers to 2e-5; exported weights have the names and the values of the files |
-| SFT | the loss after an optimizer step is the same on 2 FSDP ranks and on one |
+| SFT | the loss after an optimizer step is the same with padded rows and with packed ones |
 | GRPO | steps of the clipped loss with reference logprobs on 2 FSDP ranks: logprobs, gradient norms and new weights are those of one rank, to 1e-5 |
 | packing | the same with several sequences in a row; a sequence's states are those of the sequence alone, whatever stands beside it |
 | TP, SP, CP, EP, PP | the same with 2 ranks of tensor parallelism, with sequence parallelism in addition, of context, expert and pipeline parallelism |

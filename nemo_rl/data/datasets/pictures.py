@@ -159,7 +159,8 @@ def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
             f"dataset {cfg.dataset_name!r}: data_path {cfg.data_path!r} is no folder with a {METADATA_FILE} (looked in "
             f"{Path.cwd()})"
         )
-    table = load_table(str(folder / METADATA_FILE), subset=None, split=None, cache_dir=cfg.download_dir)
+    path, cache = str(folder / METADATA_FILE), cfg.download_dir
+    table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=cfg.is_streamed)
 
     def convert(row: Row) -> Row:
         if row.get("messages") is not None:

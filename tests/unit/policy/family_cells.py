@@ -68,6 +68,9 @@ def refusal(family: str, column: str) -> str | None:
             check_layout(policy_config(**layout(family, column)[1]), model)
     except ValueError as error:
         reason = re.sub(r"^policy\.\S+: ", "", str(error).splitlines()[0])
+        reason = re.sub(rf"\b(an?|this|of) '?{family}'? model", r"\1 model", reason)
+        reason = reason.replace(f"model_type {family!r}", "it").replace(f"the experts of {family!r}", "its experts")
+        reason = reason.replace(f"{family!r}", "it")
         return re.split(r"[;.] |: its plan", reason)[0]
     return None
 
@@ -99,7 +102,7 @@ def try_cell(base: Alone, column: str) -> None:
     if column == "load":
         _load(base)
     elif column == "SFT":
-        losses = [run_world(_sft_loss, world, base.directory, config)[0] for world, config in _SFT]
+        losses = [run_world(_sft_loss, 1, base.directory, config)[0] for config in _SFT]
         assert abs(losses[0] - losses[1]) < 1e-5 * losses[0]
     elif column == "Megatron":
         _compare(run_world(one_step, 1, base.directory, Layout(world=1).config()), base.step(adapted=False))
@@ -141,7 +144,7 @@ def _exported(rank: int, world: int, path: Path, config: PolicyConfig) -> dict[s
     return whole_weights(make_worker(path, config))
 
 
-_SFT = [(1, policy_config(train_micro_batch_size=8, **PADDED)), (2, settings_of({}))]
+_SFT = [policy_config(train_micro_batch_size=8, **PADDED), settings_of(PACKED)]
 
 
 def _sft_loss(rank: int, world: int, path: Path, config: PolicyConfig) -> float:

@@ -2,9 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
 
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
@@ -166,8 +172,64 @@ def test_a_sampled_image_token_is_text(tiny, rows):
 
 
 def test_every_parameter_belongs_to_one_part(tiny):
-    family, model = FAMILIES["qwen2_5_vl"], tiny[0]
+    model = tiny[0]
+    family = FAMILIES[model.config.model_type]
     counts = {
         part: len(list(named_parts(model, family, [part]))) for part in ("vision_tower", "projector", "language_model")
     }
-    assert counts["projector"] == 5 and sum(counts.values()) == len(list(model.parameters()))
+    assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18}[model.config.model_type]
+    assert sum(counts.values()) == len(list(model.parameters()))
+
+
+def smolvlm() -> SmolVLMForConditionalGeneration:
+    """Its images are cut into tiles of 32 x 32 pixels, of 4 tokens each."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 100, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
+    config = SmolVLMConfig(
+        text_config={**sizes, **text},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+        scale_factor=2,
+        image_token_id=99,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = SmolVLMForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_tiles_of_images_give_the_logprobs_of_transformers(padding_free):
+    ours, theirs, rng = smolvlm(), smolvlm(), np.random.default_rng(0)
+    ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
+
+    def tiles(count: int) -> Pixels:
+        pixels = rng.normal(size=(1, count, 3, 32, 32)).astype(np.float32)
+        return {"pixel_values": pixels, "pixel_attention_mask": np.ones((1, count, 32, 32), dtype=bool)}
+
+    images = {"small": tiles(1), "large": tiles(3)}
+    rows = []
+    for names, text in ((["small"], [7, 8, 9]), ([], [10, 11, 12]), (["large", "small"], [14, 15]), (["small"], [20])):
+        ids, spans = [], []
+        for name in names:
+            length = 4 * images[name]["pixel_values"].shape[1]
+            spans.append((ImageSpan(digest=name, start=len(ids) + 1, length=length), images[name]))
+            ids += [5, *[99] * length, 6]
+        rows.append((torch.tensor(ids + text), spans))
+    layout, inputs = RowLayout(padding_free=padding_free), VisionInputs.of(ours.config, tiles(1))
+    batch = layout.build(
+        [(ids, torch.ones(len(ids), dtype=torch.bool)) for ids, _ in rows],
+        images=inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows]),
+    )
+    with torch.no_grad():
+        scored = VisionLogprobModel(ours)(batch, Logprobs())
+        for found, (ids, own) in zip(scored, rows, strict=True):
+            given = {}
+            for name in images["small"] if own else ():
+                given[name] = torch.from_numpy(np.concatenate([pixels[name] for _, pixels in own], axis=1))
+            logprobs = theirs(input_ids=ids[None], **given).logits[0, :-1].log_softmax(-1)
+            expected = logprobs.gather(-1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(found[1 : len(ids)], expected, atol=2e-6, rtol=0)

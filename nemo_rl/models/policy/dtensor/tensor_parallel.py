@@ -295,13 +295,20 @@ class Region(_Style):
 
 
 class WholeSequence(_Style):
-    """A module that does not support sequence parallelism: it gets all positions, and each rank keeps its own."""
+    """A module that does not support sequence parallelism: it gets all positions, and each rank keeps its own.
+
+    It may return them as [R * W, H].
+    """
+
+    shape: torch.Size
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _relayout(tensor, mesh, SEQUENCE, Replicate())
+        whole = _relayout(tensor, mesh, SEQUENCE, Replicate())
+        self.shape = whole.shape
+        return whole
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _relayout(output, mesh, Replicate(), SEQUENCE)
+        return _relayout(output.view(self.shape), mesh, Replicate(), SEQUENCE)
 
 
 class SplitSequence(_Style):
