@@ -35,7 +35,7 @@ MEANINGS = """
 | SFT | the loss after an optimizer step is the same with padded rows and with packed ones |
 | GRPO | steps of the clipped loss with reference logprobs on 2 FSDP ranks: logprobs, gradient norms and new weights are those of one rank, to 1e-5 |
 | packing | the same with several sequences in a row; a sequence's states are those of the sequence alone, whatever stands beside it |
-| TP, SP, CP, EP, PP | the same with 2 ranks of tensor parallelism, with sequence parallelism in addition, of context, expert and pipeline parallelism |
+| TP, CP, EP, PP | the same with 2 ranks of tensor, context, expert or pipeline parallelism |
 | LoRA | the same with adapters on all linear layers that are wide enough, and every other weight frozen |
 | Megatron | the same with Megatron Core on one rank |
 | vLLM on CPU | after weight syncs into the real engine, logprobs of its samples equal the model's: to 1e-5, in bfloat16 to 0.1 |

@@ -38,7 +38,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "GRPO": (2, PADDED),
     "packing": (2, PACKED),
     "TP": (2, PADDED | cut(**{TP: 2})),
-    "SP": (2, PADDED | cut(**{TP: 2, "sequence_parallel": True})),
     "CP": (2, PACKED | cut(**{CP: 2})),
     "EP": (2, PACKED | cut(**{EP: 2})),
     "PP": (2, PACKED | cut(**{PP: 2})),
