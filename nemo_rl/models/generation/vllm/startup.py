@@ -145,7 +145,7 @@ def draft_folder(config: Mapping[str, Any]) -> str:
 def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
     """config.json of a model that is quantised on disk, for the unquantised weights that the policy sends."""
     config.update(overrides)
-    del config.quantization_config
+    config.__dict__.pop("quantization_config", None)  # vLLM also asks about an empty configuration
     return config
 
 
