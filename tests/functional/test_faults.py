@@ -29,8 +29,6 @@ SFT_SAMPLE = """
 ASYNC_SAMPLE = """
     async: environment, kill, generation
     async: core, kill, validation
-    async: rollout, kill, train
-    async: keeper, kill, generation
     async: driver, kill, train
 """
 
@@ -98,10 +96,10 @@ def test_a_supervised_run_ends_resumes_and_is_the_run_without_faults(disk: Path)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
+@pytest.mark.over_20s("an asynchronous run that loses an environment, an engine and its driver")
 def test_an_asynchronous_run_heals_and_trains_every_prompt_once(tmp_path: Path) -> None:
     endings = play(tmp_path, cells_of(ASYNC_SAMPLE), compares=False).endings
-    assert [ending.how for ending in endings] == ["healed"] * 4 + ["ended"]
+    assert [ending.how for ending in endings] == ["healed", "healed", "ended"]
 
 
 def test_every_pair_is_drawn() -> None:
