@@ -43,7 +43,6 @@ from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.replay import NoWeightSync, RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
@@ -53,6 +52,8 @@ TrainerT = TypeVar("TrainerT", bound=RolloutTrainer)
 # Imported in runs whose policy generates.
 SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"
 SELF_GENERATING = "nemo_rl.models.policy.generate:SelfGeneratingPolicy"
+# Imported in runs that train from a record.
+REPLAY = "nemo_rl.rollouts.replay"
 OPENAI_SERVER = "nemo_rl.algorithms.setup.serve:start_openai_server"  # imported in runs that have the server
 # Of the timeout of a worker: the rendezvous reports its missing member before the group counts as hanging.
 _RENDEZVOUS_SHARE = 0.9
@@ -172,8 +173,9 @@ def build_rollouts(
     settings = partial(_worker_settings, config, inputs)
     timeout_s = config.cluster.worker_timeout_s
     if rollout.replay_from is not None:
-        policy, generation, refit = start_own_policy(policy_class=Policy), None, NoWeightSync()
-        rollouts: RolloutCollector = RecordedRollouts(
+        policy, generation = start_own_policy(policy_class=Policy), None
+        refit = import_object(f"{REPLAY}:NoWeightSync", "grpo.replay_from")()
+        rollouts: RolloutCollector = import_object(f"{REPLAY}:RecordedRollouts", "grpo.replay_from")(
             cluster, settings({}), training.accelerator, root=Path(rollout.replay_from), timeout_s=timeout_s
         )
     else:
