@@ -784,10 +784,7 @@ class UsageMonitor:
 
 
 def require_shared(group: RayWorkerGroup, folder: Path, key: str) -> None:
-    """Raise ValueError, which names the configuration's `key`, unless every worker sees the files of `folder`.
-
-    The workers have a method `sees(file)`. `folder` exists and is absolute.
-    """
+    """Raise ValueError, which names `key`, unless the method `sees(file)` of every worker finds a file of `folder`."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".do_all_nodes_see_this_") as file:
         seen = group.call_all("sees", Path(file.name))
     blind = {worker.bundles[0].node_ip for worker, sees in zip(group.members, seen, strict=True) if not sees}

@@ -182,10 +182,7 @@ def check_teacher(
                 f"model: set {key}.model_name and {key}.tokenizer.name to the same one"
             )
     if topk is not None and not 1 <= topk <= num_tokens:
-        raise ValueError(
-            f"distillation.topk_logits_k={topk}: the vocabulary has {num_tokens} tokens; set it to one of 1 to "
-            f"{num_tokens}"
-        )
+        raise ValueError(f"distillation.topk_logits_k={topk}: set it to 1 to {num_tokens}, the size of the vocabulary")
     _warn_of_differences(student_tokenizer, teacher_tokenizer)
     num_more = sum(number >= num_tokens for number in teacher)
     if num_more:
