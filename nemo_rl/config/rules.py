@@ -264,6 +264,11 @@ def divisors(*numbers: int, near: int | None = None, multiple_of: int = 1) -> st
     return ", ".join(map(str, found))
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
 def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
     """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
     if not isinstance(value, dict) or not value:

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from nemo_rl.config.rules import round_up
+
 Number = TypeVar("Number", float, np.ndarray)
 
 Bins = list[list[int]]
@@ -69,11 +71,6 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 # -- Bins of at most `bin_capacity` tokens.
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `number`."""
-    return -(-number // multiple) * multiple
 
 
 class PackingAlgorithm(StrEnum):

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl.config.rules import round_up
 from nemo_rl.data.packing import (
     Bins,
     PackingAlgorithm,
     balance,
     even_out,
     get_packer,
-    round_up,
     sequence_cost,
     split_fullest,
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, StrictModel, divisors
+from nemo_rl.config.rules import Derived, StrictModel, divisors, round_up
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
@@ -560,16 +560,12 @@ class RolloutPolicyConfig(PolicyConfig):
 def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
     """Tokens of a micro-batch in training and for logprobs, from the enabled section, with null resolved."""
     section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
-    longest = _round_up(policy.max_total_sequence_length, sequence_chunks(policy)) * sequences_per_sample
+    longest = round_up(policy.max_total_sequence_length, sequence_chunks(policy)) * sequences_per_sample
     train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
     return (
         longest * policy.train_micro_batch_size if train is None else train,
         longest * policy.logprob_batch_size if logprobs is None else logprobs,
     )
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def sequence_chunks(policy: PolicyConfig) -> int:
@@ -619,7 +615,7 @@ def check_budgets(
         return
     section, needed = "dynamic_batching", policy.max_total_sequence_length
     if policy.sequence_packing.enabled:
-        section, needed = "sequence_packing", _round_up(needed, sequence_chunks(policy))
+        section, needed = "sequence_packing", round_up(needed, sequence_chunks(policy))
     needed *= sequences_per_sample
     what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
     longest = f"{policy.key('max_total_sequence_length')}={policy.max_total_sequence_length}"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, PaddedTokens, plan_batch, plan_samples
 from nemo_rl.algorithms.trainers.metrics import packing_metrics, token_imbalance
-from nemo_rl.data.packing import PackingAlgorithm, round_up
+from nemo_rl.config.rules import round_up
+from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.config import RolloutPolicyConfig, check_batching
 from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample, RowKey
 from tests.unit.algorithms.handles import handle, sample

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.rules import round_up
 from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
 
 
@@ -98,8 +99,8 @@ class RowLayout:
         """The smallest W that holds sequences of these lengths."""
         local = [self.local_length(length) for length in lengths]
         if self.padding_free:
-            return _round_up(sum(local), self.divisible_by)
-        return _round_up(max(local), math.lcm(self.divisible_by, min(2, self._chunks)))
+            return round_up(sum(local), self.divisible_by)
+        return round_up(max(local), math.lcm(self.divisible_by, min(2, self._chunks)))
 
     def place(self, values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
         """Values of the tokens of each sequence, [T, ...], where `build` puts the tokens: [R, W, ...]; else `fill`."""
@@ -252,7 +253,3 @@ def _ranges(lengths: torch.Tensor) -> torch.Tensor:
     """[2, 3] -> [0, 1, 0, 1, 2]."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
