@@ -45,8 +45,8 @@ class DiagnosticRun(RolloutTrainer):
         self.generated = []
         with self.phase(self.source.phase):
             groups = self.next_groups()
-        sampled = [[float(sample.has_reward) for sample in group.samples] for group in groups]
-        self.plan_and_load(groups, [[0.0] * len(group.samples) for group in groups], sampled)
+        sampled = [group.row_values([[s.has_reward] * len(s.rows) for s in group.samples]) for group in groups]
+        self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled)
         with self.phase("investigation"):
             diagnosis = investigate(self, groups, trained_version=0)
         path = self.tools.logger.run_dir / "disagreement.json"

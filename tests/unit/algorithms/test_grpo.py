@@ -1,18 +1,22 @@
 """The GRPO step and the loop around it, with fakes in place of workers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun
+from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.types import GroupHandle, SampleStatus, TrainResult
-from tests.fakes import FakePolicy, sample_meta
+from tests.fakes import FakePolicy, FakeRollouts, sample_meta
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.config.run_configs import build
 
@@ -190,3 +194,32 @@ def test_a_dead_policy_worker_is_rebuilt_from_the_last_checkpoint(tmp_path):
     rows = run.go()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert len(recovered) == 1 and run.refit.versions == [0, 1, 2, 2, 3]
+
+
+def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
+    class Branching(FakeRollouts):
+        def _group(self, request):
+            group = super()._group(request)
+            group.samples[0].branches = [sample_meta("branch", 1.0)]
+            return group
+
+    class Silent(FakePolicy):
+        def inspect(self, function: Any, *args: Any) -> list[Any]:
+            return [[]]
+
+    policy = Silent()
+
+    def make(tools: Any, parts: Any) -> DiagnosticRun:
+        parts = replace(
+            parts,
+            policy=policy,
+            rollouts=Branching(lambda request, index: 1.0, []),
+            generation=SimpleNamespace(abandon_requests=None),
+        )
+        return DiagnosticRun(config, tools, parts, checkpoint=None, found=[])
+
+    config = build(*BASE)
+    with pytest.raises(NothingToCompare):
+        FakeRun(tmp_path, config, make, calls=[]).trainer.step()
+    rows = [sample for rank in policy.plans[0].ranks for batch in rank.logprobs for sample in batch]
+    assert len(rows) == 2 * (2 + 1) and all(row.mask == 1.0 for row in rows)
