@@ -91,6 +91,12 @@ def compute_with_other_attention(worker: PolicyWorker, task: HeadTask, column: s
     configs = [part.config.get_text_config() for part in worker.parts]
     if worker.mesh.context is not None or any(config._attn_implementation == PLAIN for config in configs):
         return False
+    # It reads the sinks of all heads at once, and its masks fit only those rows of Llama 4 that have no padding.
+    kind = configs[0].model_type
+    if (kind == "gpt_oss" and worker.mesh.tensor is not None) or (
+        kind == "llama4_text" and worker.layout.divisible_by > 1
+    ):
+        return False
     used = [config._attn_implementation for config in configs]
     try:
         with torch.compiler.set_stance("force_eager"):
