@@ -394,6 +394,7 @@ class PolicyWorker(ABC):
     # -- checkpoints
 
     def sees(self, file: Path) -> bool:
+        """Whether the file exists on this node, for `require_shared`."""
         return file.is_file()
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> None:

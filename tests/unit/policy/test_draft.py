@@ -124,6 +124,8 @@ def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path: Path, train
     )
     with pytest.raises(ValueError, match="does not fit the policy: hidden_size=64, not 128"):
         draft_config(again, AutoConfig.from_pretrained(model_path, hidden_size=128))
+    with pytest.raises(ValueError, match=r"layer_ids=\[0, 1, 2\], not increasing numbers up to 1, its blocks"):
+        draft_config(again, AutoConfig.from_pretrained(model_path, num_hidden_layers=1))
 
 
 def test_the_gradient_is_that_of_the_cross_entropy() -> None:
@@ -145,6 +147,8 @@ def test_which_blocks_it_reads_and_which_policies_have_none(model_path: Path) ->
     model = AutoConfig.from_pretrained(model_path)
     with pytest.raises(ValueError, match="aux_layer_indices: 3 is beyond the 2 blocks"):
         draft_config(with_draft({"aux_layer_indices": [1, 3]}), model)
+    with pytest.raises(ValueError, match=r"aux_layer_indices=\[1, 1\]: every number may come once"):
+        draft_config(with_draft({"aux_layer_indices": [1, 1]}), model)
     with pytest.raises(ValueError, match="'nowhere' has no config"):
         draft_config(with_draft({"model_name": "nowhere"}), model)
     with pytest.raises(ValueError, match="no draft can be trained for a 'mistral' model"):

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 """`model_type` of the policies that training and vLLM show to a draft alike: blocks, embeddings and head."""
 
+_INDICES = "eagle_aux_hidden_state_layer_ids"  # in config.json
 _FOLDER = "draft"  # in the policy's folder of a checkpoint
 _ROWS = 256  # whose logits over the whole vocabulary are in memory at a time
 
@@ -83,6 +84,8 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
     indices = settings.aux_layer_indices or default_indices(blocks)
     if max(indices) > blocks:
         raise ValueError(f"{key('aux_layer_indices')}: {max(indices)} is beyond the {blocks} blocks of the policy")
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"{key('aux_layer_indices')}={indices}: every number may come once; remove the others")
     width = policy.hidden_size // policy.num_attention_heads
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -100,7 +103,7 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
         "vocab_size": policy.vocab_size,
         "draft_vocab_size": policy.vocab_size,
         "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": sorted(indices),
+        _INDICES: sorted(indices),
         "num_aux_hidden_states": len(indices),
     }
 
@@ -119,9 +122,11 @@ def _stored_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dic
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wanted = {"hidden_size": policy.hidden_size, "vocab_size": policy.vocab_size, "draft_vocab_size": policy.vocab_size}
     wanted |= {"num_hidden_layers": 1}
-    if wrong := [
-        f"{name}={stored.get(name)}, not {value}" for name, value in wanted.items() if stored.get(name) != value
-    ]:
+    wrong = [f"{name}={stored.get(name)}, not {value}" for name, value in wanted.items() if stored.get(name) != value]
+    indices, blocks = stored.get(_INDICES), policy.num_hidden_layers
+    if not indices or indices != sorted({index for index in indices if 0 <= index <= blocks}):
+        wrong.append(f"{_INDICES}={indices}, not increasing numbers up to {blocks}, its blocks")
+    if wrong:
         raise ValueError(f"{key}: the draft {name!r} does not fit the policy: {', '.join(wrong)}; name another or null")
     expected = set(DraftHead(LlamaConfig(**stored)).state_dict())
     if different := sorted(expected ^ set(_stored_tensors(folder))):
@@ -167,7 +172,7 @@ class DraftHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         config._attn_implementation = ATTENTION
-        self.indices: list[int] = config.eagle_aux_hidden_state_layer_ids
+        self.indices: list[int] = config.to_dict()[_INDICES]
         self.fc = nn.Linear(config.hidden_size * len(self.indices), config.hidden_size, bias=False)
         self.midlayer = DraftBlock(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -418,7 +423,7 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
         if (directory / _FOLDER).is_dir():
             self.draft.load(directory / _FOLDER, load_optimizer=load_optimizer)
         elif self.rank == 0:
-            logger.warning("%s holds no draft: it begins with new weights", directory)
+            logger.warning("%s holds no draft: it begins as in a new run", directory)
 
     def _export(self) -> list[ExportedTensor]:
         drafts = [replace(tensor, name=DRAFT_PREFIX + tensor.name) for tensor in self.draft.exported()]
