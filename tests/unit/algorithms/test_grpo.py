@@ -12,12 +12,13 @@ from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.types import GroupHandle, SampleStatus, TrainResult
 from tests.fakes import FakePolicy, FakeRollouts, sample_meta
-from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.algorithms.fake_runs import FakeRun, alternate
 from tests.unit.config.run_configs import build
 
 BASE = (
@@ -207,19 +208,12 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
         def inspect(self, function: Any, *args: Any) -> list[Any]:
             return [[]]
 
-    policy = Silent()
+    config, policy, generation = build(*BASE), Silent(), SimpleNamespace(abandon_requests=None)
+    parts: dict[str, Any] = {"policy": policy, "generation": generation, "rollouts": Branching(alternate, [])}
 
-    def make(tools: Any, parts: Any) -> DiagnosticRun:
-        parts = replace(
-            parts,
-            policy=policy,
-            rollouts=Branching(lambda request, index: 1.0, []),
-            generation=SimpleNamespace(abandon_requests=None),
-        )
-        return DiagnosticRun(config, tools, parts, checkpoint=None, found=[])
+    def make(tools: RunTools, fakes: RolloutParts) -> DiagnosticRun:
+        return DiagnosticRun(config, tools, replace(fakes, **parts), checkpoint=None, found=[])
 
-    config = build(*BASE)
     with pytest.raises(NothingToCompare):
         FakeRun(tmp_path, config, make, calls=[]).trainer.step()
-    rows = [sample for rank in policy.plans[0].ranks for batch in rank.logprobs for sample in batch]
-    assert len(rows) == 2 * (2 + 1) and all(row.mask == 1.0 for row in rows)
+    assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)
