@@ -106,6 +106,9 @@ def _connect(
         if own.name in judges:
             name = judges[own.name]
             judge = EpisodeEnvironment(EnvironmentPool(name, actors[name], env_step_timeout_s)).step
-        roles = {role: None if actor is None else frozen_generate(actor) for role, actor in frozen[own.name].items()}
+        roles = {
+            role: None if actor is None else frozen_generate(actor, own.answers.decode)
+            for role, actor in frozen[own.name].items()
+        }
         agents[own.name] = Agents(own, actors[own.name], judge, roles)
     return {task: agents[name] for task, name in task_to_env.items() if name in agents}

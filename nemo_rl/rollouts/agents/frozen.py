@@ -7,7 +7,8 @@ wait, on the CPU. For opponents of a size that needs a GPU, serve one and let th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,16 +48,15 @@ class FrozenModel:
             await asyncio.sleep(_GATHER_S)
             while self._waiting:
                 batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                try:
-                    found = await asyncio.to_thread(self._complete, [request for request, _ in batch])
-                except (RuntimeError, ValueError) as error:  # out of memory, a prompt that is too long
-                    for _, answer in batch:
-                        if not answer.done():
-                            answer.set_exception(error)
-                    continue
-                for (_, answer), result in zip(batch, found, strict=True):
-                    if not answer.done():
-                        answer.set_result(result)
+                completing = asyncio.to_thread(self._complete, [request for request, _ in batch])
+                [found] = await asyncio.gather(completing, return_exceptions=True)
+                for number, (_, answer) in enumerate(batch):
+                    if answer.done():
+                        continue
+                    if isinstance(found, BaseException):  # no memory, a token that the model does not have
+                        answer.set_exception(found)
+                    else:
+                        answer.set_result(found[number])
         finally:
             self._working = None
 
@@ -109,19 +109,18 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Genera
         return token, float(logprobs[token])
     logits = logits / sampling.temperature
     ordered, ids = logits.sort(descending=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k is not None:
-        keep[sampling.top_k :] = False
+        ordered[sampling.top_k :] = float("-inf")
     if sampling.top_p < 1:
         probabilities = ordered.softmax(-1)
-        keep &= probabilities.cumsum(-1) - probabilities < sampling.top_p
-    logprobs = ordered.masked_fill(~keep, float("-inf")).log_softmax(-1)
+        ordered[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = float("-inf")
+    logprobs = ordered.log_softmax(-1)
     place = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     return int(ids[place]), float(logprobs[place])
 
 
-def frozen_generate(actor: Any) -> GenerateFn:
-    """Generation by a `FrozenModel` actor. Its weights have version -1."""
+def frozen_generate(actor: Any, decode: Callable[[Sequence[int]], str]) -> GenerateFn:
+    """Generation by a `FrozenModel` actor, whose weights have version -1. `decode` finds stop strings."""
 
     async def generate(
         prompt_token_ids: Sequence[int],
@@ -135,7 +134,22 @@ def frozen_generate(actor: Any) -> GenerateFn:
             token_ids, logprobs, ended = await actor.generate.remote(list(prompt_token_ids), sampling, seed)
         except RayError as error:
             raise RequestFailed(f"the frozen model gave no answer: {error}") from error
-        reason = StopReason.STOP if ended else StopReason.LENGTH
-        return Completion(token_ids=token_ids, logprobs=logprobs, stop_reason=reason, weight_version=-1)
+        num = num_until_stop(token_ids, sampling.stop_strings, decode)
+        return Completion(
+            token_ids=token_ids[:num],
+            logprobs=logprobs[:num],
+            stop_reason=StopReason.STOP if ended or num < len(token_ids) else StopReason.LENGTH,
+            weight_version=-1,
+        )
 
     return generate
+
+
+def num_until_stop(token_ids: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """Tokens up to the one that completes a stop string; all of them if there is none."""
+
+    def has_stop(num: int) -> bool:
+        text = decode(token_ids[:num])
+        return any(stop in text for stop in stops)
+
+    return bisect_left(range(len(token_ids)), True, key=has_stop) if stops else len(token_ids)

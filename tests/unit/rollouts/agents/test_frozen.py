@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from nemo_rl.rollouts.agents.frozen import FrozenModel, draw
+from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
 from nemo_rl.types import SamplingParams
 
 EOS = 1
@@ -59,7 +59,24 @@ def test_top_k_and_top_p_bound_what_is_drawn():
     for sampling, kept in (
         (SamplingParams(max_new_tokens=1, top_k=2), 2),
         (SamplingParams(max_new_tokens=1, top_p=0.5), 1),
+        (SamplingParams(max_new_tokens=1, top_k=2, top_p=0.7), 1),  # of the two that top-k leaves
     ):
         drawn = {draw(logits, sampling, generator) for _ in range(50)}
         assert {token for token, _ in drawn} == set(range(kept))
         assert sum(torch.tensor(logprob).exp().item() for _, logprob in drawn) == pytest.approx(1.0)
+
+
+def test_a_stop_string_ends_the_tokens_that_complete_it():
+    for stops, num in ((("cd",), 4), (("x", "b"), 2), (("x",), 5), ((), 5)):
+        assert num_until_stop(range(5), stops, lambda tokens: "".join("abcde"[token] for token in tokens)) == num
+
+
+def test_an_error_of_the_model_reaches_its_requests_and_not_the_next_ones(folder: Path):
+    frozen, sampling = FrozenModel(str(folder)), SamplingParams(max_new_tokens=1)
+
+    async def ask() -> Any:
+        with pytest.raises(IndexError):
+            await frozen.generate([99], sampling, 0)  # the model has 13 tokens
+        return await frozen.generate([3], sampling, 0)
+
+    assert len(asyncio.run(asyncio.wait_for(ask(), timeout=20))[0]) == 1
