@@ -93,6 +93,11 @@ class AgentEnvironmentConfig(ActorsConfig):
             yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
         if not self.isolate and (not self.network or self.paths):
             yield "isolate", "network and paths are of isolated commands; set isolate: true"
+        of_command = {
+            "env_vars": self.env_vars, "memory_mib": self.memory_mib, "network": not self.network, "paths": self.paths
+        }  # fmt: skip
+        for name in (name for name, is_set in of_command.items() if is_set and self.command is None):
+            yield name, "has an effect on a command alone; leave it out with run or url"
         if self.kwargs and self.run is None:
             yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
         bad = [name for name in self.roles if not re.fullmatch(r"[\w-]+", name)]

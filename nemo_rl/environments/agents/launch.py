@@ -34,18 +34,29 @@ def check(*, network: bool) -> None:
         raise ValueError(f"isolate: this machine has no {what}; set isolate: false if you trust the command")
 
 
-def readable(paths: Sequence[str], pythonpath: str) -> list[str]:
-    """What commands may read and run: all but other processes' temporary files and hidden files of the home folder."""
+def readable(paths: Sequence[str], pythonpath: str, temporary: str) -> list[str]:
+    """What commands may read and run: all but hidden files of the home folder and other processes' temporary files.
+
+    `temporary`: the folder of such files, without links.
+    """
     home = os.path.expanduser("~")
-    temporary = f"/{os.path.realpath(tempfile.gettempdir()).split(os.sep)[1]}"
-    hidden = {temporary, "/tmp", "/dev", "/proc"}
-    found = [*_children("/", {home, *hidden}), *_PROC, sys.prefix, sys.base_prefix, *paths]
+    hidden = {f"/{temporary.split(os.sep)[1]}", "/tmp", "/dev", "/proc"}
+    found = [*_children("/", {home, *hidden}), *_PROC, sys.prefix, sys.base_prefix]
     if home not in ("/", *hidden):
         found += [path for path in _children(home, set()) if not os.path.basename(path).startswith(".")]
         found += _children(os.path.dirname(home), {home}) if os.path.dirname(home) != "/" else []
     found += [path for path in pythonpath.split(os.pathsep) if path]
     parents = {os.path.dirname(home)} - {"/"}
-    return [path for path in dict.fromkeys(found) if path not in parents]
+    found = [part for path in found if path not in parents for part in _beside(path, temporary)]
+    return list(dict.fromkeys([*found, *paths]))
+
+
+def _beside(path: str, folder: str) -> list[str]:
+    """`path`, or, if it holds `folder`, what it has beside it."""
+    real = os.path.realpath(path)
+    if not f"{folder}/".startswith(f"{real}/"):
+        return [path]
+    return [] if real == folder else [part for child in _children(path, set()) for part in _beside(child, folder)]
 
 
 def _children(folder: str, without: set[str]) -> list[str]:
@@ -67,7 +78,8 @@ def launcher(
     options: dict[str, Any] = {"memory": None if memory_mib is None else memory_mib << 20}
     if isolate:
         ports = None if network else [port]
-        options["isolate"] = {"readable": readable(paths, pythonpath), "folder": folder, "ports": ports}
+        temporary = os.path.realpath(tempfile.gettempdir())
+        options["isolate"] = {"readable": readable(paths, pythonpath, temporary), "folder": folder, "ports": ports}
         options["isolate"]["writable"] = list(paths)
     return [sys.executable, "-I", "-S", "-c", _CODE, _ROOT, json.dumps(options), *command]
 

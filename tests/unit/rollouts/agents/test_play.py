@@ -24,6 +24,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.environments.agents.launch import readable
 from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.environments.config import check_sections
@@ -393,6 +394,14 @@ def test_an_isolated_command_reaches_its_session_and_no_other(tmp_path: Path):
     assert whole.meta.failure is None and whole.meta.reward == 0.75
 
 
+def test_a_command_does_not_read_the_folder_of_temporary_files_wherever_it_is(tmp_path: Path):
+    for name in ("code", "scratch/tmp", "scratch/other"):
+        (tmp_path / name).mkdir(parents=True)
+    found = readable([], str(tmp_path), str(tmp_path / "scratch/tmp"))
+    assert {str(tmp_path / "code"), str(tmp_path / "scratch/other")} <= set(found)
+    assert not {str(tmp_path), str(tmp_path / "scratch"), str(tmp_path / "scratch/tmp")} & set(found)
+
+
 def test_a_service_is_posted_its_task():
     posted: list[Any] = []
 
@@ -555,6 +564,7 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
         ({"run": "m:f", "command": ["x"]}, "one of run, command and url, not run and command"),
         ({"command": ["x"], "kwargs": {"a": 1}}, "kwargs: are arguments of run"),
         ({"command": ["x"], "isolate": False, "network": False}, "set isolate: true"),
+        ({"run": "m:f", "network": False}, "network: has an effect on a command alone"),
         ({"run": "m:f", "roles": {"a b": None}}, "'a b' is no name of a role"),
         ({"run": "m:f", "roles": {"a": None}, "credit": "discounted", "discount": 0.5}, "set shared or branch"),
     ],
