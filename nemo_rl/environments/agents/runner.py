@@ -114,12 +114,19 @@ class AgentRunner:
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
         if inspect.iscoroutinefunction(function):
-            return outcome(await function(*args))
+            return outcome(await _awaited(function, *args))
         thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # one that hangs takes none from others
         try:
             return outcome(await asyncio.get_running_loop().run_in_executor(thread, _without_exit, function, *args))
         finally:
             thread.shutdown(wait=False)
+
+
+async def _awaited(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return await function(*args)
+    except SystemExit as error:  # as in `_without_exit`
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
 
 def _without_exit(function: Callable[..., Any], *args: Any) -> Any:
