@@ -352,11 +352,15 @@ class GymRows(LazyRows):
 
     def __getitem__(self, index: Any) -> Any:
         row = self._rows[index]
-        asked = row.get("responses_create_params", {}).get("input")
+        params = row.get("responses_create_params")
+        asked = params.get("input") if isinstance(params, dict) else None
         items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        if not isinstance(items, list) or not items:
-            raise ValueError(f"{self._rows.path!r}: row {index} (from 0) has no responses_create_params.input")
-        messages = [{"role": item["role"], "content": item["content"]} for item in items if "role" in item]
+        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+            raise ValueError(
+                f"dataset file {self._rows.path!r}: row {index} (from 0) has no responses_create_params.input, a text "
+                "or a list of items"
+            )
+        messages = [{"role": item["role"], "content": item.get("content", "")} for item in items if "role" in item]
         return {"messages": messages, "gym": row}
 
     @property

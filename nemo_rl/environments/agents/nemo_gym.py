@@ -78,6 +78,7 @@ async def _respond(
     keys = ("instructions", "tools", "max_output_tokens")
     wanted = {key: params[key] for key in keys if params.get(key) is not None}
     headers = {"Authorization": f"Bearer {task.api_key}"}
+    tools = {tool.get("name") for tool in wanted.get("tools", ())}
     output: list[dict[str, Any]] = []
     response: dict[str, Any] = {}
     for _ in range(max_steps):
@@ -86,7 +87,9 @@ async def _respond(
         output += response["output"]
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         for call in calls:
-            content = await _call(http, resources_url, call)
+            # The server has other paths, such as its verifier's, which are no tools.
+            is_tool = call["name"] in tools
+            content = await _call(http, resources_url, call) if is_tool else f"there is no tool {call['name']!r}"
             output.append({"type": "function_call_output", "call_id": call["call_id"], "output": content})
         if not calls:
             break
