@@ -1,8 +1,9 @@
 """Writes the tools of MCP servers in OpenAI's format, for `data.default.tools_file`.
 
-    uv run examples/mcp_tools.py --config my_run.yaml --environment with_tools --output tools.json
+    uv run --extra cpu examples/mcp_tools.py --config my_run.yaml --environment with_tools --output tools.json
 
-`--environment` is the section of `env` with `type: mcp`. Its servers are started and asked.
+`--environment` is the section of `env` with `type: mcp`. Its servers are started and asked. The package `mcp`
+comes with the extras of vLLM.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
+from nemo_rl.config.loader import resolve
+from nemo_rl.config.sources import load_tree
+from nemo_rl.environments.config import EnvironmentConfig
 from nemo_rl.environments.mcp import McpEnvironmentConfig, Servers
 
 
@@ -22,10 +24,12 @@ def main() -> None:
     parser.add_argument("--environment", required=True)
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
-    section = OmegaConf.to_container(OmegaConf.load(args.config).env[args.environment], resolve=True)
-    assert isinstance(section, dict)
-    section.pop("type")
-    config = McpEnvironmentConfig.model_validate(section)
+    sections = resolve(load_tree(args.config), []).get("env", {})
+    if args.environment not in sections:
+        parser.error(f"{args.config} has no section env.{args.environment}; it has {', '.join(sections) or 'none'}")
+    # The other keys are those of its actors.
+    own = {key: value for key, value in sections[args.environment].items() if key not in EnvironmentConfig.model_fields}
+    config = McpEnvironmentConfig.model_validate(own)
     servers = Servers(config.servers, config.timeout_s)
     Path(args.output).write_text(json.dumps(list(servers.specs.values()), indent=2) + "\n", encoding="utf-8")
     servers.close()

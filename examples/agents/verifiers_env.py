@@ -2,8 +2,8 @@
 
 Its rows first, then the run; `py_executable: requirements/agents/verifiers.txt` gives both a Python of its own:
 
-    python -m examples.agents.verifiers_env my-environment rows.jsonl
-    env.mine: {type: agent, run: examples.agents.verifiers_env:play, kwargs: {environment: my-environment}}
+    uv run --with-requirements requirements/agents/verifiers.txt python -m examples.agents.verifiers_env NAME rows.jsonl
+    env.mine: {type: agent, run: examples.agents.verifiers_env:play, kwargs: {environment: NAME}}
 """
 
 from __future__ import annotations

@@ -269,9 +269,14 @@ class Connection:
                 connected: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
                 self._ended = asyncio.Event()
                 self._running = asyncio.create_task(self._run(connected, self._ended))
-                await asyncio.wait([connected, self._running], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [connected, self._running], timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not connected.done():
                     running, self._running = self._running, None
+                    if not running.done():
+                        running.cancel()
+                        raise TimeoutError(f"the server has not started in timeout_s={self._timeout_s:g}")
                     running.result()
                     raise ConnectionError("the server ended at once")
                 self._client = connected.result()
