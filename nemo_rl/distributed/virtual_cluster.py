@@ -37,7 +37,12 @@ _MESSAGE_EVERY_S = 15.0
 # small process waits for the driver's end and kills what is left of them.
 _GUARD = """
 import os, select, signal, sys, time
-driver, *agents = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+driver, agents = os.pidfd_open(int(sys.argv[1])), []
+for pid in sys.argv[2:]:
+    try:
+        agents.append(os.pidfd_open(int(pid)))
+    except ProcessLookupError:  # a child of Ray that ended meanwhile
+        pass
 if os.fork():
     os._exit(0)
 os.setsid()
