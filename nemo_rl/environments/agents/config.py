@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -86,24 +86,23 @@ class AgentEnvironmentConfig(ActorsConfig):
     session: SessionConfig = SessionConfig()
     """Where its sessions listen."""
 
+    rules: ClassVar = {
+        "network: not network and not isolate": "is kept from isolated commands alone; set isolate: true",
+        "paths requires isolate": "are of isolated commands; set isolate: true",
+        "not network requires command": "is kept from commands alone; leave it out",
+        "paths requires command": "are of commands; leave them out",
+        "env_vars requires command": "are of commands; leave them out",
+        "memory_mib requires command": "limits commands; leave it out",
+        "kwargs requires run": "are arguments of run; a command has env_vars, and a service has the row",
+        "credit: credit=discounted and roles": "roles have rewards of their own; set shared or branch",
+        "discount: discount != 1 requires credit=discounted": "no effect with {credit}; set credit=discounted",
+    }
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         ways = {"run": self.run, "command": self.command, "url": self.url}
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             yield "run", f"an agent has one of run, command and url, not {' and '.join(given) or 'none'}"
-        if not self.isolate and (not self.network or self.paths):
-            yield "isolate", "network and paths are of isolated commands; set isolate: true"
-        of_command = {
-            "env_vars": self.env_vars, "memory_mib": self.memory_mib, "network": not self.network, "paths": self.paths
-        }  # fmt: skip
-        for name in (name for name, is_set in of_command.items() if is_set and self.command is None):
-            yield name, "has an effect on a command alone; leave it out with run or url"
-        if self.kwargs and self.run is None:
-            yield "kwargs", "are arguments of run; a command has env_vars, and a service has the row"
         bad = [name for name in self.roles if not re.fullmatch(r"[\w-]+", name)]
         if bad:
             yield "roles", f"{bad[0]!r} is no name of a role: use letters, digits, _ and -"
-        if self.roles and self.credit == "discounted":
-            yield "credit", "roles have rewards of their own, which discounted does not know; set shared or branch"
-        if self.discount != 1 and self.credit != "discounted":
-            yield "discount", f"has no effect with credit={self.credit}; set credit=discounted"

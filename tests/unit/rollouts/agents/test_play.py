@@ -564,7 +564,7 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
         ({"run": "m:f", "command": ["x"]}, "one of run, command and url, not run and command"),
         ({"command": ["x"], "kwargs": {"a": 1}}, "kwargs: are arguments of run"),
         ({"command": ["x"], "isolate": False, "network": False}, "set isolate: true"),
-        ({"run": "m:f", "network": False}, "network: has an effect on a command alone"),
+        ({"run": "m:f", "network": False}, "network: is kept from commands alone"),
         ({"run": "m:f", "roles": {"a b": None}}, "'a b' is no name of a role"),
         ({"run": "m:f", "roles": {"a": None}, "credit": "discounted", "discount": 0.5}, "set shared or branch"),
     ],
