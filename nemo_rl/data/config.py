@@ -95,6 +95,12 @@ class TableConfig(StrictModel):
     processor: Annotated[str, Derived("${data.default.processor}")]
     """As in `data.default`, for this dataset."""
 
+    rules: ClassVar = {  # names of NeMo RL that would fail only when the rows are read
+        "dataset_name=NemoGymDataset": "not supported under this name; set dataset_name: nemo_gym",
+        "dataset_name=[mmpr-tiny, daily-omni, audiomcq, avqa, general-conversation-jsonl]": "has sound; choose another",
+        "processor=nemo_gym_data_processor": "not needed; set dataset_name: nemo_gym",
+    }
+
     @property
     def source_columns(self) -> dict[str, str]:
         """Column of a converted row -> column of the table, for columns whose names differ."""

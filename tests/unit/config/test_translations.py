@@ -237,6 +237,7 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
             ["NeMo-Gym"],
         ),
         ({"policy": {"quant_cfg": "a", "generation": {"quant_cfg": "a"}}}, ["quantisation-aware training"]),
+        ({"data": {"train": {"dataset_name": "NemoGymDataset"}}}, ["NeMo-Gym"]),
         ({"env": {"geometry3k": {"num_workers": 1}}}, ["environments of pictures, video and sound"]),
         (
             {

@@ -134,7 +134,7 @@ def test_programs_are_compared_by_their_words() -> None:
 def test_what_needs_images_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="environment 'vlm' is not supported yet: use type: composite"):
         find_env_class("vlm")
-    with pytest.raises(ValueError, match="processor 'nemo_gym_data_processor' is not supported yet"):
+    with pytest.raises(ValueError, match="processor 'nemo_gym_data_processor' is not needed"):
         find_processor("nemo_gym_data_processor")
     for name in ("sft_processor", "helpsteer3_data_processor"):
         assert find_processor(name, of_examples=True).__module__.endswith("example_processors")
