@@ -121,7 +121,7 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
             raise ValueError(f"the arguments of a call of {function['name']} are no JSON: {error}") from error
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
