@@ -285,7 +285,7 @@ class GenerationConfig(StrictModel):
         elif uses_draft and not is_trained and model is None:
             yield (
                 f"{key}.model",
-                "eagle3 needs a draft of this model; name one, or set policy.draft.enabled=true",
+                "eagle3 needs a draft of this model; name one (policy.draft of a training run trains it)",
             )
 
     @property

@@ -89,7 +89,7 @@ class _ChunkedOneRowEach(_OneRowEach):
 def _rows(lengths: tuple[int, ...], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Sequences that lie end to end, as rows: their tokens, int64 [G, L] for each group, and the way back, int64 [W].
 
-    A group holds lengths that differ by a factor of two at most. Rows end with repetitions of their last token.
+    A group holds lengths up to `_SHORTEST`, or up to twice its shortest. Rows end with repetitions of their last token.
     """
     starts = torch.tensor((0, *lengths)).cumsum(0)
     by_size: dict[int, list[int]] = {}
