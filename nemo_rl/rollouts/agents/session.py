@@ -193,6 +193,8 @@ class Session:
     def _note(self, role: str, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
         call = self.trees[role].add(*self._sampled.pop(id(completion)))
         call.messages = messages
+        if call.parent is not None:  # a row has the conversation of its last call; every request sends it whole
+            call.parent.messages = []
         self._answered.setdefault(answer_id, []).append(call)
 
     def reward(self, reward: float, answer_id: str | None, role: str | None = None) -> None:

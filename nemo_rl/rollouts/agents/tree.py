@@ -36,7 +36,7 @@ class Call:
     generation_s: float
     length: int  # tokens of prompt and completion
     reward: float = 0.0  # that the agent gave for it
-    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation with the answer, as text
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation with the answer, of a leaf
     children: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
