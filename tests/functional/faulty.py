@@ -213,6 +213,8 @@ def _main() -> None:
     from nemo_rl.distributed.worker_groups import RayWorkerGroup
     from nemo_rl.utils.console import RunConsole
 
+    # Commands in the background of a shell ignore it, and so do all processes that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faults = _Faults(Path(os.environ["FAULTS_FOLDER"]))
     show_phase, finish_step = RunConsole.phase, RunConsole.finish_step
     spawn, resume = RayWorkerGroup._spawn, Trainer.resume

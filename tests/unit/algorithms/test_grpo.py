@@ -140,7 +140,7 @@ def nonfinite() -> TrainResult:
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(tmp_path):
     run = Run(tmp_path)
     run.policy.results = [nonfinite()]
-    with pytest.raises(NonFiniteLoss, match=r"step 1: loss nan.*nonfinite_step_1\.jsonl.*nonfinite_action=skip"):
+    with pytest.raises(NonFiniteLoss, match=r"loss nan.*nonfinite_step_1\.jsonl.*nonfinite_action=skip"):
         run.go()
     record = json.loads((run.folder / "nonfinite_step_1.jsonl").read_text())
     assert record == {"step": 1, "sample_id": "1/0/t:3/1"}

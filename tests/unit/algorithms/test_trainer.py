@@ -287,7 +287,7 @@ def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint
 def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_path):
     broken = result(math.nan, math.nan, 1, ("d:3", "d:1"))
     trainer = TwoPolicies(tmp_path, results={"value": [result(), broken]})
-    with pytest.raises(NonFiniteLoss, match=r"step 2: loss nan.*value_nonfinite_step_2\.jsonl.*nonfinite_action=skip"):
+    with pytest.raises(NonFiniteLoss, match=r"loss nan.*value_nonfinite_step_2\.jsonl.*nonfinite_action=skip"):
         trainer.train()
     records = (tmp_path / "run" / "value_nonfinite_step_2.jsonl").read_text().splitlines()
     assert [json.loads(record)["sample_id"] for record in records] == ["d:1", "d:3"]

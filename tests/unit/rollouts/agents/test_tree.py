@@ -101,7 +101,7 @@ def test_every_sampled_token_is_trained_once_with_its_logprob_and_version(seed, 
 def test_the_order_of_arrival_does_not_change_the_rows(seed):
     """Requests of parallel branches may end in any order, as long as each comes after the one that it continues."""
     rng = random.Random(seed)
-    requests = conversation(rng, 8, 1000)  # no two sequences are equal by chance
+    requests = conversation(rng, 8, 2**31 - 1)  # no two sequences are equal by chance
     first = tree_of(requests)
     left, shuffled = list(requests), list[Request]()
     before = {id(call.completion): call.parent for call in first.calls}
