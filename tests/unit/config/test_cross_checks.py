@@ -169,7 +169,7 @@ policy.generation.top_k=-1 -> fine
 EAGLE3, model: a} -> fine
 +policy.draft={enabled: true, model_name: a, aux_layer_indices: [1]} & EAGLE3}
     -> policy.draft.aux_layer_indices ... the draft of policy.draft.model_name decides it
-EAGLE3} -> policy.generation.vllm_kwargs.speculative_config.model ... or set policy.draft.enabled=true
+EAGLE3} -> policy.generation.vllm_kwargs.speculative_config.model ... (policy.draft of a training run trains it)
 +policy.draft.enabled=true -> policy.generation.vllm_kwargs.speculative_config ... needs {method: eagle3
 +policy.draft.enabled=true & EAGLE3, model: a}
     -> policy.generation.vllm_kwargs.speculative_config.model ... policy.draft.model_name decides it
