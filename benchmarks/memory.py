@@ -139,10 +139,10 @@ def predicted(shape: str, layout: str) -> float:
     num_ranks = LAYOUTS[layout][0]
     policy = policy_config(layout, num_ranks)
     budget = SAMPLES * LENGTH
-    training = TrainingShape.of(policy, num_ranks, budget, budget)
+    training = TrainingShape.of(policy, num_ranks, (budget, budget))
     memory = float(host_memory() // num_ranks)
     phases = training_phases(
-        ModelShape.of(model_config(shape)), training, Machine(is_gpu=False, memory=memory), key="policy.dtensor_cfg"
+        ModelShape.of(model_config(shape)), training, Machine(is_gpu=False, memory=memory), key=policy.key
     )
     for name, parts in phases.items() if VERBOSE else ():
         sys.stdout.write(f"  {name}: " + ", ".join(f"{p.name} {p.num_bytes / 1e6:.0f}" for p in parts) + "\n")

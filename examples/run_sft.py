@@ -22,6 +22,7 @@ def main() -> int:
         description="Supervised fine-tuning on the assistant's messages in a dataset of conversations.",
         default_config=str(CONFIGS / "sft.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_supervised",
+        plan="nemo_rl.algorithms.setup.memory:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good

@@ -22,6 +22,7 @@ def main() -> int:
         description="GRPO on questions about images: sample answers, compare them, reinforce the right ones.",
         default_config=str(CONFIGS / "grpo_vlm_3B.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        plan="nemo_rl.algorithms.setup.memory:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good

@@ -128,7 +128,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
         found = {} if self.teacher is None else {"teacher": self.teacher}
         found |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
         return [
-            FurtherModel(key=key, config=teacher, cluster=self.teacher_cluster, is_apart=apart)
+            FurtherModel(key=key, config=teacher, cluster=self.teacher_cluster, is_apart=apart, is_trained=False)
             for key, teacher in found.items()
         ]
 

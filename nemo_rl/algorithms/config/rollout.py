@@ -191,6 +191,7 @@ class FurtherModel:
     config: PolicyConfig
     cluster: ClusterConfig
     is_apart: bool = False  # on machines of its own; else it takes turns with the policy on the same ones
+    is_trained: bool = True
 
 
 # Which machines of a run train and which generate.

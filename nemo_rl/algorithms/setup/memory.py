@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.models.policy.config import PolicyConfig, token_budgets
 from nemo_rl.models.policy.layout import training_problems
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nemo_rl.models.policy.memory import Machine, ModelShape, Phase
+
+TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
 
 DRIVER_FILES = "/proc/driver/nvidia/gpus"
 ASSUMED_GPU = "NVIDIA H100"
@@ -36,12 +40,14 @@ def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
     from transformers import AutoConfig
 
     from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
+    from nemo_rl.models.policy.head.scalar import scalar_config
 
     name = policy.model_name
+    as_trained = partial(scalar_config, policy=policy) if policy.reward_model_cfg.enabled else lambda config: config
     try:
         if name.startswith(TINY_MODEL_PREFIX):
             tiny = tiny_model_config(name)
-            return type(tiny).from_dict({**tiny.to_dict(), **policy.hf_config_overrides})
+            return as_trained(type(tiny).from_dict({**tiny.to_dict(), **policy.hf_config_overrides}))
         path = Path(name) / "config.json"
         if not path.is_file():
             try:
@@ -51,12 +57,12 @@ def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
             if not isinstance(cached, str):
                 return None
             path = Path(cached)
-        return AutoConfig.from_pretrained(path.parent, **policy.hf_config_overrides)
+        return as_trained(AutoConfig.from_pretrained(path.parent, **policy.hf_config_overrides))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError([Problem(("policy", "model_name"), f"config.json cannot be read: {error}")]) from error
 
 
-def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
+def memory_lines(cfg: TrainingConfig) -> list[str]:
     """Lines for `--dry-run`: the memory of a device in each phase, and its peak."""
     found = local_config(cfg.policy)
     if found is None:
@@ -66,7 +72,7 @@ def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
 
     if not ModelShape.is_known(found):
         return [f"memory: not predicted: the layers of {found.model_type!r} are not known"]
-    model = ModelShape.of(found)
+    model, samples = ModelShape.of(found), isinstance(cfg, RolloutMasterConfig)
     if cfg.cluster.use_gpus:
         name = this_gpu()
         if name is not None and find_gpu(name) is None:
@@ -74,13 +80,14 @@ def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
         machine = machine_of(name or ASSUMED_GPU)
         where = f"a GPU ({name or ASSUMED_GPU + ' assumed'})"
     else:
-        machine, where = (
-            Machine(is_gpu=False),
-            "a CPU worker and its engine together, without libraries (about 0.6 GB each)",
-        )
+        machine = Machine(is_gpu=False)
+        where = "a CPU worker" + (" and its engine together" if samples else "")
+        where += ", without libraries (about 0.6 GB" + (" each)" if samples else ")")
     phases = phases_of(cfg, model, machine)
     lines = [f"memory of {where}, predicted for {model.parameters / 1e9:.3g}e9 parameters:"]
     lines += [f"  {line}" for line in describe_memory(phases, machine)]
+    if not isinstance(cfg, RolloutMasterConfig):
+        return lines
     tokens = cache_tokens(cfg.policy, model, phases)
     if tokens is not None and cfg.rollout.replay_from is None:
         whole = tokens / cfg.policy.max_total_sequence_length
@@ -88,24 +95,56 @@ def memory_lines(cfg: RolloutMasterConfig) -> list[str]:
     return lines
 
 
-def phases_of(cfg: RolloutMasterConfig, model: ModelShape, machine: Machine) -> list[Phase]:
+def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[Phase]:
     """The phases of a run with this configuration."""
-    from nemo_rl.models.policy.memory import predict_memory
+    from nemo_rl.models.policy.memory import ModelShape, asleep, predict_memory, predict_training
 
     policy = cfg.policy
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        budgets = token_budgets(policy)
-    else:
-        longest = policy.max_total_sequence_length
-        budgets = (longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size)
-    return predict_memory(
-        policy,
+    if isinstance(cfg, SupervisedMasterConfig):
+        return predict_training(
+            policy,
+            model,
+            machine,
+            num_ranks=cfg.cluster.num_workers,
+            budgets=_budgets(policy, cfg.sequences_per_row),
+            sequences=cfg.sequences_per_row,
+            uses_reference=isinstance(cfg, DPOMasterConfig) and not cfg.dpo.precompute_reference_logprobs,
+        )
+    own = cfg.rollout
+    taking_turns = [further for further in cfg.further_models if not further.is_apart]
+    phases = predict_memory(
+        cfg.policy,
         model,
         machine,
         num_ranks=cfg.training_cluster.num_workers,
-        budgets=budgets,
-        num_colocated=sum(not further.is_apart for further in cfg.further_models),
+        budgets=_budgets(policy),
+        uses_reference=isinstance(own, ScoredRolloutConfig) and not own.skip_reference_policy_logprobs_calculation,
+        num_colocated=len(taking_turns),
     )
+    for further in taking_turns if machine.is_gpu else ():
+        found = local_config(further.config)
+        if found is None or not ModelShape.is_known(found):
+            continue
+        beside = predict_training(
+            further.config,
+            ModelShape.of(found),
+            machine,
+            num_ranks=further.cluster.num_workers,
+            budgets=_budgets(further.config),
+            is_trained=further.is_trained,
+            beside=asleep(machine, 1 + len(taking_turns)),
+            device=phases[0].device,
+        )
+        phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside]
+    return phases
+
+
+def _budgets(policy: PolicyConfig, sequences: int = 1) -> tuple[int, int]:
+    """Tokens of the longest micro-batch, in training and for logprobs."""
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return token_budgets(policy, sequences)
+    longest = policy.max_total_sequence_length * sequences
+    return longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size
 
 
 def this_gpu() -> str | None:
@@ -151,7 +190,7 @@ class Hardware:
         return cls(num_nodes=int(match[1] or 1), gpus_per_node=int(match[2]), gpu=kind)
 
 
-def propose_layout(cfg: RolloutMasterConfig, text: str) -> str:
+def propose_layout(cfg: TrainingConfig, text: str) -> str:
     """Overrides with which the run fits on this hardware, and the memory that they lead to.
 
     The first layout that fits, of those with the fewest tensor-parallel ranks, then without recomputed activations,
@@ -167,14 +206,18 @@ def propose_layout(cfg: RolloutMasterConfig, text: str) -> str:
     if found is None or not ModelShape.is_known(found):
         problem = "--plan needs the model's config.json on this machine, with layers of a known kind"
         raise ConfigError([Problem(("policy", "model_name"), problem)])
-    if not cfg.policy.dtensor_cfg.enabled or not cfg.policy.generation.colocated.enabled:
+    is_apart = isinstance(cfg, RolloutMasterConfig) and not cfg.policy.generation.colocated.enabled
+    if not cfg.policy.dtensor_cfg.enabled or is_apart:
         problem = "--plan lays out runs of dtensor_cfg with generation on the same GPUs"
         raise ConfigError([Problem(("policy",), problem)])
     model, least = ModelShape.of(found), None
     assert machine.memory is not None
     for overrides in _layouts(cfg, found, hardware):
         planned = _with(cfg, overrides)
-        if any(training_problems(planned.policy, planned.training_cluster.num_workers)):
+        models = [(planned.policy, planned.cluster)]
+        if isinstance(planned, RolloutMasterConfig):
+            models += [(further.config, further.cluster) for further in planned.further_models]
+        if any(any(training_problems(policy, cluster.num_workers)) for policy, cluster in models):
             continue
         phases = phases_of(planned, model, machine)
         peak = max(phase.num_bytes for phase in phases)
@@ -190,13 +233,16 @@ def propose_layout(cfg: RolloutMasterConfig, text: str) -> str:
     )
 
 
-def _layouts(cfg: RolloutMasterConfig, model: PretrainedConfig, hardware: Hardware) -> Iterator[dict[str, int | bool]]:
+def _layouts(cfg: TrainingConfig, model: PretrainedConfig, hardware: Hardware) -> Iterator[dict[str, int | bool]]:
     text, policy = model.get_text_config(), cfg.policy
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if hardware.gpus_per_node % size == 0 and heads % size == 0]
     num_gpus, longest = hardware.num_nodes * hardware.gpus_per_node, policy.max_total_sequence_length
-    tokens = [count for count in MB_TOKENS if count >= longest] or [longest]
-    for tensor, engine, recomputes, count in product(sizes, sizes, (False, True), tokens):
+    samples, sequences = isinstance(cfg, RolloutMasterConfig), 1
+    if isinstance(cfg, SupervisedMasterConfig):
+        sequences = cfg.sequences_per_row
+    tokens = [count for count in MB_TOKENS if count >= longest * sequences] or [longest * sequences]
+    for tensor, engine, recomputes, count in product(sizes, sizes if samples else [0], (False, True), tokens):
         if policy.train_global_batch_size % (num_gpus // tensor):
             continue
         yield {
@@ -204,14 +250,14 @@ def _layouts(cfg: RolloutMasterConfig, model: PretrainedConfig, hardware: Hardwa
             "cluster.gpus_per_node": hardware.gpus_per_node,
             "policy.dtensor_cfg.tensor_parallel_size": tensor,
             "policy.dtensor_cfg.activation_checkpointing": recomputes,
-            "policy.generation.vllm_cfg.tensor_parallel_size": engine,
+            **({"policy.generation.vllm_cfg.tensor_parallel_size": engine} if samples else {}),
             "policy.sequence_packing.enabled": True,
             "policy.sequence_packing.train_mb_tokens": count,
             "policy.sequence_packing.logprob_mb_tokens": 2 * count,
         }
 
 
-def _with(cfg: RolloutMasterConfig, overrides: dict[str, int | bool]) -> RolloutMasterConfig:
+def _with(cfg: TrainingConfig, overrides: dict[str, int | bool]) -> TrainingConfig:
     """A copy with other values, which are not checked against each other."""
     copy = cfg.model_copy(deep=True)
     for key, value in overrides.items():

@@ -62,7 +62,7 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     }
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
-    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *ranks])
+    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks])
 
 
 def describe_evaluation(cfg: EvalMasterConfig) -> str:

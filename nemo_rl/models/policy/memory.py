@@ -10,8 +10,8 @@ training phase on the CPU against the prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -27,6 +27,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
+OPTIMIZER_STATE = "optimizer state"
 WHOLE_GRADIENT_SHARE = 0.1  # of memory, below which gradients are reduced once: see the worker
 OPTIMIZER_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 
@@ -148,17 +149,19 @@ class TrainingShape:
     logprob_tokens: float
     num_micro_batches: int  # at least, in an optimizer step of a rank
     is_packed: bool
-    is_frozen: bool
     adapter_share: float  # of the parameters, that is trained
+    has_vocabulary_head: bool
 
     @classmethod
-    def of(cls, policy: PolicyConfig, num_ranks: int, train_tokens: int, logprob_tokens: int) -> TrainingShape:
-        """`train_tokens` and `logprob_tokens`: of a micro-batch, over all its context ranks."""
+    def of(cls, policy: PolicyConfig, num_ranks: int, budgets: tuple[int, int], sequences: int = 1) -> TrainingShape:
+        """`budgets`: tokens of a micro-batch in training and for logprobs, over all its context ranks. `sequences`: of
+        a sample; two of a pair.
+        """
         sizes = training_sizes(policy, num_ranks)
         is_megatron = isinstance(sizes, MegatronSizes)
         optimizer = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
-        context = sizes.context_parallel
-        per_rank = policy.train_global_batch_size // sizes.data_parallel
+        context, (train_tokens, logprob_tokens) = sizes.context_parallel, budgets
+        per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
         samples = max(1, train_tokens // policy.max_total_sequence_length)
         return cls(
             sizes=sizes,
@@ -171,14 +174,16 @@ class TrainingShape:
             logprob_tokens=logprob_tokens / context,
             num_micro_batches=max(1, per_rank // samples),
             is_packed=policy.sequence_packing.enabled,
-            is_frozen=policy.adapters.enabled,
             adapter_share=0.01 if policy.adapters.enabled else 1.0,
+            has_vocabulary_head=not policy.reward_model_cfg.enabled,
         )
 
 
-def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *, key: str) -> dict[str, list[Part]]:
-    """Parts of a rank of the policy by phase: `logprobs`, `train`, and `update` (the optimizer's step)."""
-    sizes = shape.sizes
+def training_phases(
+    model: ModelShape, shape: TrainingShape, machine: Machine, *, key: Callable[[str], str]
+) -> dict[str, list[Part]]:
+    """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). `key`: see `StrictModel.key`."""
+    sizes, backend = shape.sizes, key("megatron_cfg" if shape.is_megatron else "dtensor_cfg")
     tp, pp, ep = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
     layers = -(-model.num_layers // pp)
     whole = (layers * model.layer_parameters + model.root_parameters) / tp + layers * model.expert_parameters / ep
@@ -187,7 +192,7 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
     cut = (
         "lower it with more training ranks"
         if not shape.is_megatron
-        else f"lower it with {key}.tensor_model_parallel_size"
+        else f"lower it with {backend}.tensor_model_parallel_size"
     )
     weights = [Part(name="parameters", num_bytes=own * shape.master_bytes, key=cut)]
     trained = own * shape.adapter_share
@@ -196,18 +201,19 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
         state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
     else:
         state = trained * shape.moments * shape.master_bytes
-    optimizer = [Part(name="optimizer state", num_bytes=state, key=cut)]
+    optimizer = [Part(name=OPTIMIZER_STATE, num_bytes=state, key=cut)]
     gathered = [
         Part(
             name="gathered weights",
             num_bytes=_gathered(model, shape, whole, shards, machine),
-            key=f"{key}.tensor_parallel_size",
+            key=f"raise {backend}.tensor_parallel_size",
         )
     ]
     per_layer = model.saved_numbers(shape.compute_bytes, tp)
     head = model.hidden * shape.compute_bytes
 
-    budget = "policy.sequence_packing.train_mb_tokens" if shape.is_packed else "policy.train_micro_batch_size"
+    budget = key("sequence_packing.train_mb_tokens" if shape.is_packed else "train_micro_batch_size")
+    unlearned = key("sequence_packing.logprob_mb_tokens" if shape.is_packed else "logprob_batch_size")
 
     def passes(tokens: float, *, grad: bool) -> list[Part]:
         """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
@@ -216,18 +222,12 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
             kept = model.hidden * shape.compute_bytes * layers + per_layer
         in_flight = pp if grad else 1
         work = _WORKING * max(model.intermediate / tp, model.hidden) * shape.compute_bytes  # of one layer's products
-        size = f"lower {budget}, or set {key}.activation_checkpointing"
-        if not grad:
-            size = (
-                "lower policy.sequence_packing.logprob_mb_tokens"
-                if shape.is_packed
-                else "lower policy.logprob_batch_size"
-            )
+        size = f"lower {budget}, or set {backend}.activation_checkpointing" if grad else f"lower {unlearned}"
         tile = TILE_BYTES if not machine.is_gpu else GPU_TILE_BYTES[0]
-        return [
-            Part(name="activations", num_bytes=tokens * (kept * in_flight + work + head), key=size),
-            Part(name="logit tiles", num_bytes=2 * tile, key="lower policy.logprob_chunk_size"),
-        ]
+        parts = [Part(name="activations", num_bytes=tokens * (kept * in_flight + work + head), key=size)]
+        if shape.has_vocabulary_head:
+            parts.append(Part(name="logit tiles", num_bytes=2 * tile, key=f"lower {key('logprob_chunk_size')}"))
+        return parts
 
     reduced = trained * (MAIN_BYTES if shape.is_megatron or machine.is_gpu else shape.master_bytes)
     whole_gradient = trained * shards * MAIN_BYTES
@@ -237,16 +237,15 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
     if shards > 1 and not machine.is_gpu and not deferred:
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
     gradients = Part(name="gradients", num_bytes=held, key=cut)
-    activations, tiles = passes(shape.train_tokens, grad=True)
     scratch = 2 * model.largest_parameter / shards / tp * shape.master_bytes
     return {
         "logprobs": [*weights, *optimizer, *gathered, *passes(shape.logprob_tokens, grad=False)],
-        "train": [*weights, *optimizer, *gathered, gradients, activations, tiles],
+        "train": [*weights, *optimizer, *gathered, gradients, *passes(shape.train_tokens, grad=True)],
         "update": [
             *weights,
             *optimizer,
             Part(name="gradients", num_bytes=reduced + (whole_gradient if deferred and shards > 1 else 0.0), key=cut),
-            Part(name="optimizer's temporaries", num_bytes=scratch, key="set policy.optimizer.kwargs.fused"),
+            Part(name="optimizer's temporaries", num_bytes=scratch, key=f"set {key('optimizer.kwargs.fused')}"),
         ],
     }
 
@@ -268,6 +267,40 @@ def _gathered(model: ModelShape, shape: TrainingShape, whole: float, shards: int
     return (model.root_parameters / sizes.tensor_parallel + 2 * layer) * shape.compute_bytes
 
 
+def predict_training(
+    policy: PolicyConfig,
+    model: ModelShape,
+    machine: Machine,
+    *,
+    num_ranks: int,
+    budgets: tuple[int, int],
+    sequences: int = 1,
+    is_trained: bool = True,
+    uses_reference: bool = False,
+    beside: Sequence[Part] = (),
+    device: str = "",
+) -> list[Phase]:
+    """The phases of a model, with the memory of one device in each: without training, the first alone.
+
+    Args:
+        budgets: tokens of a micro-batch in training and for logprobs, over all context ranks.
+        sequences: of a sample; two of a pair.
+        uses_reference: the weights that the run started from wait in host memory.
+        beside: what else is on the device.
+        device: see `Phase`.
+    """
+    shape = TrainingShape.of(policy, num_ranks, budgets, sequences)
+    phases = training_phases(model, shape, machine, key=policy.key)
+    if not is_trained:
+        phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
+    others = [*_process(machine), *beside]
+    if uses_reference and not machine.is_gpu:
+        weights = phases["logprobs"][0]
+        kept = weights.num_bytes * shape.compute_bytes / shape.master_bytes
+        others.append(replace(weights, name="reference weights", num_bytes=kept))
+    return [Phase(name=name, device=device, parts=(*parts, *others)) for name, parts in phases.items()]
+
+
 def predict_memory(
     policy: RolloutPolicyConfig,
     model: ModelShape,
@@ -281,46 +314,49 @@ def predict_memory(
     """Every phase of a run that samples, with the memory of one device in it.
 
     Args:
-        budgets: tokens of a micro-batch in training and for logprobs, over all context ranks.
-        uses_reference: the weights that the run started from wait in host memory.
+        budgets, uses_reference: as for `predict_training`.
         num_colocated: further models that take turns on the training devices, asleep in these phases.
     """
-    shape = TrainingShape.of(policy, num_ranks, *budgets)
-    section = "policy.megatron_cfg" if shape.is_megatron else "policy.dtensor_cfg"
-    training = training_phases(model, shape, machine, key=section)
     generation, engine = _engine(policy, model, machine)
     colocated = policy.generation.colocated.enabled and not policy.generation.is_by_policy
-    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
-    given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
-    halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * shape.compute_bytes))
-    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
-    gathered = Part(
-        name="gathered tensor",
-        num_bytes=model.largest_parameter * shape.compute_bytes,
-        key="a model with a smaller vocabulary",
+    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated)]
+    beside += generation if colocated and not machine.is_gpu else []
+    phases = predict_training(
+        policy,
+        model,
+        machine,
+        num_ranks=num_ranks,
+        budgets=budgets,
+        uses_reference=uses_reference,
+        beside=beside,
+        device="" if colocated or policy.generation.is_by_policy else "training",
     )
-    phases = []
-    apart = "training" if not colocated else ""
-    waiting = _asleep(machine, (1 if colocated else 0) + num_colocated)
-    host = [] if machine.is_gpu else generation if colocated else []
-    for name in ("logprobs", "train", "update"):
-        phases.append(Phase(name=name, device=apart, parts=(*_process(machine), *training[name], *waiting, *host)))
-    refit = [*_process(machine), training["logprobs"][0], gathered, buffers]
     if policy.generation.is_by_policy:
         return phases
-    if colocated:
-        held = generation if not machine.is_gpu else [engine]
-        optimizer = [] if machine.is_gpu else [training["logprobs"][1]]
-        phases.append(Phase(name="weight sync", device="", parts=(*refit, *optimizer, *held)))
-        sleeping = [] if not machine.is_gpu else _asleep(machine, 1 + num_colocated)
-        resident = [] if machine.is_gpu else training["logprobs"][:2]
-        phases.append(
-            Phase(name="generation", device="", parts=(*_process(machine), *generation, *sleeping, *resident))
-        )
-    else:
-        phases.append(Phase(name="weight sync", device="training", parts=(*refit, training["logprobs"][1])))
-        phases.append(Phase(name="generation", device="generation", parts=(*_process(machine), *generation, buffers)))
-    return phases
+    weights, optimizer = phases[0].parts[:2]
+    compute = BYTES[policy.precision]
+    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
+    given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
+    halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
+    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
+    largest = model.largest_parameter * compute
+    gathered = Part(name="gathered tensor", num_bytes=largest, key="a model with a smaller vocabulary")
+    refit = [*_process(machine), weights, gathered, buffers]
+    if not colocated:
+        drawing = (*_process(machine), *generation, buffers)
+        return [
+            *phases,
+            Phase(name="weight sync", device="training", parts=(*refit, optimizer)),
+            Phase(name="generation", device="generation", parts=drawing),
+        ]
+    # On a CPU everything stays where it is. On a GPU the optimizer waits on the host, and weights while others draw.
+    held = [engine] if machine.is_gpu else [optimizer, *generation]
+    resident = asleep(machine, 1 + num_colocated) if machine.is_gpu else [weights, optimizer]
+    return [
+        *phases,
+        Phase(name="weight sync", device="", parts=(*refit, *held)),
+        Phase(name="generation", device="", parts=(*_process(machine), *generation, *resident)),
+    ]
 
 
 def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> tuple[list[Part], Part]:
@@ -345,7 +381,8 @@ def _process(machine: Machine) -> list[Part]:
     return [Part(name="CUDA context", num_bytes=used, key="nothing lowers it")] if used else []
 
 
-def _asleep(machine: Machine, number: int) -> list[Part]:
+def asleep(machine: Machine, number: int) -> list[Part]:
+    """`number` models that wait for their turn on the device."""
     if not machine.is_gpu or number == 0:
         return []
     return [

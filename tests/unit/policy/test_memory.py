@@ -1,6 +1,7 @@
 """Memory predicted from shapes: what is counted, what is said, and against the memory of a process."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen3MoeConfig
 
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig
 from nemo_rl.algorithms.setup import memory as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
@@ -119,6 +123,39 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     for text in ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100"):
         with pytest.raises(ConfigError, match="write nodes x GPUs of each x kind"):
             setup.propose_layout(cfg, text)
+
+
+@pytest.mark.parametrize(
+    ("master", "name", "asked", "phases"),
+    [
+        (DPOMasterConfig, "dpo.yaml", ["policy"], {"logprobs", "train", "update"}),
+        (PPOMasterConfig, "ppo_math_1B.yaml", ["policy", "value"], {"value train", "generation"}),
+        (DistillationMasterConfig, "distillation_math.yaml", ["policy", "teacher"], {"teacher logprobs", "train"}),
+    ],
+)
+def test_every_algorithm_is_planned_with_all_its_models(seven_billion, master, name, asked, phases):
+    cfg = load_config(master, CONFIGS / name, [f"{section}.model_name={seven_billion}" for section in asked])
+    plan = setup.propose_layout(cfg, "8xH100")
+    assert phases <= {line.strip().split("  ")[0] for line in plan.splitlines()}
+    assert not re.search(r"teacher (train|logprobs.*optimizer)", plan), "a teacher is not trained"
+    assert setup.memory_lines(cfg)[0].startswith("memory of a GPU")
+
+
+def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
+    found = {}
+    for ahead in ("true", "false"):
+        name = f"dpo.precompute_reference_logprobs={ahead}"
+        cfg = load_config(DPOMasterConfig, CONFIGS / "dpo_cpu.yaml", [name, "policy.sequence_packing.enabled=false"])
+        shape = ModelShape.of(setup.local_config(cfg.policy))
+        train = setup.phases_of(cfg, shape, Machine(is_gpu=False))[1]
+        found[ahead] = {part.name: part.num_bytes for part in train.parts}
+    assert found["false"].pop("reference weights") == found["false"]["parameters"]
+    assert found["false"] == found["true"]
+    rewards = load_config(RMMasterConfig, CONFIGS / "rm_cpu.yaml", ["policy.sequence_packing.enabled=false"])
+    shape = ModelShape.of(setup.local_config(rewards.policy))
+    parts = {part.name: part.num_bytes for part in setup.phases_of(rewards, shape, Machine(is_gpu=False))[1].parts}
+    assert "logit tiles" not in parts, "a reward model has no vocabulary"
+    assert parts["activations"] > 0
 
 
 def test_a_vision_language_model_is_predicted_with_its_tower():
