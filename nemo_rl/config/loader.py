@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import BaseModel, Discriminator, Tag, ValidationError
+from pydantic import BaseModel, Discriminator, Tag, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -50,6 +50,12 @@ def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[
     tree = SourcedTree()
     tree.merge(SourcedTree(dict(values)))
     return _build(model, tree, overrides)
+
+
+def build_section(name: str, model: type[M], values: Mapping[str, Any]) -> M:
+    """One section, such as `logger`, from a dictionary, also in NeMo RL's form."""
+    whole = create_model(name, __base__=StrictModel, **{name: (model, ...)})
+    return vars(build_config(whole, {name: dict(values)}))[name]
 
 
 def parent_values(model: type[BaseModel], path: str | Path) -> dict[str, Any]:

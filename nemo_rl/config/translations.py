@@ -365,7 +365,10 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
 """Why a key has no effect -> keys."""
 
 SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
-VLM_ENVIRONMENTS = ("vlm", "clevr-cogent", "refcoco", "geometry3k", *SOUND_SETS)
+PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
+"""Sections of `env` that are of type `vlm` where they do not say it."""
+REWARDS = {"exact_alnum": "exact_answer_alphanumeric", "math_expr": "math_expression"}
+"""Names of reward functions -> their names today."""
 
 
 @dataclass(frozen=True)
@@ -389,10 +392,10 @@ FEATURES = (
         decides=("data", "env", *LOOPS, "policy.generation"),
     ),
     Feature(
-        "environments of pictures, video and sound",
+        "environments of video and sound",
         (
             *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
-            Foreign("environment.type", none_of(*VLM_ENVIRONMENTS), is_ours=True),
+            Foreign("environment.type", none_of(*SOUND_SETS), is_ours=True),
             Foreign("dataset.dataset_name", none_of(*SOUND_SETS), is_ours=True),
         ),
         decides=("data", "env"),

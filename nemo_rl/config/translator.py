@@ -26,7 +26,9 @@ from nemo_rl.config.translations import (
     NULL_IS_THE_DEFAULT,
     OF_ALL_DATASETS,
     OF_ONE_DATASET,
+    PICTURE_ENVIRONMENTS,
     PUZZLE_DATA,
+    REWARDS,
     USED,
     VALIDATION_OF,
     VALUES,
@@ -124,6 +126,15 @@ class Translator:
                 name = f"{parts[1]}:{'val_loss' if parts[2] == 'loss' and parts[1] == 'val' else parts[2]}"
                 self.remark(path, f"{parts[0]} is {name} today")
                 self._put(path, name)
+        for name in PICTURE_ENVIRONMENTS:
+            for _, path in places(f"env.{name}", values):
+                if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
+                    self._put((*path, "type"), "vlm")
+                    self.remark(path, "is of type vlm")
+        for _, path in places("env.*.reward_functions.#.name", values):
+            if (new := REWARDS.get(self.tree.get(path))) is not None:
+                self.remark(path, f"{self.tree.get(path)} is {new} today")
+                self._put(path, new)
         if isinstance(values.get("data"), dict):
             if "eval" in values or "generation" in values:
                 self._file_of_an_evaluation()

@@ -84,6 +84,7 @@ def init_ray(log_dir: str | None = None) -> None:
             "run on a node of the cluster with RAY_ADDRESS=<head>:6379, or with `ray job submit`"
         )
     else:
+        _check_token_file(os.environ.get("RAY_AUTH_MODE", "disabled"))
         host, _, port = address.rpartition(":")
         try:
             if port.isdigit():  # Ray itself would try for minutes
@@ -119,6 +120,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     """
     global _started_here
     _prepare()
+    _check_token_file(os.environ.get("RAY_AUTH_MODE", "token"))  # a local cluster has a token unless told otherwise
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = os.cpu_count()
     assert cores is not None
@@ -190,6 +192,30 @@ def _prepare() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+def _check_token_file(mode: str) -> None:
+    """ValueError if Ray's `mode` needs a token and its file cannot be read, or made where there is none."""
+    if mode.lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    problem = None
+    try:
+        if not path.read_text().strip() and named:
+            problem = "is empty"
+    except FileNotFoundError:
+        above = next(folder for folder in path.parents if folder.exists())
+        if named or not os.access(above, os.W_OK):
+            problem = "does not exist" if named else f"cannot be made: {above} is not writable"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem is not None:
+        raise ValueError(
+            f"Ray's token file {path} {problem}: set RAY_AUTH_TOKEN_PATH to the token file of the cluster, which this "
+            "user can read; RAY_AUTH_TOKEN to the token; or, for a run on this machine alone, "
+            "RAY_AUTH_TOKEN=$(openssl rand -hex 32)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

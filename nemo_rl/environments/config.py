@@ -32,14 +32,13 @@ ENV_REGISTRY: dict[str, str] = {
     "retrieval": "nemo_rl.environments.retrieval.RetrievalEnvironment",
     "reward_model": "nemo_rl.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle_game": "nemo_rl.environments.sliding_puzzle.SlidingPuzzleEnv",
+    "vlm": "nemo_rl.environments.composite.CompositeEnvironment",
 }
 """`type` of an environment -> its class; `registry.register_env` adds to it."""
 
 _SOUND = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
 MISSING = {
-    **dict.fromkeys(
-        ("vlm", "clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: composite with the rewards it needs"
-    ),
+    **dict.fromkeys(("clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: vlm with the rewards it needs"),
     "nemo_gym": "use type: agent with run: nemo_rl.environments.agents.nemo_gym:play",
 }
 """Environments that NeMo RL has and this library has not -> what to use."""
@@ -386,8 +385,8 @@ class RewardFunctionConfig(StrictModel):
 class CompositeEnvironmentConfig(ActorsConfig):
     """A reward made of several, for answers of one turn."""
 
-    type: Literal["composite"] = "composite"
-    """Registry name of the environment."""
+    type: Literal["composite", "vlm"] = "composite"
+    """Registry name of the environment; `vlm` is another name of `composite`."""
 
     reward_functions: list[RewardFunctionConfig] = Field(min_length=1)
     """The parts."""
@@ -500,9 +499,13 @@ class EnvironmentConfig(BaseModel):
     """
 
 
+SYNONYMS = {"math_default": "math", "math_multi_reward": "math", "vlm": "composite"}
+"""`type` of an environment -> the one that has the same keys."""
+
+
 def _variant(value: Any) -> str:
     if isinstance(value, dict):
-        asked = "math" if value.get("type") in ("math_default", "math_multi_reward") else value.get("type")
+        asked = SYNONYMS.get(value.get("type"), value.get("type"))
         return next((name for name in OURS if name == asked), "other")
     return next((name for name, model in OURS.items() if isinstance(value, model)), "other")
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config.loader import build_section
 from nemo_rl.utils import files
 from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.files import flatten_dict
@@ -48,7 +49,8 @@ class Logger:
         run_dir: Path | str | None = None,
         run_ids: Mapping[str, str] | None = None,
     ) -> None:
-        cfg = LoggerConfig.model_validate(cfg)
+        if not isinstance(cfg, LoggerConfig):
+            cfg = build_section("logger", LoggerConfig, cfg)
         self.run_dir = Path(cfg.log_dir if run_dir is None else run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
@@ -73,13 +75,17 @@ class Logger:
     ) -> None:
         """Add numbers and 0-d tensors, also in nested mappings, to step `step` as `<prefix>/<name>`.
 
+        Metrics of a later step finish the one before. ValueError for an earlier step, of which the line is written.
         `step_metric` names a metric among them that counts their own steps; it is written like the others.
         `step_finished` calls `finish_step`. Raises TypeError for a value that is not a number, and ValueError for a
         repeated name or a `step_metric` that is not there.
         """
         if step_metric is not None and step_metric not in metrics:
             raise ValueError(f"step_metric {step_metric!r} is not among the metrics: {', '.join(metrics)}")
-        assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
+        if self._step is not None and self._step != step:
+            if step < self._step:
+                raise ValueError(f"metrics of step {step} come after those of step {self._step}, whose line has begun")
+            self.finish_step(self._step)
         self._step = step
         for name, value in flatten_dict(metrics, "/").items():
             full_name = f"{prefix}/{name}" if prefix else name

@@ -169,6 +169,8 @@ class TensorBoard(Tracker):
 class Wandb(RunTracker):
     """Weights & Biases. A step that runs again after a resume keeps its first values there."""
 
+    FINISH_S = 300.0  # what is not sent by then stays in the run's folder, for `wandb sync`
+
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import wandb
         from wandb.errors import AuthenticationError, UsageError
@@ -185,6 +187,8 @@ class Wandb(RunTracker):
                 id=run_id,
                 resume="allow" if run_id is not None else None,
                 reinit="create_new",
+                # By default the end of the run waits for a server that is gone, for ever.
+                settings=wandb.Settings(finish_timeout=self.FINISH_S),
             )
         except (UsageError, AuthenticationError) as error:
             raise ValueError(f"logger.wandb: {error}; log in with `wandb login`, or set wandb.mode=offline") from error
@@ -273,10 +277,14 @@ class SwanLab(RunTracker):
     """SwanLab: its server, or files for `swanlab sync`, which joins the parts of a resumed run."""
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
+        import requests
         import swanlab
 
         of = cfg.swanlab
         self._swanlab = swanlab
+        log_in = "log in with `swanlab login`, or set mode=offline"
+        if of.mode == "online" and not swanlab.Settings().api_key:  # the package would ask on the terminal
+            raise ValueError(f"logger.swanlab: this machine has no key of an account; {log_in}")
         try:
             self._run = swanlab.init(
                 project=of.project,
@@ -288,7 +296,9 @@ class SwanLab(RunTracker):
                 resume="allow" if run_id is not None else None,
             )
         except swanlab.exceptions.AuthenticationError as error:
-            raise ValueError(f"logger.swanlab: {error}; log in with `swanlab login`, or set mode=offline") from error
+            # The package says so of a server that is gone, too: this raises the OSError of one.
+            requests.head(swanlab.Settings().api_host, timeout=10)
+            raise ValueError(f"logger.swanlab: {error}; {log_in}") from error
         self.run_id = self._run.id
 
     @staticmethod

@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config.loader import build_section
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
@@ -63,7 +64,8 @@ class CheckpointManager:
         cfg: CheckpointingConfig | Mapping[str, Any],
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
-        cfg = CheckpointingConfig.model_validate(cfg)
+        if not isinstance(cfg, CheckpointingConfig):
+            cfg = build_section("checkpointing", CheckpointingConfig, cfg)
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
         self.metric_name = cfg.metric_name
         self._logged_metric = None if cfg.metric_name is None else logged_metric(cfg.metric_name)

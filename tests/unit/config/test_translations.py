@@ -14,6 +14,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.config.rules import _CLAUSE
 from nemo_rl.config.translations import DIFFERENCES, USED, VALUES
+from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
 from tests.tables import lines
 from tests.unit.config.run_configs import MINIMAL, problems_of
@@ -213,6 +214,17 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
     assert config.data.train[0].env_name == "sliding_puzzle_game"
 
 
+def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:
+    rewards = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
+    tree = merged(MINIMAL, {"data": {"default": {"env_name": "clevr-cogent", "processor": "vlm_hf_data_processor"}}})
+    tree["env"] = {"clevr-cogent": {"num_workers": 4, "reward_functions": rewards}}
+    with caplog.at_level(logging.WARNING):
+        section = build_config(GRPOMasterConfig, tree).env["clevr-cogent"]
+    assert isinstance(section, CompositeEnvironmentConfig) and section.num_workers == 4
+    assert [part.function for part in section.reward_functions] == ["format", "exact_answer_alphanumeric"]
+    assert "env.clevr-cogent: is of type vlm" in remarks_of(caplog)
+
+
 def test_an_evaluation_judges_as_its_dataset_asks() -> None:
     tree = {
         "eval": {"pass_k_value": 1},
@@ -238,7 +250,7 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
         ),
         ({"policy": {"quant_cfg": "a", "generation": {"quant_cfg": "a"}}}, ["quantisation-aware training"]),
         ({"data": {"train": {"dataset_name": "NemoGymDataset"}}}, ["NeMo-Gym"]),
-        ({"env": {"geometry3k": {"num_workers": 1}}}, ["environments of pictures, video and sound"]),
+        ({"env": {"daily-omni": {"num_workers": 1}}}, ["environments of video and sound"]),
         (
             {
                 "policy": {"generation": {"vllm_kwargs": {"speculative_config": {"method": "eagle"}}}},

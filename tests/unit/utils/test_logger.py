@@ -53,8 +53,10 @@ def test_mistakes_are_named(tmp_path):
         logger.log_metrics({"loss": 2.0}, 1, "train")
     with pytest.raises(TypeError, match=r"metric train/name is str"):
         logger.log_metrics({"name": "x"}, 1, "train")
-    with pytest.raises(AssertionError, match="step 1 is not finished"):
-        logger.log_metrics({"loss": 2.0}, 2, "train")
+    logger.log_metrics({"loss": 2.0}, 2, "train")
+    assert lines_of(tmp_path) == [{"step": 1, "train/loss": 1.0}], "a later step finishes the one before"
+    with pytest.raises(ValueError, match="step 1 come after those of step 2"):
+        logger.log_metrics({"accuracy": 2.0}, 1, "train")
 
 
 def test_tensorboard_gets_every_number(tmp_path):
@@ -91,7 +93,8 @@ def test_two_runs_never_share_a_directory(tmp_path):
 
 
 def test_a_script_logs_with_a_dictionary_as_configuration(tmp_path):
-    logger = Logger({"log_dir": str(tmp_path / "logs"), "wandb_enabled": False, "monitor_gpus": False})
+    of_nemo_rl = {"tensorboard": {"log_dir": "tb"}, "gpu_monitoring": {"collection_interval": 10, "flush_interval": 10}}
+    logger = Logger({"log_dir": str(tmp_path / "logs"), "wandb_enabled": False, "monitor_gpus": False, **of_nemo_rl})
     logger.log_metrics({"loss": torch.tensor(0.5), "n": torch.tensor(3)}, 1, prefix="train")
     logger.log_metrics({"util": 1.0, "ray_step": 7}, 1, prefix="ray", step_metric="ray_step", step_finished=True)
     assert lines_of(tmp_path / "logs") == [

@@ -99,20 +99,40 @@ def test_tensorboard_has_the_samples(tmp_path):
     assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == ROWS[0], "and so has the folder"
 
 
-def test_a_server_that_is_gone_stops_no_run(tmp_path, caplog):
-    pytest.importorskip("mlflow")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlflow",
+        pytest.param("swanlab", marks=pytest.mark.slow),  # which tries for 20 s
+        pytest.param("wandb", marks=pytest.mark.slow),  # which tries for 90 s
+    ],
+)
+def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch):
+    pytest.importorskip(name)
     with socket.socket() as taken:  # a port where nothing answers
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for variable, value in {"WANDB_BASE_URL": uri, "WANDB_API_KEY": 40 * "0"}.items():
+            monkeypatch.setenv(variable, value)
+        for variable, value in {"SWANLAB_API_HOST": uri, "SWANLAB_API_KEY": 21 * "a"}.items():
+            monkeypatch.setenv(variable, value)
+        cfg = LoggerConfig.model_validate({f"{name}_enabled": True, "mlflow": {"tracking_uri": uri}})
         with caplog.at_level(logging.WARNING, "nemo_rl"):
-            logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=MLflowConfig(tracking_uri=uri)), tmp_path)
+            logger = Logger(cfg, tmp_path)
             for step in (1, 2):
                 logger.log_metrics({"loss": 1.0}, step, "train")
                 logger.finish_step(step)
             logger.close()
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
-    assert message.startswith("mlflow cannot be reached and is off for this run; metrics.jsonl has every metric")
+    assert message.startswith(f"{name} cannot be reached and is off for this run; metrics.jsonl has every metric")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_swanlab_without_a_key_says_how_to_log_in(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_API_KEY", "")
+    with pytest.raises(ValueError, match=r"logger\.swanlab: .* log in with `swanlab login`, or set mode=offline"):
+        Logger(LoggerConfig(swanlab_enabled=True), tmp_path)
 
 
 class FailingTracker(Tracker):
