@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ray._private import ray_constants
 from ray._private.services import find_bootstrap_address, find_gcs_addresses
 from ray._private.state import available_resources_per_node
 from ray._private.worker import global_worker
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -84,12 +85,12 @@ def init_ray(log_dir: str | None = None) -> None:
             "run on a node of the cluster with RAY_ADDRESS=<head>:6379, or with `ray job submit`"
         )
     else:
-        _check_token_file(os.environ.get("RAY_AUTH_MODE", "disabled"))
         host, _, port = address.rpartition(":")
         try:
             if port.isdigit():  # Ray itself would try for minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            dashboard = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING).dashboard_url
+            with _token_errors():
+                context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         except OSError as error:
             reason = f"it does not answer ({error})"
             if "InvalidAuthToken" in str(error.__cause__):
@@ -101,7 +102,11 @@ def init_ray(log_dir: str | None = None) -> None:
                 f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this "
                 "machine alone"
             ) from error
-        url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
+        url = (
+            f"http://{context.dashboard_url}"
+            if context.dashboard_url
+            else "none (start Ray with --include-dashboard=true)"
+        )
         logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
     if log_dir is not None:
         # Not Ray's temporary directory itself: it holds sockets, whose paths are limited to 107 characters.
@@ -120,7 +125,6 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     """
     global _started_here
     _prepare()
-    _check_token_file(os.environ.get("RAY_AUTH_MODE", "token"))  # a local cluster has a token unless told otherwise
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = os.cpu_count()
     assert cores is not None
@@ -130,19 +134,20 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    ray.init(
-        address="local",
-        num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
-        object_store_memory=int(object_store_gb * 2**30),
-        include_dashboard=False,
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        _system_config={
-            # Otherwise Ray starts one idle process per logical CPU.
-            "prestart_worker_first_driver": False,
-            "enable_worker_prestart": False,
-        },
-    )
+    with _token_errors():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
+            object_store_memory=int(object_store_gb * 2**30),
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            _system_config={
+                # Otherwise Ray starts one idle process per logical CPU.
+                "prestart_worker_first_driver": False,
+                "enable_worker_prestart": False,
+            },
+        )
     _started_here = True
     _guard_agents()
 
@@ -194,28 +199,16 @@ def _prepare() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 
-def _check_token_file(mode: str) -> None:
-    """ValueError if Ray's `mode` needs a token and its file cannot be read, or made where there is none."""
-    if mode.lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
-        return
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    problem = None
+@contextmanager
+def _token_errors() -> Iterator[None]:
+    """Make Ray's errors about its token a ValueError of one line."""
     try:
-        if not path.read_text().strip() and named:
-            problem = "is empty"
-    except FileNotFoundError:
-        above = next(folder for folder in path.parents if folder.exists())
-        if named or not os.access(above, os.W_OK):
-            problem = "does not exist" if named else f"cannot be made: {above} is not writable"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    if problem is not None:
+        yield
+    except (AuthenticationError, PermissionError) as error:
         raise ValueError(
-            f"Ray's token file {path} {problem}: set RAY_AUTH_TOKEN_PATH to the token file of the cluster, which this "
-            "user can read; RAY_AUTH_TOKEN to the token; or, for a run on this machine alone, "
-            "RAY_AUTH_TOKEN=$(openssl rand -hex 32)"
-        )
+            f"Ray's token cannot be read: {str(error).partition('. Ensure')[0]}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, "
+            "which this user must be able to read, or RAY_AUTH_TOKEN to the token"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
