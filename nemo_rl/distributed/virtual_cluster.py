@@ -102,11 +102,8 @@ def init_ray(log_dir: str | None = None) -> None:
                 f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this "
                 "machine alone"
             ) from error
-        url = (
-            f"http://{context.dashboard_url}"
-            if context.dashboard_url
-            else "none (start Ray with --include-dashboard=true)"
-        )
+        dashboard = context.dashboard_url
+        url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
         logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
     if log_dir is not None:
         # Not Ray's temporary directory itself: it holds sockets, whose paths are limited to 107 characters.
@@ -205,9 +202,10 @@ def _token_errors() -> Iterator[None]:
     try:
         yield
     except (AuthenticationError, PermissionError) as error:
+        reason = str(error).partition(". Ensure")[0]
         raise ValueError(
-            f"Ray's token cannot be read: {str(error).partition('. Ensure')[0]}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, "
-            "which this user must be able to read, or RAY_AUTH_TOKEN to the token"
+            f"Ray's token cannot be read: {reason}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, which this "
+            "user must be able to read, or RAY_AUTH_TOKEN to the token"
         ) from error
 
 
