@@ -31,7 +31,10 @@ LLMMessageLogType = list[Message]
 
 Pixels = dict[str, "np.ndarray"]
 """One image as the model's own processor makes it: name of an input of the model -> array. Qwen-VL has `pixel_values`,
-float32 [patches, numbers of a patch], and `image_grid_thw`, int64 [1, 3]."""
+float32 [patches, numbers of a patch], and `image_grid_thw`, int64 [1, 3]. `PREVIEW` is no input of the model."""
+
+PREVIEW = "preview"
+"""Among `Pixels`: a small JPEG file of the image for people, uint8 [bytes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +157,7 @@ class GenerateFn(Protocol):
 class EnvironmentStep:
     """The environment's answer to one turn of one conversation."""
 
-    observation: dict[str, str]  # role and content of the next message
+    observation: dict[str, Any]  # role and content of the next message; a content may be parts, with images
     reward: float  # the sum, where there are several
     terminated: bool
     metadata: Any  # passed to the next step of the conversation

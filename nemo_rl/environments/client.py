@@ -34,6 +34,7 @@ RESTART_POLL_S = 0.2
 END_TIMEOUT_S = 15.0  # within this time Ray ends a process, a stopped one included
 MAX_GROUPS_REMEMBERED = 100_000
 MAX_EXCERPT = 120  # characters
+PART_TYPES = ("text", "image", "image_url")  # of a content that is a list
 
 
 class EnvironmentFailure(RuntimeError):
@@ -262,8 +263,6 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         reward = sum(parts)
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
             raise StepRefused(f"environment {name!r}: an observation needs role and content, got {observation!r}")
-        if isinstance(observation["content"], list | tuple):
-            raise StepRefused(f"environment {name!r}: images in observations are not supported")
         metrics = {} if metrics is None else metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(value, Real) for value in metrics.values()):
             raise StepRefused(f"environment {name!r}: metrics of a conversation are numbers by name, got {metrics!r}")
@@ -272,10 +271,8 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         if failure is not None:
             outcomes.append(EnvironmentFailure(f"environment {name!r}: {failure}"))
             continue
-        # Lone surrogates, which no tokenizer accepts, become question marks.
-        content = str(observation["content"]).encode("utf-8", "replace").decode("utf-8")
         step = EnvironmentStep(
-            observation={"role": str(observation["role"]), "content": content},
+            observation={"role": str(observation["role"]), "content": _content(observation["content"], name)},
             reward=reward,
             terminated=bool(terminated),
             metadata=metadata,
@@ -286,6 +283,23 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         )
         outcomes.append(step)
     return outcomes
+
+
+def _content(content: Any, name: str) -> Any:
+    """A text, or a list of parts, of which some may be images. StepRefused for parts of neither kind."""
+    if not isinstance(content, list | tuple):
+        # Lone surrogates, which no tokenizer accepts, become question marks.
+        return str(content).encode("utf-8", "replace").decode("utf-8")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in PART_TYPES or part.get(kind) is None:
+            raise StepRefused(
+                f'environment {name!r}: a part of an observation is {{"type": "text", "text": ...}} or {{"type": '
+                f'"image", "image": ...}}, not {part!r:.80}'
+            )
+        parts.append({"type": "text", "text": _content(str(part["text"]), name)} if kind == "text" else dict(part))
+    return parts
 
 
 def _numbers(values: Any, field_name: str, size: int, name: str) -> torch.Tensor:

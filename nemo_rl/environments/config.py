@@ -311,13 +311,16 @@ class RetrievalEnvironmentConfig(ActorsConfig):
 
 
 class SlidingPuzzleGameConfig(StrictModel):
-    """The boards. The dataset takes both values from here, by interpolation in its `kwargs`."""
+    """The boards. The dataset takes the values from here, by interpolation in its `kwargs`."""
 
     size: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:rows_and_columns")] = 5
     """Rows and columns of a square board, or `[rows, columns]`; boards of another size are refused."""
 
     shuffle_moves: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:shuffle_range")] = 10
     """Random moves that lead from the solved board to the first board of a game, or `[fewest, most]`."""
+
+    picture: bool = False
+    """Show each board as a picture, for vision-language models."""
 
 
 class SlidingPuzzleConfig(StrictModel):

@@ -18,7 +18,9 @@ FinishedSamples = BatchedDataDict[Any]
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """The result of `step` for a batch of B conversations; every list has length B."""
 
-    observations: list[dict[str, str]]  # {"role": "environment", "content": ...}: the next message of each conversation
+    # {"role": "environment", "content": ...}: the next message of each conversation. A content is a text or a list of
+    # parts, {"type": "text", "text"} and {"type": "image", "image": SOURCE}, as in rows with images.
+    observations: list[dict[str, Any]]
     metadata: list[MetadataT]  # passed to the next step of the same conversation
     next_stop_strings: list[list[str] | None] | list[None]  # for the next turn; None keeps the present ones
     rewards: torch.Tensor  # [B], or [B, n] for n rewards each; an episode's turns are summed, and so are the n

@@ -10,7 +10,16 @@ import torch
 from nemo_rl.environments.config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
-from nemo_rl.utils.sliding_puzzle import ACTION_END, Board, describe, is_solved, parse_grid, play, rows_and_columns
+from nemo_rl.utils.sliding_puzzle import (
+    ACTION_END,
+    Board,
+    describe,
+    is_solved,
+    parse_grid,
+    picture_of,
+    play,
+    rows_and_columns,
+)
 
 
 class SlidingPuzzleMetadata(TypedDict):
@@ -33,12 +42,13 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
         config = SlidingPuzzleEnvironmentConfig.model_validate(cfg)
         self.size = rows_and_columns(config.cfg.game_config.size)
         self.max_moves = config.cfg.max_moves
+        self.picture = config.cfg.game_config.picture
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[SlidingPuzzleMetadata]
     ) -> EnvironmentReturn[SlidingPuzzleMetadata]:
         """One move of each game. ValueError for a row without a board, of another size, or that cannot be solved."""
-        observations: list[dict[str, str]] = []
+        observations: list[dict[str, Any]] = []
         after: list[SlidingPuzzleMetadata] = []
         solved: list[bool] = []
         ended: list[bool] = []
@@ -50,10 +60,12 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
             after.append(
                 {"game_state": {"grid": [[*row] for row in board]}, "num_moves": num_moves, "max_moves": max_moves}
             )
-            lines = [describe(board, problem)]
-            if ended[-1]:
-                lines.append(f"{'Solved' if solved[-1] else 'Not solved'} in {num_moves} moves.")
-            observations.append({"role": "environment", "content": "\n".join(lines)})
+            end = [f"{'Solved' if solved[-1] else 'Not solved'} in {num_moves} moves."] if ended[-1] else []
+            content: Any = "\n".join([describe(board, problem), *end])
+            if self.picture:
+                text = "\n".join([problem, *end] if problem else end)
+                content = [picture_of(board), {"type": "text", "text": text}]
+            observations.append({"role": "environment", "content": content})
         return EnvironmentReturn(
             observations=observations,
             metadata=after,

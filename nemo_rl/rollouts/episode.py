@@ -37,12 +37,15 @@ EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[EnvironmentStep]]
 
 
 class RenderFn(Protocol):
-    """Token ids between the end of a sampled turn and the start of the next, with the observation.
+    """The observation as tokens, its images with their places among these, and its content as people read it.
 
-    They also end the sampled turn if it does not end itself, as after a stop string.
+    The tokens lead from the end of a sampled turn to the start of the next. They also end the sampled turn if it does
+    not end itself, as after a stop string. `num_images`: of the episode so far.
     """
 
-    def __call__(self, observation: dict[str, str], *, sampled: Sequence[int]) -> list[int]: ...
+    def __call__(
+        self, observation: dict[str, Any], *, sampled: Sequence[int], num_images: int
+    ) -> tuple[list[int], list[ImageSpan], str]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ async def run_episode(
     limits: EpisodeLimits,
     seed_of_turn: Callable[[int], int],
 ) -> Sample:
-    """Play one episode to its end. Exceptions of `generate` and `env_step` propagate to the caller.
+    """Play one episode to its end. Exceptions of `generate`, `env_step` and `render` propagate to the caller.
 
     A turn that reaches its token limit still goes to the environment, as it may contain the answer; then the sample is
     TRUNCATED. An episode that reaches `max_turns` or `max_total_tokens` without termination is TRUNCATED too. An
@@ -177,11 +180,15 @@ async def run_episode(
             status = SampleStatus.COMPLETED
             break
         if len(turns) < limits.max_turns:
-            observed = render(step.observation, sampled=completion.token_ids)
-            if len(transcript.token_ids) + len(observed) >= limits.max_total_tokens:
+            observed, images, said = render(
+                step.observation, sampled=completion.token_ids, num_images=len(transcript.images)
+            )
+            start = len(transcript.token_ids)
+            if start + len(observed) >= limits.max_total_tokens:
                 hit_total_token_limit = True
                 break
-            transcript.append(observed, None, step.observation)
+            transcript.append(observed, None, {"role": step.observation["role"], "content": said})
+            transcript.images += [replace(image, start=start + image.start) for image in images]
             turns[-1] = replace(turn, num_env_tokens=len(observed))
             sampling = _with_stop_strings(sampling, step.next_stop_strings)
     else:

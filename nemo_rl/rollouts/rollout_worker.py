@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, run_episode, without_reward
+from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
 from nemo_rl.types import (
     Completion,
@@ -27,6 +27,7 @@ from nemo_rl.types import (
     GroupHandle,
     ImageSpan,
     OnTokens,
+    Pixels,
     Prompt,
     PromptImage,
     RolloutGroup,
@@ -98,6 +99,19 @@ class AgentEnvironment(Protocol):
         ...
 
 
+@dataclass
+class _Images:
+    """The images of a group, by digest. The engines fetch each once, whatever the number of samples and turns."""
+
+    pixels: dict[str, Pixels] = field(default_factory=dict)
+    refs: dict[str, ray.ObjectRef] = field(default_factory=dict)
+
+    def add(self, pixels: Mapping[str, Pixels]) -> None:
+        for digest in pixels.keys() - self.pixels.keys():
+            self.pixels[digest] = pixels[digest]
+            self.refs[digest] = ray.put(pixels[digest])
+
+
 @dataclass(kw_only=True)
 class RolloutWorkerSettings:
     """Settings of a rollout worker. All of them can be pickled."""
@@ -105,7 +119,8 @@ class RolloutWorkerSettings:
     process: Callable[[Prompt], DatumSpec]
     decode: Callable[[Sequence[int]], str]
     survives_text: Callable[[Sequence[int]], bool]  # whether tokens stay the same when decoded and tokenised again
-    render: RenderFn
+    # As `RenderFn`, with `pixels`, which takes those of new images. ValueError for an observation that cannot be shown.
+    render: Callable[..., tuple[list[int], list[ImageSpan], str]]
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
@@ -181,13 +196,12 @@ class RolloutWorker:
 
     async def _play(self, request: GroupRequest) -> GroupHandle:
         datum = self.settings.process(request.prompt)
-        pixels = datum.pop("pixels", {})
-        # The engines fetch each image of the group once, whatever the number of samples and turns.
-        refs = {digest: ray.put(made) for digest, made in pixels.items()}
-        play = (self._sample(request, datum, i, refs) for i in range(request.num_generations))
+        images = _Images()
+        images.add(datum.pop("pixels", {}))
+        play = (self._sample(request, datum, i, images) for i in range(request.num_generations))
         samples = await asyncio.gather(*play)
         group = RolloutGroup(
-            group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples, pixels=pixels
+            group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples, pixels=images.pixels
         )
         return await self.keep(group, request.prompt.task_name)
 
@@ -206,9 +220,7 @@ class RolloutWorker:
             samples=[sample.meta for sample in group.samples],
         )
 
-    async def _sample(
-        self, request: GroupRequest, datum: DatumSpec, index: int, pixels: Mapping[str, ray.ObjectRef]
-    ) -> Sample:
+    async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int, images: _Images) -> Sample:
         sample_id, prompt, limits = f"{request.group_id}/{index}", request.prompt, self.settings.limits
         if datum["loss_multiplier"] == 0.0 or datum["length"] >= limits.max_total_tokens:
             failure = f"prompt {prompt.prompt_id} has {datum['length']} tokens and leaves no room for an answer"
@@ -229,10 +241,10 @@ class RolloutWorker:
                 return await run_episode(
                     datum,
                     sample_id=sample_id,
-                    generate=partial(self.generate, pixels=pixels) if pixels else self.generate,
+                    generate=partial(self.generate, pixels=images.refs),
                     env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
                     decode=self.settings.decode,
-                    render=self.settings.render,
+                    render=partial(self._render, sample_id, images),
                     sampling=request.sampling,
                     limits=limits,
                     seed_of_turn=seed_of_turn,
@@ -244,6 +256,18 @@ class RolloutWorker:
                 raise
             failure = f"episode {sample_id} was not over after {limits.timeout_s:g} s"
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.TIMED_OUT, failure=failure)
+
+    def _render(
+        self, sample_id: str, images: _Images, observation: dict[str, Any], **known: Any
+    ) -> tuple[list[int], list[ImageSpan], str]:
+        """`settings.render`; images that are new to the group join `images`."""
+        new: dict[str, Pixels] = {}
+        try:
+            rendered = self.settings.render(observation, pixels=new, **known)
+        except ValueError as error:
+            raise EpisodeFailure(f"sample {sample_id}: {error}") from error
+        images.add(new)
+        return rendered
 
     async def _store_ended(self) -> dict[str, ray.ObjectRef]:
         """Send the groups that have ended to the keeper: their references by group id."""

@@ -14,6 +14,10 @@ import random
 import re
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Board = tuple[tuple[int, ...], ...]
 
@@ -23,6 +27,7 @@ OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 ACTION_END = "</action>"
 ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 SLIDE = re.compile(r"slide\s+(\d{1,9})")
+SQUARE = 32  # pixels along each side of a square in a picture
 MAX_SIDE = 20  # a board of 20x20 takes about 1,600 characters in every turn
 MAX_SHUFFLE_MOVES = 10_000  # for each board that the dataset makes
 MAX_SOLVED_SQUARES = 9  # 181,440 boards of 3x3; the next size has too many to enumerate
@@ -111,6 +116,33 @@ def render(board: Board) -> str:
     """One line of text per row, columns aligned, `_` for the empty square."""
     width = len(str(len(board) * len(board[0]) - 1))
     return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
+
+
+def draw(text: str) -> Image:
+    """The picture of a board that `render` has written: a white tile with its number on each square but the empty one.
+
+    Raises:
+        ValueError: for a text that is no board.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    rows = [line.split() for line in text.splitlines()]
+    if not rows or any(len(row) != len(rows[0]) or not all(t == "_" or t.isdecimal() for t in row) for row in rows):
+        raise ValueError(f"image 'sliding_puzzle:{text[:80]}': rows of tiles, such as '1 2' and '_ 3', make a board")
+    picture = Image.new("RGB", (SQUARE * len(rows[0]), SQUARE * len(rows)), (70, 70, 70))
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(SQUARE // 2)
+    for r, row in enumerate(rows):
+        for c, tile in enumerate(row):
+            if tile != "_":
+                left, top = c * SQUARE, r * SQUARE
+                pen.rectangle((left + 1, top + 1, left + SQUARE - 2, top + SQUARE - 2), fill=(250, 250, 250))
+                pen.text((left + SQUARE // 2, top + SQUARE // 2), tile, fill=(0, 0, 0), font=font, anchor="mm")
+    return picture
+
+
+def picture_of(board: Board) -> dict[str, str]:
+    """The board as part of a message, which the process that reads the message draws."""
+    return {"type": "image", "image": f"sliding_puzzle:{render(board)}"}
 
 
 def read_action(text: str) -> str | None:

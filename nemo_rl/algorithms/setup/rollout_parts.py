@@ -65,7 +65,7 @@ def worker_settings(
         process=process,
         decode=partial(decode, process.tokenizer),
         survives_text=partial(survives_text, process.tokenizer),
-        render=ObservationRenderer(process.tokenizer),
+        render=ObservationRenderer(process.tokenizer, process.images),
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
         run_seed=seed,

@@ -21,11 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from nemo_rl.data.chat.template import Chat
 from nemo_rl.data.interfaces import Row
-from nemo_rl.types import ImageSpan, Pixels
+from nemo_rl.types import PREVIEW, ImageSpan, Pixels
 from nemo_rl.utils.registry import import_object
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 
 IMAGE_TYPES = ("image", "image_url")
 CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")  # columns that may hold messages
-DRAWN = {"shapes": "nemo_rl.data.datasets.shapes:draw"}  # scheme of a source -> function from its text to a PIL image
+# Scheme of a source -> function from its text to a PIL image.
+DRAWN = {"shapes": "nemo_rl.data.datasets.shapes:draw", "sliding_puzzle": "nemo_rl.utils.sliding_puzzle:draw"}
 FETCH_TIMEOUT_S = 30.0
 MAX_FETCHED_BYTES = 64 << 20
+PREVIEW_SIDE = 192  # pixels
 _NOT_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
 
@@ -53,6 +56,13 @@ def text_of(content: Any) -> str:
             raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
         return "".join(str(part.get("text") or "") for part in content if part.get("type") not in IMAGE_TYPES)
     return str(content)
+
+
+def as_text(content: Any) -> str:
+    """A content that `ImageReader` has read as people see it: the model's mark in the place of each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("placeholder") or part["text"] for part in content)
 
 
 def row_contents(row: Row) -> Iterator[Any]:
@@ -121,6 +131,14 @@ def _name_of(source: Any) -> str:
 def image_digest(image: Image) -> str:
     """32 hexadecimal digits that equal images share."""
     return xxhash.xxh3_128_hexdigest(repr(image.size).encode() + image.tobytes())
+
+
+def small_jpeg(image: Image) -> np.ndarray:
+    """A JPEG file of the image, uint8 [bytes], `PREVIEW_SIDE` pixels at most along each side."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+    small.save(file, format="JPEG", quality=85)
+    return np.frombuffer(file.getvalue(), dtype=np.uint8)
 
 
 # -- processing
@@ -192,7 +210,7 @@ class ImageReader:
         image = read_image(source)
         digest, processor = image_digest(image), load_processor(self.processor_path)
         made, expansion = process_image(processor, image)
-        pixels[digest] = made
+        pixels[digest] = {**made, PREVIEW: small_jpeg(image)}
         return {"type": "image", "digest": digest, "placeholder": processor.image_token, "expansion": expansion}
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.images import expand, image_parts, spans_of_images, text_of
-from nemo_rl.data.chat.template import ChatTemplate, format_chat
+from nemo_rl.data.chat.images import ImageReader, as_text, expand, image_parts, spans_of_images, text_of
+from nemo_rl.data.chat.template import Chat, ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
-from nemo_rl.types import LLMMessageLogType
+from nemo_rl.types import ImageSpan, LLMMessageLogType, Pixels
 
 
 def get_formatted_message_log(
@@ -98,19 +98,22 @@ def _filled(spec: TaskDataSpec, content: Any) -> Any:
     return spec.fill(content)
 
 
-def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> list[int]:
-    """The tokens of `tail`, the text that follows a sampled turn.
+def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> tuple[list[int], list[int]]:
+    """The tokens of `tail`, the text that follows a sampled turn, and where in `tail` each of them begins.
 
     If `last`, the last token that the model sampled, is the end-of-turn token at the beginning of `tail`, the rest
     begins after it.
     """
     # Tokenised after a special token, as in the conversation: some tokenizers begin a separate text with a space.
-    token_ids: list[int] = tokenizer(f"{tokenizer.eos_token}{tail}", add_special_tokens=False)["input_ids"]
-    assert token_ids[0] == tokenizer.eos_token_id
-    del token_ids[0]
+    eos = str(tokenizer.eos_token)
+    encoded = tokenizer(eos + tail, add_special_tokens=False, return_offsets_mapping=True)
+    assert encoded["input_ids"][0] == tokenizer.eos_token_id
+    token_ids: list[int] = encoded["input_ids"][1:]
+    starts = [start - len(eos) for start, _ in encoded["offset_mapping"][1:]]
     special = set(tokenizer.all_special_ids)
     end = next((i for i, token in enumerate(token_ids) if token in special), None)
-    return token_ids[end + 1 :] if end is not None and token_ids[end] == last else token_ids
+    first = end + 1 if end is not None and token_ids[end] == last else 0
+    return token_ids[first:], starts[first:]
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,46 @@ class ObservationRenderer:
     """
 
     tokenizer: PreTrainedTokenizerBase
+    images: ImageReader | None = None  # None: the model sees no images
     _roles: dict[str, str] = field(default_factory=dict, compare=False)  # of an observation -> as rendered
 
-    def __call__(self, observation: Mapping[str, str], *, sampled: Sequence[int]) -> list[int]:
-        """`sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one.
+    def __call__(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        sampled: Sequence[int],
+        num_images: int = 0,
+        pixels: dict[str, Pixels] | None = None,
+    ) -> tuple[list[int], list[ImageSpan], str]:
+        """The tokens, the images with their places among these, and the content as people read it.
+
+        `sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one. `num_images`: of
+        the conversation so far. The pixels of new images go into `pixels`, by digest.
 
         Raises:
-            ValueError: if the template allows no user message after an answer.
+            ValueError: if the template allows no user message after an answer, or does not show all images; for an
+                image that cannot be read, one image too many, or an image for a model of text.
         """
-        return tokens_after_turn(self._text(observation), self.tokenizer, int(sampled[-1]) if len(sampled) else None)
+        content = self._read(observation["content"], num_images, {} if pixels is None else pixels)
+        tail, images, places = self._text({**observation, "content": content}), image_parts(content), []
+        if images:
+            chat, places = expand(Chat(text=tail, begins=[], answers=[]), images)
+            tail = chat.text
+        token_ids, starts = tokens_after_turn(tail, self.tokenizer, int(sampled[-1]) if len(sampled) else None)
+        return token_ids, spans_of_images(images, places, starts), as_text(content)
+
+    def _read(self, content: Any, num_before: int, pixels: dict[str, Pixels]) -> Any:
+        num_images = len(image_parts(content))
+        if num_images == 0:
+            content = text_of(content)
+        if self.images is None:
+            if num_images:
+                raise ValueError("an observation has images, and the model reads text alone")
+            return content
+        most = self.images.max_images
+        if num_images and most is not None and num_before + num_images > most:
+            raise ValueError(f"{num_before + num_images} images in one episode, more than data.max_images={most}")
+        return self.images.read_content(content, pixels)
 
     def seen_and_rendered(
         self, prompt: Sequence[Mapping[str, Any]], answers: Sequence[str], observation: Mapping[str, str]
@@ -156,7 +190,7 @@ class ObservationRenderer:
             self._roles[role] = role if placeholder in (self._tail(role, placeholder) or "") else "user"
         return self._roles[role]
 
-    def _text(self, observation: Mapping[str, str]) -> str:
+    def _text(self, observation: Mapping[str, Any]) -> str:
         tail = self._tail(self.role(observation["role"]), observation["content"])
         if tail is None:
             raise ValueError(
@@ -165,7 +199,7 @@ class ObservationRenderer:
             )
         return tail
 
-    def _tail(self, role: str, content: str) -> str | None:
+    def _tail(self, role: str, content: Any) -> str | None:
         """The text after the content of an answer that a message follows; None if the template refuses it."""
         placeholder = "ANSWERCONTENT"
         messages = [

@@ -72,7 +72,7 @@ class ServedChat:
             if before:  # otherwise the template does not show the answer as it is
                 self._known.move_to_end(key)
                 after = sum(answer > index for answer in answers)
-                rest = tokens_after_turn(tail, self.tokenizer, int(known[-1]))
+                rest, _ = tokens_after_turn(tail, self.tokenizer, int(known[-1]))
                 return ChatPrompt(token_ids=[*known.tolist(), *rest], retokenized=retokenized + after)
         chat = format_chat(asked, template, add_bos=False, add_eos=False, add_generation_prompt=True)
         ids: list[int] = self.tokenizer(chat.text, add_special_tokens=False)["input_ids"]

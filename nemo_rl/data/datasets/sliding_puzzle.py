@@ -21,6 +21,7 @@ from nemo_rl.utils.sliding_puzzle import (
     TILE_MOVES,
     describe,
     is_solved,
+    picture_of,
     play,
     reachable,
     render,
@@ -40,12 +41,13 @@ class _Options(StrictModel):
     shuffle_moves: int | list[int] = 10
     num_samples: int | None = Field(default=None, ge=1)
     max_moves: int | None = None
+    picture: bool = False
 
 
 def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Rows {"problem": the board as text, "extra_env_info": {"game_state": ...}, "stop_strings": ["</action>"]}.
+    """Rows {"problem": the board, "extra_env_info": {"game_state": ...}, "stop_strings": ["</action>"]}.
 
-    `kwargs` are {size, shuffle_moves, num_samples, max_moves}; `split` and `seed` are those of the section.
+    `kwargs` are {size, shuffle_moves, num_samples, max_moves, picture}; `split` and `seed` are those of the section.
     `shuffle_moves` is a number or [fewest, most], from which each board draws a number. `num_samples` defaults to
     10,000 for training and otherwise to 256; boards may repeat. `max_moves` overrides the limit of the environment.
 
@@ -66,7 +68,8 @@ def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
         num_tries += 1
         if in_split(render(board), split):
             state = {"game_state": {"grid": [list(row) for row in board]}, **limit}
-            made.append({"problem": render(board), "extra_env_info": state, "stop_strings": [ACTION_END]})
+            problem = [picture_of(board)] if options.picture else render(board)
+            made.append({"problem": problem, "extra_env_info": state, "stop_strings": [ACTION_END]})
             num_tries = 0
         elif num_tries == MAX_TRIES:
             raise ValueError(

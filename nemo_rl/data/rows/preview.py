@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
+from rich.color import Color
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.rows.setup import PromptProcessor
-from nemo_rl.types import Example, ExampleMeta, MakeExample, Prompt
+from nemo_rl.types import PREVIEW, Example, ExampleMeta, MakeExample, Prompt
 
 QUANTILES = {0.0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1.0: "longest"}
 CONTEXT_TOKENS = 5  # tokens decoded before a token, on which its text may depend
 # Neighbouring tokens alternate, so that their borders are visible.
 CONTEXT_STYLES = ("grey62", "grey62 on grey19")
 LOSS_STYLES = ("black on green3", "black on pale_green1")
+PICTURE_WIDTH = 48  # characters
 SPECIAL_STYLE = " bold underline"
 
 
@@ -45,8 +50,9 @@ class PromptPreview:
             else None,
             problem_kind="too_long" if is_out else "",
         )
-        example = Example(sample_id=prompt.prompt_id, token_ids=ids, token_mask=np.zeros(len(ids), dtype=bool))
-        return [example], meta
+        images = {"images": datum.get("images", []), "pixels": datum.get("pixels", {})}
+        mask = np.zeros(len(ids), dtype=bool)
+        return [Example(sample_id=prompt.prompt_id, token_ids=ids, token_mask=mask, **images)], meta
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
@@ -82,6 +88,19 @@ def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured
         else:
             text.append(f"[{shown}]" if learned else shown if learned_before else f"|{shown}")
         learned_before = learned
+    return text
+
+
+def picture(jpeg: np.ndarray) -> Text:
+    """An image in colours, two pixels in each character. `jpeg`: uint8 [bytes] of the file."""
+    with Image.open(io.BytesIO(jpeg.tobytes())) as image:
+        width = min(PICTURE_WIDTH, image.width)
+        rows = np.asarray(image.convert("RGB").resize((width, max(1, image.height * width // image.width // 2) * 2)))
+    text = Text()
+    for upper, lower in zip(rows[::2].tolist(), rows[1::2].tolist(), strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=Color.from_rgb(*above), bgcolor=Color.from_rgb(*below)))
+        text.append("\n")
     return text
 
 
@@ -132,7 +151,10 @@ def show_rows(
         for example in examples:
             counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
             margin = f", margin {example.margin:g}" if example.margin else ""
-            console.print(Text(f"{example.sample_id}: {counts}{margin}", style="bold"), soft_wrap=True)
+            images = f", {len(example.images)} images" if example.images else ""
+            console.print(Text(f"{example.sample_id}: {counts}{margin}{images}", style="bold"), soft_wrap=True)
+            for pixels in example.pixels.values() if console.is_terminal else ():
+                console.print(picture(pixels[PREVIEW]))
             console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     console.rule()
     show_summary(console, metas, total)

@@ -56,6 +56,11 @@ class Message(_Model):
     content: str
 
 
+class Observation(_Model):
+    role: str
+    content: str | list[dict[str, Any]]  # parts: texts, and images as a path, a URL or `data:image/png;base64,...`
+
+
 class Conversation(_Model):
     messages: list[Message] = Field(min_length=1)
     metadata: Any  # as the last step of the conversation returned it, or from the row; null for none
@@ -82,7 +87,7 @@ class MetricsAnswer(_Model):
 class Row(_Model):
     """The answer for one conversation. With a `failure` it has no outcome, and the other entries are ignored."""
 
-    observation: Message
+    observation: Observation
     metadata: Any
     reward: Rewards
     terminated: bool

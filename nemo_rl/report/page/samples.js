@@ -119,6 +119,7 @@ function sampleView(sample, again) {
   if (!choices.some(([key]) => key === browse.colour)) browse.colour = choices[0][0];
   parts.push(el("div", { class: "bar" }, el("label", {}, "colour tokens by", el("select", { id: "colouring", onchange: (event) => { browse.colour = event.target.value; again(); } },
     choices.map(([key, title]) => el("option", { value: key, text: title, selected: key === browse.colour })))), legend(sample)));
+  if (sample.pictures && sample.pictures.length) parts.push(el("div", { class: "bar pictures" }, sample.pictures.map((source, i) => el("img", { src: source, alt: `image ${i + 1}` }))));
   parts.push(tokensView(sample));
   if (sample.turns && sample.turns.length) parts.push(el("h3", { text: "Turns" }), turnsTable(sample));
   if (sample.messages && sample.messages.length) parts.push(el("h3", { text: "Messages" }), ...sample.messages.map(messageView));

@@ -3,16 +3,20 @@
 import base64
 import io
 import pickle
+import re
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import ImageReader, image_digest, read_image
+from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.datasets import shapes
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.example_processors import sft_processor
 from nemo_rl.data.rows.examples import ExampleMaker
+from nemo_rl.data.rows.preview import PromptPreview, show_rows
 from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer
@@ -142,6 +146,54 @@ def test_bad_rows_are_named(model, tokenizer, reads, content, message):
     reader = ImageReader(model, max_images=2) if reads else None
     with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
         PromptProcessor({"t": task}, tokenizer, 128, reader)(prompt_of(content))
+
+
+def test_people_see_the_image_in_a_preview(model, tokenizer):
+    task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor)
+    make = PromptPreview(PromptProcessor({"t": task}, tokenizer, 128, ImageReader(model)))
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
+    asked = prompt_of(parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"))
+    show_rows(console, [asked], make, tokenizer, num_shown=1, total=1)
+    assert "1 images" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
+    assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
+
+
+# -- observations
+
+
+def test_an_observation_with_an_image_continues_as_a_conversation_would(model, tokenizer):
+    asked = {"role": "user", "content": parts((f"shapes:{SCENE}",), "Which?")}
+    said = {"role": "user", "content": parts("Look: ", ("sliding_puzzle:1 2\n_ 3",), "And?")}
+    messages = [asked, {"role": "assistant", "content": "one"}, said, {"role": "assistant", "content": "two"}]
+    make = ExampleMaker(
+        {"t": Task(spec=TaskDataSpec("t"), processor=sft_processor)}, tokenizer, 128, images=ImageReader(model)
+    )
+    [whole], _ = make(Prompt(prompt_id="d:0", row={"messages": messages}, idx=0, task_name="t"))
+    pixels = {}
+    render = pickle.loads(pickle.dumps(ObservationRenderer(tokenizer, ImageReader(model))))
+    ids, [span], text = render(said, sampled=tokenizer.encode("one"), pixels=pixels)
+    assert text == "Look: <|image_pad|>And?"
+    start = len(tokenizer.encode("<|user|>Which?<eos><|assistant|>one")) + TOKENS + 2
+    end = whole.token_ids.tolist().index(tokenizer.encode("t")[0], start)
+    assert whole.token_ids[start : start + len(ids)].tolist() == ids and end == start + len(ids)
+    assert [start + span.start, span.length] == [whole.images[1].start, whole.images[1].length]
+    assert pixels.keys() == {span.digest} == {whole.images[1].digest}
+
+
+@pytest.mark.parametrize(
+    "reads, content, message",
+    [
+        (True, parts((b"no",)), "image of bytes cannot be read"),
+        (True, "<|image_pad|> ?", r"a text contains <\|image_pad\|>"),
+        (True, parts(*[(f"shapes:{SCENE}",)] * 2), "3 images in one episode, more than data.max_images=2"),
+        (False, parts((f"shapes:{SCENE}",)), "an observation has images, and the model reads text alone"),
+    ],
+)
+def test_an_observation_that_cannot_be_shown(model, tokenizer, reads, content, message):
+    render = ObservationRenderer(tokenizer, ImageReader(model, max_images=2) if reads else None)
+    with pytest.raises(ValueError, match=message):
+        render({"role": "user", "content": content}, sampled=[], num_images=1)
 
 
 # -- datasets

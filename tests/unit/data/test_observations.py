@@ -68,7 +68,7 @@ def test_the_model_sees_what_the_template_writes_in_every_turn(name):
             if name == "next_header_ends":
                 role = "user"
             sampled = tokens(answer + end if ended else answer)
-            seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)
+            seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)[0]
             conversation += [
                 {"role": "assistant", "content": answer},
                 {"role": render.role(role), "content": said},
@@ -84,7 +84,7 @@ def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
     shown = {}
     for name in ("tools_as_users", "chatml", "only_users"):
         tokenizer = tokenizer_with(KEEPING[name][0])
-        shown[name] = tokenizer.decode(ObservationRenderer(tokenizer)(said, sampled=[]))
+        shown[name] = tokenizer.decode(ObservationRenderer(tokenizer)(said, sampled=[])[0])
     assert "<tool_response>\n42 \n</tool_response>" in shown["tools_as_users"]
     assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
 

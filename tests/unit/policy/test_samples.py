@@ -12,7 +12,7 @@ from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.batch.samples import SampleWriter, TokenTexts, disagreement
 from nemo_rl.models.policy.interfaces import SampleSettings
 from nemo_rl.report.run_files import read_block, read_index
-from nemo_rl.types import Example, ExampleGroup, RolloutGroup, Sample
+from nemo_rl.types import PREVIEW, Example, ExampleGroup, ImageSpan, RolloutGroup, Sample
 from tests.fakes import sample_meta
 
 WORDS = ["x", " the", " dog", "\n", "</script>"]
@@ -75,6 +75,8 @@ def written(run: Path) -> list[dict[str, Any]]:
 def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     group = rollout_group()
     writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    group.pixels = {"d": {PREVIEW: np.frombuffer(b"jpeg", np.uint8)}, "e": {}}
+    group.samples[1].images = [ImageSpan(digest=digest, start=0, length=1) for digest in "de"]
     writer.begin([(3, 1)], {3: group})
     train = torch.full((10,), -0.5)
     train[9] = -1.5
@@ -83,6 +85,7 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     (sample,) = written(tmp_path)
     assert (sample["step"], sample["id"], sample["prompt"], sample["reward"]) == (5, "1/0/p:7/1", "p:7", 1.0)
     assert sample["texts"] == [" the", " dog"] * 5 and sample["mask"] == "0000111111"
+    assert sample["pictures"] == ["data:image/jpeg;base64,anBlZw=="]
     assert sample["advantages"] == 0.25 and sample["values"][-1] == 9.0
     assert sample["outputs"][9] == -1.5 and sample["messages"][0]["content"] == "the dog </script>"
     assert sample["error"] == pytest.approx((5 + math.e) / 6) and sample["worst"] == pytest.approx(math.e)

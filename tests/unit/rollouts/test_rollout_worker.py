@@ -69,7 +69,7 @@ def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[Roll
         process=process,
         survives_text=bool,
         decode=lambda ids: " ".join(map(str, ids)),
-        render=lambda observation, sampled: [4],
+        render=lambda observation, **_: ([4], [], "go on"),
         connect_environments=lambda: {"t": Game()},
         limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
         run_seed=1,

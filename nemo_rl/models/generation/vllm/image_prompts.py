@@ -19,7 +19,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
-from nemo_rl.types import Pixels, PromptImage
+from nemo_rl.types import PREVIEW, Pixels, PromptImage
 
 MODALITY = "image"
 MAX_KEPT = 256  # images whose pixels are kept for further requests; a group's requests come close together
@@ -67,7 +67,8 @@ class ImagePrompts:
         if self._processor is None:
             self._processor = MULTIMODAL_REGISTRY.create_processor(self._config)
         # A copy: arrays of the object store are read-only and would be held there.
-        inputs = BatchFeature({name: torch.from_numpy(np.array(value)) for name, value in pixels.items()})
+        own = {name: torch.from_numpy(np.array(value)) for name, value in pixels.items() if name != PREVIEW}
+        inputs = BatchFeature(own)
         fields = self._processor._get_mm_fields_config(inputs, {})
         [item] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[MODALITY]
         return item

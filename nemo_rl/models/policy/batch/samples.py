@@ -9,6 +9,7 @@ with every step, so that a page never loads half of one, and ends at `SampleSett
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
@@ -19,9 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.interfaces import SampleSettings
-from nemo_rl.types import Example, ExampleGroup, RolloutGroup, RowKey
+from nemo_rl.types import PREVIEW, Example, ExampleGroup, RolloutGroup, RowKey
 
 SAMPLE_CALL = "nemo_rl_sample"
 OUTPUTS = "outputs"  # column of what the loss got: logprobs, or the scores of a reward model
@@ -76,8 +79,12 @@ class SampleWriter:
         for number, index in keys:
             group = groups[number]
             sample = group.samples[index]
+            previews = [group.pixels[span.digest].get(PREVIEW) for span in sample.images]
+            shown = (
+                {"pictures": [_data_url(preview) for preview in previews if preview is not None]} if previews else {}
+            )
             if isinstance(sample, Example):
-                self._about[number, index] = {"id": sample.sample_id}
+                self._about[number, index] = {"id": sample.sample_id, **shown}
                 continue
             assert isinstance(group, RolloutGroup)
             meta = asdict(sample.meta)
@@ -88,6 +95,7 @@ class SampleWriter:
                 **{name: value for name, value in meta.items() if value not in (None, [], 0) or name == "reward"},
                 "messages": sample.messages,
                 "metrics": sample.metrics,
+                **shown,
             }
 
     def write(self, step: int, rows: Mapping[RowKey, Row]) -> str | None:
@@ -137,6 +145,10 @@ class SampleWriter:
                 is_constant = name == "advantages" and len(of_loss) > 0 and bool((of_loss == of_loss[0]).all())
                 sample[name] = _rounded(of_loss[0].item()) if is_constant else values
         return sample | disagreement(row)
+
+
+def _data_url(jpeg: np.ndarray) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()
 
 
 def _unused(path: Path) -> Path:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.vision.families import FAMILIES, VisionFamily
-from nemo_rl.types import ImageSpan, Pixels
+from nemo_rl.types import PREVIEW, ImageSpan, Pixels
 
 # -- the images of a micro-batch
 
@@ -74,7 +74,9 @@ class VisionInputs:
     def _joined(self, images: list[Pixels]) -> dict[str, torch.Tensor]:
         dim = self.family.pixels_dim
         return {
-            name: torch.from_numpy(np.concatenate([image[name] for image in images], axis=dim)) for name in images[0]
+            name: torch.from_numpy(np.concatenate([image[name] for image in images], axis=dim))
+            for name in images[0]
+            if name != PREVIEW
         }
 
     def positions(self, length: int, images: Sequence[tuple[ImageSpan, Pixels]]) -> torch.Tensor:
