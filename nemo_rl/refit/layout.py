@@ -48,13 +48,14 @@ class TensorMeta:
     """One tensor as it travels: `dtype` is torch's name without the prefix, `shape` the full (unsharded) shape.
 
     Two tensors with the same `adapts` are the adapter of the weight W [out, in] of that name: A [r, in], then B
-    [out, r], scaled such that the policy computes with W + B A.
+    [out, r], scaled such that the policy computes with W + B A. `fixed`: training never changes the tensor.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     adapts: str | None = None
+    fixed: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -103,7 +104,8 @@ class Segment:
 class PackLayout:
     """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size.
 
-    Adapters come last and in buckets of their own, so that a sync can send them without the weights before them.
+    Fixed tensors come first, adapters last. What stays after the first sync has buckets of its own, so that later syncs
+    can leave them out.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -128,11 +130,12 @@ class PackLayout:
         adapted = [meta.adapts for meta in tensors[num_weights:]]
         if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
             raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
+        num_kept = _num_kept(tensors)
         capacity = _align(bucket_bytes)
         buckets: list[list[Piece]] = [[]]
         used = 0
         for index, nbytes in enumerate(meta.nbytes for meta in tensors):
-            if (used + nbytes > capacity and used) or (index == num_weights and index > 0):
+            if (used + nbytes > capacity and used) or (index == num_kept and index > 0):
                 buckets.append([])
                 used = 0
             start = 0
@@ -150,10 +153,16 @@ class PackLayout:
         return tuple(meta for meta in self.tensors if meta.adapts is None)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether adapters travel apart from the weights they belong to."""
+        return self.tensors[-1].adapts is not None
+
+    @property
     def num_base_buckets(self) -> int:
-        """Number of leading buckets that later syncs skip: the weights under the adapters; 0 without adapters."""
-        adapters = (i for i, pieces in enumerate(self.buckets) for p in pieces if self.tensors[p.tensor].adapts)
-        return next(adapters, 0)
+        """Number of leading buckets that later syncs may skip: the weights under adapters, or fixed ones."""
+        num_kept = _num_kept(self.tensors)
+        later = (i for i, pieces in enumerate(self.buckets) for piece in pieces if piece.tensor >= num_kept)
+        return next(later, 0)
 
     def bytes_of(self, buckets: Iterable[int]) -> int:
         """Bytes in `buckets` without padding."""
@@ -179,18 +188,25 @@ class PackLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` of it is equal."""
-        tensors = [[m.name, m.dtype, list(m.shape), m.adapts] for m in self.tensors]
+        tensors = [[m.name, m.dtype, list(m.shape), m.adapts, m.fixed] for m in self.tensors]
         return {"bucket_bytes": self.bucket_bytes, "tensors": tensors}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PackLayout:
         """Inverse of `to_dict`."""
-        metas = (TensorMeta(name, dtype, tuple(shape), adapts) for name, dtype, shape, adapts in fields["tensors"])
+        metas = (TensorMeta(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in fields["tensors"])
         return cls.build(metas, fields["bucket_bytes"])
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their layouts are."""
         return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
+
+
+def _num_kept(tensors: Sequence[TensorMeta]) -> int:
+    """Leading tensors that an engine keeps after the first sync: all that have adapters behind them, or fixed ones."""
+    has_adapters = any(meta.adapts is not None for meta in tensors)
+    sent_again = (i for i, m in enumerate(tensors) if m.adapts is not None or not (m.fixed or has_adapters))
+    return next(sent_again, 0)
 
 
 def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None, device: str = "cpu") -> int:
@@ -210,8 +226,8 @@ class ExportedTensor:
     """One tensor under its Hugging Face name. Every rank lists the same tensors in the same order.
 
     `gather(dtype)` is a collective over all ranks. It returns the whole tensor, contiguous, on the rank's device, with
-    floating-point values in `dtype` (None: as they are). `adapts` as in `TensorMeta`. `keeps_dtype`: the tensor
-    travels in its own dtype, while others are cast.
+    floating-point values in `dtype` (None: as they are). `adapts` and `fixed` as in `TensorMeta`. `keeps_dtype`: the
+    tensor travels in its own dtype, while others are cast.
     """
 
     name: str
@@ -220,12 +236,18 @@ class ExportedTensor:
     gather: Callable[[torch.dtype | None], torch.Tensor]
     adapts: str | None = None
     keeps_dtype: bool = False
+    fixed: bool = False
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
         """The dtype the tensor travels in: adapters in float32, other floating-point weights in `default`."""
         if self.adapts is not None:
             return torch.float32
         return default if self.dtype.is_floating_point and not self.keeps_dtype else self.dtype
+
+
+def in_sending_order(tensors: Iterable[ExportedTensor]) -> list[ExportedTensor]:
+    """Fixed tensors first and adapters last, each in their own order."""
+    return sorted(tensors, key=lambda tensor: (tensor.adapts is not None, not tensor.fixed))
 
 
 def gathers_of_parts(
@@ -247,7 +269,9 @@ def gathers_of_parts(
     return [partial(part, index) for index in range(count)]
 
 
-def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
+def exported(
+    name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False, fixed: bool = False
+) -> ExportedTensor:
     """The tensor or DTensor that `tensor()` returns at each gather, because parameters move with their module."""
     first = tensor()
     return ExportedTensor(
@@ -256,6 +280,7 @@ def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool
         dtype=first.dtype,
         gather=lambda dtype: gathered(tensor().detach(), dtype),
         keeps_dtype=keeps_dtype,
+        fixed=fixed,
     )
 
 

@@ -80,7 +80,7 @@ class Refit(WeightSync):
     generation_accelerator: Accelerator | None = None
     layout: PackLayout | None = field(default=None, init=False)
     _attached: list[Any] = field(default_factory=list, init=False)  # the engines that know the policy's buffers
-    _hold_base: list[Any] = field(default_factory=list, init=False)  # those that have the weights under the adapters
+    _hold_base: list[Any] = field(default_factory=list, init=False)  # those that have what later syncs leave out
 
     def prepare(self) -> None:
         """Agree on the layout and hand out the buffers.
@@ -120,14 +120,20 @@ class Refit(WeightSync):
         )
         if num_base := layout.num_base_buckets:
             repeated = layout.bytes_of(range(num_base, len(layout.buckets)))
-            logger.info("after the first sync the adapters alone: %.1f MiB", repeated / 2**20)
+            logger.info("after the first sync only what training changes: %.1f MiB", repeated / 2**20)
 
     def announce(self) -> None:
-        self.generation.weights_follow = self.layout is not None and self.layout.num_base_buckets == 0
+        self.generation.weights_follow = self.layout is not None and not self._leaves_out(self.layout)
+
+    def _leaves_out(self, layout: PackLayout) -> bool:
+        """Whether later syncs leave out what the engines have. Engines that share a device with the policy rather
+        receive frozen parts again than copy all weights to the host and back."""
+        shares = (self.generation_accelerator or self.accelerator).exclusive
+        return layout.has_adapters or (layout.num_base_buckets > 0 and not shares)
 
     def sync(self, version: int) -> dict[str, float]:
-        """See `WeightSync`. If adapters travel separately, only they are sent, unless an engine is new or the last sync
-        failed.
+        """See `WeightSync`. Adapters that travel separately are sent without their weights, and the weights that
+        training changes without the frozen ones, unless an engine is new or the last sync failed.
 
         RefitError if anything failed: generation must then not be used until a later sync has succeeded. If a worker
         died, its WorkerDied is raised unchanged.
@@ -136,7 +142,7 @@ class Refit(WeightSync):
             self.prepare()
         assert self.layout is not None
         buckets = range(len(self.layout.buckets))
-        if self._hold_base == self.generation.workers:
+        if self._hold_base == self.generation.workers and self._leaves_out(self.layout):
             buckets = buckets[self.layout.num_base_buckets :]
         started = time.perf_counter()
         with self.accelerator.hold(REFIT):
@@ -171,7 +177,7 @@ class Refit(WeightSync):
                 loading.append(self.generation.receive_bucket_async(info, turn=len(loading)))
             for refs in loading[-num_open:]:
                 self.generation.wait(refs)
-            self.generation.finish_weight_update(version)
+            kept = self.generation.finish_weight_update(version)
         except (RuntimeError, ValueError, OSError) as error:
             self.layout = None  # buckets may be in flight: the next sync begins with new buffers
             if _is_death(error):
@@ -181,7 +187,7 @@ class Refit(WeightSync):
             raise RefitError(
                 f"refit to version {version} over {self.transport} failed at {layout.describe(bucket)}: {error}"
             ) from error
-        self._hold_base = list(self.generation.workers)
+        self._hold_base = list(self.generation.workers) if kept else []
         return packed
 
     def compare(self) -> WeightComparison:

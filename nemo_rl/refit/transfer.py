@@ -153,11 +153,12 @@ class WeightSender(Sender):
 
     def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
         return [
-            TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts) for w in self._weights
+            TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts, w.fixed)
+            for w in self._weights
         ]
 
     def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """Buckets come in order; bucket 0 or the first bucket of adapters begins a new sync."""
+        """Buckets come in order; bucket 0 or the first one that is sent again begins a new sync."""
         if bucket in (0, self.layout.num_base_buckets):
             self._next_bucket = bucket
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
@@ -215,8 +216,8 @@ class WeightReceiver:
     that loads named tensors (`load`), which gets its own copies and may keep them. After a RefitError the model may
     hold parts of both versions and must not be used until a later sync has succeeded.
 
-    If the layout has adapters, the first sync brings weights and adapters, and later ones may begin at the first bucket
-    of adapters. The receiver adds adapters to weights in `targets`, which has no entries for the adapters themselves.
+    The first sync brings everything, and later ones may leave out the first `num_base_buckets` of the layout. The
+    receiver adds adapters to weights in `targets`, which has no entries for the adapters themselves.
     """
 
     def __init__(self, layout: PackLayout, transport: Transport, buffer: TransferBuffer) -> None:
@@ -236,7 +237,7 @@ class WeightReceiver:
     def begin(self, version: int, *, targets: Sequence[Sequence[Segment]] | None, load: LoadFn | None) -> None:
         """Begin a sync. Prepared copies are reused if `targets` is the same object as last time."""
         assert (targets is None) != (load is None)
-        assert load is None or not self.layout.num_base_buckets, "adapters need the memory of their weights"
+        assert load is None or not self.layout.has_adapters, "adapters need the memory of their weights"
         if targets is not self._targets or load is not None:
             self._jobs.clear()
         self._targets, self._load, self._version = targets, load, version
@@ -293,7 +294,7 @@ class WeightReceiver:
             raise RefitError(f"{self._place}, {self.layout.describe(bucket)}: {error}") from error
 
     def finish(self) -> None:
-        """End a sync of all buckets, or of all adapters. RefitError if a bucket did not arrive."""
+        """End a sync of all buckets, or of all that are sent again. RefitError if a bucket did not arrive."""
         num_base = self.layout.num_base_buckets
         first = 0 if any(bucket < num_base for bucket in self._received) else num_base
         missing = [b for b in range(first, len(self.layout.buckets)) if b not in self._received]

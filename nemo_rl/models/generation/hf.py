@@ -128,10 +128,11 @@ class HfWorker:
         self._ranks, self._data_ranks = ranks, data_ranks
         self._death = None
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def finish_weight_update(self, version: int) -> bool:
         """Set the version of the policy's weights. No batch may be in progress."""
         assert self._generating is None, "the weights changed while completions were generated"
         self._weight_version = version
+        return True
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin to answer `requests`; `drain` returns the answers."""

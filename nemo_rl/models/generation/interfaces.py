@@ -92,10 +92,14 @@ class GenerationInterface(ABC):
         """Wait for futures of `receive_bucket_async`."""
         wait_groups(self._replicas, futures)
 
-    def finish_weight_update(self, version: int) -> None:
-        """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
-        self._call_all("finish_weight_update", version)
+    def finish_weight_update(self, version: int) -> bool:
+        """Activate the new weights as `version`, which stamps every later request, and resume sampling.
+
+        Returns whether the engines would keep weights that a later update does not bring.
+        """
+        kept = self._call_all("finish_weight_update", version)
         self.weights_follow = False
+        return all(kept)
 
     def describe_model(self) -> dict[str, Any]:
         """The settings in config.json of the model, as the engine reads them. Empty: it is the policy's own model."""

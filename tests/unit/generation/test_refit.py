@@ -46,7 +46,8 @@ class Generation:
 
     name_prefix = "generation"
     weights_follow = False
-    workers = ("a", "b")
+    keeps = True
+    workers: Sequence[str] = ("a", "b")
 
     def __init__(self, fails: WorkerError | None = None, dead: Sequence[int] = ()) -> None:
         self.fails = fails
@@ -64,15 +65,16 @@ class Generation:
         if self.fails is not None:
             raise self.fails
 
-    def finish_weight_update(self, version: int) -> None: ...
+    def finish_weight_update(self, version: int) -> bool:
+        return self.keeps
 
     def dead_workers(self) -> list[int]:
         self.num_checks += 1
         return list(self.dead)
 
 
-def synced(policy: Policy, generation: Generation) -> Refit:
-    accelerator = Accelerator(exclusive=False)
+def synced(policy: Policy, generation: Generation, exclusive: bool = False) -> Refit:
+    accelerator = Accelerator(exclusive=exclusive)
     for tenant in ("refit", "generation"):
         accelerator.register(tenant, lambda: None, lambda: None)
     refit = Refit(
@@ -105,6 +107,21 @@ def test_generation_drops_weights_only_where_all_of_them_come_again():
         refit.layout = layout
         refit.announce()
         assert generation.weights_follow == follow
+
+
+@pytest.mark.parametrize("exclusive, keeps, sent_again", [(False, True, 16), (False, False, 48), (True, True, 48)])
+def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, sent_again):
+    """Not through a reload, which needs all of them, nor to engines that drop their weights for the policy."""
+    frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
+    generation = Generation()
+    generation.keeps, generation.workers = keeps, ["a", "b"]
+    refit = synced(Policy(), generation, exclusive=exclusive)
+    refit.layout = PackLayout.build([*frozen, TensorMeta("w", "float32", (2, 2))], 1 << 20)
+    refit._hold_base = []
+    assert [refit.sync(version)["bytes"] for version in (2, 3, 4)] == [48, sent_again, sent_again]
+    refit.announce()
+    assert generation.weights_follow == exclusive
+    assert PackLayout.from_dict(refit.layout.to_dict()) == refit.layout
 
 
 def test_engines_that_miss_the_policy_are_not_blamed_for_its_death():

@@ -27,6 +27,9 @@ class Engine:
 
     async def finish_weight_update(self, version: str) -> None: ...
 
+    async def collective_rpc(self, method: str) -> list[bool]:
+        return [True]
+
     async def resume_generation(self) -> None:
         self.told.append("resume")
 

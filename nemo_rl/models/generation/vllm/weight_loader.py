@@ -76,7 +76,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         super().__init__(*args, **kwargs)
         self.transport: Transport = cast(Transport, self.config.backend)
         self._receiver: WeightReceiver | None = None
-        self._why_reload: str | None = None
+        self.why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
         self._padding: list[tuple[torch.Tensor, float]] = []
         self._addresses: list[int] = []
@@ -107,29 +107,29 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._receiver is None:
             raise RefitError(f"{self.transport}: init_transfer_engine must come before the first sync")
         self._updating = False
-        self._why_reload = _why_not_in_place(self.model)
+        self.why_reload = _why_not_in_place(self.model)
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-        if self._why_reload is None and (self._targets is None or addresses != self._addresses):
+        if self.why_reload is None and (self._targets is None or addresses != self._addresses):
             self._targets, self._addresses = None, addresses
             try:
                 recorder, stale = trace_load(self.model, self._receiver.layout.weights)
                 self._refuse_stale(stale)
                 self._targets, self._padding = recorder.segments, recorder.fills
             except NotTraceable as error:
-                self._why_reload = str(error)
-        if self._why_reload is None:
+                self.why_reload = str(error)
+        if self.why_reload is None:
             return
-        if self._receiver.layout.num_base_buckets:
+        if self._receiver.layout.has_adapters:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
-                f"they are loaded, and {self._why_reload}; set it to merged"
+                f"they are loaded, and {self.why_reload}; set it to merged"
             )
         if isinstance(self.model, ModelWithDraft):
             raise RefitError(
                 f"{self.transport}: policy.draft.enabled needs an engine that uses its weights as they are loaded, and "
-                f"{self._why_reload}; set it to false"
+                f"{self.why_reload}; set it to false"
             )
-        logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
+        logger.info("weights go through vLLM's layerwise reload: %s", self.why_reload)
         self._expected, self._loaded = {name for name, _ in self.model.named_parameters()}, set()
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # vLLM packs the experts' weights for the CPU kernel only when it creates the kernel, and a reload keeps the
@@ -142,7 +142,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         """Verify one bucket and load it. Raises RefitError with version, bucket and tensor."""
         assert self._receiver is not None
         if not self._updating:
-            in_place = self._why_reload is None
+            in_place = self.why_reload is None
             targets, load = (self._targets, None) if in_place else (None, self._load)
             self._receiver.begin(update_info.version, targets=targets, load=load)
             self._updating = True
@@ -158,7 +158,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
         self._receiver.finish()
         self._updating = False
-        if self._why_reload is not None:
+        if self.why_reload is not None:
             finalize_layerwise_reload(self.model, self.model_config)
             if self.model_config.quantization is None:
                 self._refuse_stale(self._expected - self._loaded)
@@ -177,8 +177,8 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
     def begin_comparison(self) -> str | None:
         """Why the weights cannot be compared with buckets; None if they can."""
         if self._receiver is None or self._targets is None:
-            return f"the engine does not use its weights as they are loaded: {self._why_reload}"
-        if self._receiver.layout.num_base_buckets:
+            return f"the engine does not use its weights as they are loaded: {self.why_reload}"
+        if self._receiver.layout.has_adapters:
             return "adapters are sent apart from their weights"
         self._differences = {}
         self._receiver.begin(-1, targets=None, load=self._compare)
@@ -285,6 +285,10 @@ class WorkerExtension:
     def take_draft(self) -> None:
         """See `PackedWeightTransferEngine.take_draft`."""
         self.weight_transfer_engine.take_draft(self.model_runner.get_draft_model())
+
+    def keeps_weights(self) -> bool:
+        """Whether a sync leaves the weights that it does not bring as they are, which a reload does not."""
+        return self.weight_transfer_engine.why_reload is None
 
     def begin_comparison(self) -> str | None:
         """See `PackedWeightTransferEngine.begin_comparison`."""

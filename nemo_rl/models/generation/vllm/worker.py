@@ -272,13 +272,15 @@ class VllmWorker:
             self._turn += 1
             self._turns.notify_all()
 
-    async def finish_weight_update(self, version: int) -> None:
-        """Activate the new weights as `version` and resume sampling."""
+    async def finish_weight_update(self, version: int) -> bool:
+        """Activate the new weights as `version` and resume sampling; see `GenerationInterface.finish_weight_update`."""
         await self._engine_call(self._engine.finish_weight_update(str(version)))
+        kept = await self._engine_call(self._engine.collective_rpc("keeps_weights"))
         self.weight_version = version
         self._num_updates += 1
         self._has_weights = True
         await self._resume()
+        return all(kept)
 
     async def _resume(self) -> None:
         """Let requests reach the engine, unless its KV cache sleeps or its weights are gone."""

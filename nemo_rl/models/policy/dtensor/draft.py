@@ -48,7 +48,7 @@ from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.weight_loading import local_part
-from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported
+from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported, in_sending_order
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import load_tensors
@@ -427,7 +427,7 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
 
     def _export(self) -> list[ExportedTensor]:
         drafts = [replace(tensor, name=DRAFT_PREFIX + tensor.name) for tensor in self.draft.exported()]
-        return sorted([*super()._export(), *drafts], key=lambda tensor: tensor.adapts is not None)  # adapters last
+        return in_sending_order([*super()._export(), *drafts])
 
     def _weights(self) -> list[torch.Tensor]:
         local = [local_part(tensor).detach() for tensor in self.draft.tensors().values()]

@@ -34,7 +34,7 @@ from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_laye
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts
+from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts, in_sending_order
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -231,12 +231,11 @@ def export_weights(
     Every rank lists the same tensors in the same order. Collective over pipeline ranks.
 
     Adapters are merged into their weights. Unless `merged`, they are tensors of their own after all base weights
-    (`ExportedTensor.adapts`), with B multiplied by alpha / r.
+    (`ExportedTensor.adapts`), with B multiplied by alpha / r. Frozen weights come first.
     """
     own = [tensor for stage in stages for tensor in _exported_of(stage, merged)]
     everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
-    # Stable: within base weights and within adapters the order of the model remains.
-    return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
+    return in_sending_order(everywhere)
 
 
 def _exported_of(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
@@ -287,15 +286,17 @@ def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> 
 
     # bfloat16 models keep some buffers in float32: updates of the bias that chooses experts are below bfloat16's step.
     is_buffer = attribute in module._buffers
+    fixed = not is_buffer and not current().requires_grad
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
-        yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
+        yield exported(pieces[0][0], current, keeps_dtype=is_buffer, fixed=fixed)
         return
     gathers = gathers_of_parts(
         len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
     )
     for (piece, shape), gather in zip(pieces, gathers, strict=True):
-        yield ExportedTensor(name=piece, shape=shape, dtype=current().dtype, gather=gather, keeps_dtype=is_buffer)
+        told = {"dtype": current().dtype, "keeps_dtype": is_buffer, "fixed": fixed}
+        yield ExportedTensor(name=piece, shape=shape, gather=gather, **told)
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
