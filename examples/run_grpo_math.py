@@ -18,11 +18,11 @@ from nemo_rl.config.cli import load_from_command_line
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def main() -> int:
+def main(what: str = "GRPO on math problems", default_config: str = "grpo_math_1B.yaml") -> int:
     config = load_from_command_line(
         GRPOMasterConfig,
-        description="GRPO on math problems: sample answers, verify them, reinforce the right ones.",
-        default_config=str(CONFIGS / "grpo_math_1B.yaml"),
+        description=f"{what}: sample answers, verify them, reinforce the right ones.",
+        default_config=str(CONFIGS / default_config),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
         plan="nemo_rl.algorithms.setup.memory:propose_layout",
         check=check_hardware,

@@ -16,11 +16,11 @@ from nemo_rl.config.cli import load_from_command_line
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def main() -> int:
+def main(what: str = "a dataset of conversations", default_config: str = "sft.yaml") -> int:
     config = load_from_command_line(
         SFTMasterConfig,
-        description="Supervised fine-tuning on the assistant's messages in a dataset of conversations.",
-        default_config=str(CONFIGS / "sft.yaml"),
+        description=f"Supervised fine-tuning on the assistant's messages in {what}.",
+        default_config=str(CONFIGS / default_config),
         placement="nemo_rl.algorithms.setup.placement:describe_supervised",
         plan="nemo_rl.algorithms.setup.memory:propose_layout",
         check=check_hardware,

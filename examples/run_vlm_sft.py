@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a vision-language model.
+"""Supervised fine-tuning of a vision-language model: run_sft.py with another configuration.
 
 uv run examples/run_vlm_sft.py                                               # Qwen2.5-VL-3B on one GPU
 uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/sft_vlm_cpu.yaml   # a CPU machine
@@ -7,28 +7,8 @@ uv run --extra cpu examples/run_vlm_sft.py --config examples/configs/sft_vlm_cpu
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from nemo_rl.algorithms.config.supervised import SFTMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
-from nemo_rl.config.cli import load_from_command_line
-
-CONFIGS = Path(__file__).parent / "configs"
-
-
-def main() -> int:
-    config = load_from_command_line(
-        SFTMasterConfig,
-        description="Supervised fine-tuning on the assistant's messages in conversations with images.",
-        default_config=str(CONFIGS / "sft_vlm_3B.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
-        check=check_hardware,
-    )
-    from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
-
-    return run_sft(config)
-
+from run_sft import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("conversations with images", "sft_vlm_3B.yaml"))
