@@ -109,7 +109,7 @@ RECIPES: dict[str, TinyModelRecipe] = {
     "sliding-puzzle": TinyModelRecipe(
         task="sliding_puzzle", num_clean_steps=60, num_doubtful_steps=80, batch_size=16, mistake_probability=0.6
     ),
-    "shapes": TinyVisionRecipe(task="shapes", num_clean_steps=130, num_doubtful_steps=40, learning_rate=2e-3),
+    "shapes": TinyVisionRecipe(task="shapes", num_clean_steps=200, num_doubtful_steps=50, learning_rate=2e-3),
 }
 
 

@@ -72,23 +72,29 @@ def draw(description: str) -> Image:
 # -- questions
 
 Question = tuple[str, str, list[str]]
-"""Question, answer, and the wrong answers of its kind."""
+"""Question, answer, and the wrong answers of its kind, beginning with the one after it."""
 
 
 def ask_count(shapes: Sequence[Shape], rng: random.Random) -> Question:
     wanted = rng.choice([*COLOURS, *FORMS])
     count = sum(wanted in (colour, form) for colour, form, _ in shapes)
-    return f"How many {wanted}{'s' if wanted in FORMS else ''}?", str(count), [str(n) for n in range(5) if n != count]
+    return f"How many {wanted}{'s' if wanted in FORMS else ''}?", str(count), _others("01234", str(count))
 
 
 def ask_colour(shapes: Sequence[Shape], rng: random.Random) -> Question:
     colour, form, _ = rng.choice(_unique(shapes))
-    return f"What colour is the {form}?", colour, [other for other in COLOURS if other != colour]
+    return f"What colour is the {form}?", colour, _others(list(COLOURS), colour)
 
 
 def ask_place(shapes: Sequence[Shape], rng: random.Random) -> Question:
     _, form, place = rng.choice(_unique(shapes))
-    return f"Where is the {form}?", PLACES[place], [other for other in PLACES if other != PLACES[place]]
+    return f"Where is the {form}?", PLACES[place], _others(PLACES, PLACES[place])
+
+
+def _others(answers: Sequence[str], right: str) -> list[str]:
+    """The other answers in a circle, beginning after the right one."""
+    after = answers.index(right) + 1
+    return [*answers[after:], *answers[: after - 1]]
 
 
 ASK: dict[str, Callable[[Sequence[Shape], random.Random], Question]] = {
@@ -157,8 +163,11 @@ def _user(shapes: Sequence[Shape], question: str) -> dict[str, Any]:
 
 
 def demonstrate_shapes(rng: random.Random, mistake_probability: float) -> list[dict[str, Any]]:
-    """An image, a question and its answer, wrong with `mistake_probability`; for the warm-up of tiny models."""
+    """An image, a question on number or colour and its answer, with `mistake_probability` the one after the right one.
+
+    For the warm-up of tiny models, which learn no places: their long answers would take most of the short training.
+    """
     shapes = draw_shapes(rng, _Options().max_shapes)
-    question, answer, wrong = ASK[rng.choice(list(ASK))](shapes, rng)
-    said = rng.choice(wrong) if rng.random() < mistake_probability else answer
+    question, answer, wrong = rng.choice((ask_count, ask_colour))(shapes, rng)
+    said = wrong[0] if rng.random() < mistake_probability else answer
     return [_user(shapes, question), {"role": "assistant", "content": boxed(said)}]

@@ -1,0 +1,54 @@
+"""Whole runs of the real command line with a model that sees images."""
+
+import json
+
+import pytest
+
+from tests.functional.cli import ROOT, SMALL, continues_bit_for_bit, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPT = ROOT / "examples" / "run_vlm_grpo.py"
+CONFIG = ROOT / "examples" / "configs" / "grpo_vlm_cpu.yaml"
+EVAL = {
+    "script": ROOT / "examples" / "run_eval.py",
+    "config": ROOT / "examples" / "configs" / "evals" / "eval_vlm_cpu.yaml",
+}
+
+
+def test_grpo_learns_to_count_shapes_and_to_name_colours(tmp_path):
+    """The example, on its own configuration."""
+    finished = run(tmp_path, script=SCRIPT, config=CONFIG, timeout_s=600)
+    assert finished.status == 0, finished.output[-4000:]
+    accuracy = [row["validation/accuracy"] for row in finished.metrics if "validation/accuracy" in row]
+    assert accuracy[-1] - accuracy[0] >= 0.3, accuracy
+    steps = [row for row in finished.metrics if row["step"] > 0]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+    assert sum(row["timing/train/total_step_time"] for row in steps) < 300
+
+
+def test_a_killed_run_goes_on_to_the_bit_and_two_engines_draw_the_same_samples(tmp_path):
+    small = {"script": SCRIPT, "config": CONFIG}
+    before, finished = continues_bit_for_bit(tmp_path / "one", *SMALL, "grpo.max_num_steps=6", **small)
+    rows = [row for row in before + finished.metrics if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
+    assert any(row["train/grad_norm"] > 0 for row in rows)
+    many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4", "checkpointing.enabled=false")
+    two = run(tmp_path / "two", *SMALL, *many, "grpo.max_num_steps=1", **small)
+    assert two.status == 0, two.output[-4000:]
+    first = two.metrics[0]
+    for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
+        assert first[name] == rows[0][name], name
+    assert first["train/loss"] == pytest.approx(rows[0]["train/loss"], abs=1e-6)
+    assert first["train/grad_norm"] == pytest.approx(rows[0]["train/grad_norm"], rel=1e-5)
+    assert first["train/token_mult_prob_error"] <= 1.00001
+
+
+def test_an_evaluation_asks_about_images(tmp_path):
+    asked = (f"eval.save_path={tmp_path}", "data.kwargs.num_samples=60")
+    finished = run(tmp_path, *asked, script=ROOT / "examples" / "run_eval.py", config=EVAL)
+    assert finished.status == 0, finished.output[-4000:]
+    overall = json.loads((tmp_path / "results.json").read_text())["overall"]
+    assert 0.1 < overall["mean"] < 0.6 and overall["failed"] == 0, overall
