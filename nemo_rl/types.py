@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,6 +151,14 @@ class GenerateFn(Protocol):
         *,
         on_tokens: OnTokens | None = None,
     ) -> Completion: ...
+
+
+class RenderedObservation(NamedTuple):
+    """What follows a sampled turn, up to the start of the next one."""
+
+    token_ids: list[int]
+    images: list[ImageSpan]  # in order, counted from the first of the tokens
+    text: str  # the observation's content as people read it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from nemo_rl.types import (
     GenerateFn,
     ImageSpan,
     Message,
+    RenderedObservation,
     Sample,
     SampleMeta,
     SampleStatus,
@@ -37,15 +38,14 @@ EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[EnvironmentStep]]
 
 
 class RenderFn(Protocol):
-    """The observation as tokens, its images with their places among these, and its content as people read it.
+    """Renders the observation between two sampled turns. `num_images`: of the episode so far.
 
-    The tokens lead from the end of a sampled turn to the start of the next. They also end the sampled turn if it does
-    not end itself, as after a stop string. `num_images`: of the episode so far.
+    The tokens also end the sampled turn if it does not end itself, as after a stop string.
     """
 
     def __call__(
         self, observation: dict[str, Any], *, sampled: Sequence[int], num_images: int
-    ) -> tuple[list[int], list[ImageSpan], str]: ...
+    ) -> RenderedObservation: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,11 @@ class _Transcript:
         self.token_mask.extend([logprobs is not None] * len(token_ids))
         self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(token_ids))
         self.messages.append(message)
+
+    def observe(self, seen: RenderedObservation, role: str) -> None:
+        """Append an observation."""
+        self.images += [replace(image, start=len(self.token_ids) + image.start) for image in seen.images]
+        self.append(seen.token_ids, None, {"role": role, "content": seen.text})
 
     def mask_sampled(self, token_id: int, among: int) -> int:
         """Take the loss from `token_id` where it is one of the last `among` tokens. Returns how often."""
@@ -150,8 +155,8 @@ async def run_episode(
         room = limits.max_total_tokens - len(transcript.token_ids)
         params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         started = time.perf_counter()
-        seen = (transcript.images,) if transcript.images else ()
-        completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)), *seen)
+        images = (transcript.images,) if transcript.images else ()
+        completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)), *images)
         generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
@@ -180,16 +185,12 @@ async def run_episode(
             status = SampleStatus.COMPLETED
             break
         if len(turns) < limits.max_turns:
-            observed, images, said = render(
-                step.observation, sampled=completion.token_ids, num_images=len(transcript.images)
-            )
-            start = len(transcript.token_ids)
-            if start + len(observed) >= limits.max_total_tokens:
+            seen = render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
+            if len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens:
                 hit_total_token_limit = True
                 break
-            transcript.append(observed, None, {"role": step.observation["role"], "content": said})
-            transcript.images += [replace(image, start=start + image.start) for image in images]
-            turns[-1] = replace(turn, num_env_tokens=len(observed))
+            transcript.observe(seen, step.observation["role"])
+            turns[-1] = replace(turn, num_env_tokens=len(seen.token_ids))
             sampling = _with_stop_strings(sampling, step.next_stop_strings)
     else:
         hit_turn_limit = True

@@ -30,6 +30,7 @@ from nemo_rl.types import (
     Pixels,
     Prompt,
     PromptImage,
+    RenderedObservation,
     RolloutGroup,
     Sample,
     SampleStatus,
@@ -120,7 +121,7 @@ class RolloutWorkerSettings:
     decode: Callable[[Sequence[int]], str]
     survives_text: Callable[[Sequence[int]], bool]  # whether tokens stay the same when decoded and tokenised again
     # As `RenderFn`, with `pixels`, which takes those of new images. ValueError for an observation that cannot be shown.
-    render: Callable[..., tuple[list[int], list[ImageSpan], str]]
+    render: Callable[..., RenderedObservation]
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
@@ -259,7 +260,7 @@ class RolloutWorker:
 
     def _render(
         self, sample_id: str, images: _Images, observation: dict[str, Any], **known: Any
-    ) -> tuple[list[int], list[ImageSpan], str]:
+    ) -> RenderedObservation:
         """`settings.render`; images that are new to the group join `images`."""
         new: dict[str, Pixels] = {}
         try:

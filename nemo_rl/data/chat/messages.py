@@ -18,7 +18,7 @@ from nemo_rl.data.chat.images import ImageReader, as_text, expand, image_parts, 
 from nemo_rl.data.chat.template import Chat, ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
-from nemo_rl.types import ImageSpan, LLMMessageLogType, Pixels
+from nemo_rl.types import LLMMessageLogType, Pixels, RenderedObservation
 
 
 def get_formatted_message_log(
@@ -136,11 +136,10 @@ class ObservationRenderer:
         sampled: Sequence[int],
         num_images: int = 0,
         pixels: dict[str, Pixels] | None = None,
-    ) -> tuple[list[int], list[ImageSpan], str]:
-        """The tokens, the images with their places among these, and the content as people read it.
+    ) -> RenderedObservation:
+        """`sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one.
 
-        `sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one. `num_images`: of
-        the conversation so far. The pixels of new images go into `pixels`, by digest.
+        `num_images`: of the conversation so far. The pixels of new images go into `pixels`, by digest.
 
         Raises:
             ValueError: if the template allows no user message after an answer, or does not show all images; for an
@@ -152,7 +151,7 @@ class ObservationRenderer:
             chat, places = expand(Chat(text=tail, begins=[], answers=[]), images)
             tail = chat.text
         token_ids, starts = tokens_after_turn(tail, self.tokenizer, int(sampled[-1]) if len(sampled) else None)
-        return token_ids, spans_of_images(images, places, starts), as_text(content)
+        return RenderedObservation(token_ids, spans_of_images(images, places, starts), as_text(content))
 
     def _read(self, content: Any, num_before: int, pixels: dict[str, Pixels]) -> Any:
         num_images = len(image_parts(content))

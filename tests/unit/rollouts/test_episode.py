@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
-from nemo_rl.types import Completion, DatumSpec, EnvironmentStep, Sample, SampleStatus, SamplingParams, StopReason
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    EnvironmentStep,
+    RenderedObservation,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+    StopReason,
+)
 
 
 @dataclass
@@ -80,7 +89,7 @@ def play(
             generate=engine,
             env_step=env,
             decode=lambda ids: " ".join(map(str, ids)),
-            render=lambda observation, **_: ([90, 91], [], observation["content"]),
+            render=lambda observation, **_: RenderedObservation([90, 91], [], observation["content"]),
             sampling=SamplingParams(max_new_tokens=max_new_tokens, stop_strings=("end",)),
             limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total, image_token_id=image_token_id),
             seed_of_turn=lambda turn: 1000 + turn,
@@ -228,7 +237,7 @@ def play_with_experts(silent_turns: set[int]) -> Sample:
             generate=EngineWithExperts(FakeEngine(turns), silent_turns),
             env_step=FakeEnvironment([outcome(0.0, False), outcome(0.0, False), outcome(1.0, True)]),
             decode=lambda tokens: " ".join(map(str, tokens)),
-            render=lambda observation, **_: ([21, 22], [], observation["content"]),
+            render=lambda observation, **_: RenderedObservation([21, 22], [], observation["content"]),
             sampling=SamplingParams(max_new_tokens=8),
             limits=EpisodeLimits(max_turns=3, max_total_tokens=100),
             seed_of_turn=lambda turn: turn,

@@ -15,7 +15,9 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerationRequest,
+    ImageSpan,
     Prompt,
+    RenderedObservation,
     RolloutGroup,
     SampleStatus,
     SamplingParams,
@@ -69,7 +71,7 @@ def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[Roll
         process=process,
         survives_text=bool,
         decode=lambda ids: " ".join(map(str, ids)),
-        render=lambda observation, **_: ([4], [], "go on"),
+        render=lambda observation, **_: RenderedObservation([4], [], "go on"),
         connect_environments=lambda: {"t": Game()},
         limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
         run_seed=1,
@@ -174,3 +176,31 @@ def test_requests_that_overlap_count_once_and_pauses_not():
     clock.now = 20.0
     assert busy.take() == GenerationUse(busy_s=4.0, window_s=10.0, num_tokens=7)
     assert busy.take() == GenerationUse(busy_s=0.0, window_s=0.0, num_tokens=0)
+
+
+def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_alone(ray_local):
+    """The second turn of each sample shows an image; of the third sample it cannot be read."""
+    span, shown = ImageSpan(digest="d", start=1, length=2), []
+
+    def render(observation: Any, *, sampled: Any, num_images: int, pixels: dict[str, Any]) -> RenderedObservation:
+        shown.append(num_images)
+        if len(shown) == 3:
+            raise ValueError("no image that Pillow can decode")
+        pixels["d"] = {"pixel_values": [1.0]}
+        return RenderedObservation([4, 5, 5], [span], "<image>")
+
+    async def test() -> None:
+        playing, keeper = worker(FakeReplica())
+        playing.settings.render = render
+        handle = await playing.collect(group())
+        failed = [sample for sample in handle.samples if sample.status is SampleStatus.FAILED]
+        assert [sample.failure for sample in failed] == [
+            f"sample {failed[0].sample_id}: no image that Pillow can decode"
+        ]
+        assert keeper.groups[0].pixels == {"d": {"pixel_values": [1.0]}} and set(shown) == {0, 1}
+        for sample in keeper.groups[0].samples:
+            starts = [image.start for image in sample.images]
+            assert starts == [place + 1 for place, token in enumerate(sample.token_ids.tolist()) if token == 4]
+            assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
+
+    run(test())
