@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
@@ -272,6 +273,18 @@ class Sample:
     @property
     def rows(self) -> list[Sample]:
         return [self, *self.branches]
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages, to be read; of each further row those after its common beginning with an earlier one."""
+        said = list(self.messages)
+        for number, branch in enumerate(self.branches, 2):
+            known = 0
+            for earlier in self.rows[: number - 1]:
+                pairs = zip(branch.messages, earlier.messages, strict=False)
+                known = max(known, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            said += [{"role": f"row {number}", "content": f"goes on after {known} messages"}, *branch.messages[known:]]
+        return said
 
     @property
     def sample_id(self) -> str:

@@ -343,8 +343,8 @@ class _Writer:
             reward=meta.reward if meta.has_reward else None,
             status=meta.status.value,
             num_prompt_tokens=meta.num_prompt_tokens,
-            num_tokens=meta.num_generated_tokens,
-            num_turns=meta.num_turns,
+            num_tokens=sum(row.num_generated_tokens for row in meta.rows),
+            num_turns=sum(row.num_turns for row in meta.rows),
             seed=sample_seed(self.config.eval.seed, SEED_STEP, handle.prompt_id, index, 0),
             failure=meta.failure,
         )

@@ -34,7 +34,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values
 from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey, SampleStatus
+from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey, SampleMeta, SampleStatus
 from nemo_rl.utils import files
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
@@ -46,6 +46,7 @@ MAX_PAGE_SHARE = 0.05  # of a processor, for the pages of a long run
 LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
 ASK_EVERY_S = 5.0  # workers for their times
 LAST_ANSWER_S = 2.0
+MAX_ROWS = 32  # of an agent's episode
 _PACKAGES = (
     "torch",
     "vllm",
@@ -150,14 +151,14 @@ class RunRecorder:
         self._write(GROUPS, json.dumps({"step": step, "groups": found}) + "\n")
 
     @timed
-    def choose_samples(self, plan: BatchPlan, rewards: Sequence[Sequence[float | None]] | None = None) -> None:
-        """Choose the rows of `plan` that are reported: `cfg.samples_per_step`, from groups all over the plan.
+    def choose_samples(self, plan: BatchPlan, groups: Sequence[GroupHandle] | None = None) -> None:
+        """Choose the rows of `plan` that are reported: `cfg.samples_per_step` samples, from groups all over the plan.
 
-        `rewards` by group and sample: of a group the best and the worst sample; otherwise all rows of a planned sample.
-        Of an agent's episode with several rows it is the first.
+        With `groups`: of a group the best and the worst sample, with all rows of an agent's episode; otherwise all rows
+        of a planned sample.
         """
         planned = [sample for rank in plan.ranks for batch in rank.logprobs for sample in batch]
-        chosen = set(chosen_rows(planned, rewards, self.cfg.samples_per_step))
+        chosen = set(chosen_rows(planned, groups, self.cfg.samples_per_step))
         for rank in plan.ranks:
             rank.reported = [key for batch in rank.logprobs for sample in batch for key in sample.keys if key in chosen]
 
@@ -262,31 +263,37 @@ class RunRecorder:
             self._console.warn(f"the report goes without {name}: {reason}")
 
 
-def chosen_rows(
-    planned: Sequence[PlannedSample], rewards: Sequence[Sequence[float | None]] | None, limit: int
-) -> list[RowKey]:
-    """At most `limit` rows of groups at equal distances: of each the sample with the most and with the least reward.
+def chosen_rows(planned: Sequence[PlannedSample], groups: Sequence[GroupHandle] | None, limit: int) -> list[RowKey]:
+    """Rows of at most `limit` samples of groups at equal distances: those with the most and with the least reward.
 
-    Without `rewards`: all rows of samples at equal distances, in the order of their keys.
+    Of an agent's episode the first `MAX_ROWS` rows. Without `groups`: all rows of samples at equal distances, in the
+    order of their keys.
     """
-    if rewards is None:
+    if groups is None:
         samples = sorted(sample.keys for sample in planned if sample.mask > 0)
         size = len(samples[0]) if samples else 1
         return [key for keys in _spread(samples, limit // size) for key in keys]
     by_group: dict[int, list[int]] = {}
     for sample in planned:
-        if 0 <= sample.index < len(rewards[sample.group]):  # no branch of a sample, and no copy that fills up a step
+        if 0 <= sample.index < len(groups[sample.group].samples):  # no other row, and no copy that fills up a step
             by_group.setdefault(sample.group, []).append(sample.index)
-    chosen = []
-    for group in _spread(sorted(by_group), max(1, limit // 2)):
+    chosen: list[list[RowKey]] = []
+    for number in _spread(sorted(by_group), max(1, limit // 2)):
+        group = groups[number]
         # Of equal rewards the first is the best and the last is the worst, so that they are two samples.
-        ranked = sorted(sorted(by_group[group]), key=lambda i: _known(rewards[group][i]), reverse=True)
-        chosen += [(group, index) for index in dict.fromkeys((ranked[0], ranked[-1]))]
-    return chosen[:limit]
+        ranked = sorted(sorted(by_group[number]), key=lambda i: _known(group.samples[i]), reverse=True)
+        chosen += [[(number, row) for row in _rows_of(group, i)] for i in dict.fromkeys((ranked[0], ranked[-1]))]
+    return [key for keys in chosen[:limit] for key in keys]
 
 
-def _known(reward: float | None) -> float:
-    return -math.inf if reward is None else reward
+def _known(sample: SampleMeta) -> float:
+    return sample.reward if sample.has_reward else -math.inf
+
+
+def _rows_of(group: GroupHandle, index: int) -> list[int]:
+    """The numbers in `group.rows` of the rows of a sample."""
+    start = len(group.samples) + sum(len(sample.branches) for sample in group.samples[:index])
+    return [index, *range(start, start + len(group.samples[index].branches))][:MAX_ROWS]
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:

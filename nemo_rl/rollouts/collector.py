@@ -287,7 +287,7 @@ class RolloutCollector:
         return self._call("environment_metrics", *_names_and_refs(groups))
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
-        """The messages of each sample of each group, without tokens, in one call."""
+        """The conversation of each sample of each group, without tokens, in one call."""
         return self._call("conversations", *(group.ref for group in groups))
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:

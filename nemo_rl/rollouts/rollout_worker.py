@@ -314,5 +314,5 @@ class RolloutWorker:
         }
 
     async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
-        """The messages of each sample of each group."""
-        return [[sample.messages for sample in group.samples] for group in groups]
+        """The conversation of each sample of each group, to be read."""
+        return [[sample.conversation for sample in group.samples] for group in groups]

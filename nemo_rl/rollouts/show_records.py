@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl.rollouts.records import read_groups, read_index, recorded_steps, step_folder
-from nemo_rl.types import RolloutGroup, Sample, SampleStatus
+from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus
 from nemo_rl.utils.console import message_text, visible
 
 Decode = Callable[[Sequence[int]], str]
@@ -56,7 +56,7 @@ def parse_filter(text: str) -> tuple[str, str]:
 def _meets(group: RecordedGroup, sample: Sample, filters: Sequence[tuple[str, str]]) -> bool:
     found = {
         "status": {sample.meta.status.value},
-        "stop_reason": {turn.stop_reason.value for turn in sample.meta.turns},
+        "stop_reason": {turn.stop_reason.value for row in sample.meta.rows for turn in row.turns},
         "task": {group.task_name},
         "step": {str(group.step)},
     }
@@ -93,7 +93,7 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
     table.add_column("not completed")
     for recorded in groups:
         metas = [sample.meta for sample in recorded.group.samples]
-        generated = [meta.num_generated_tokens for meta in metas]
+        generated = [sum(row.num_generated_tokens for row in meta.rows) for meta in metas]
         not_completed = Counter(meta.status.value for meta in metas if meta.status is not SampleStatus.COMPLETED)
         table.add_row(
             str(recorded.step),
@@ -104,7 +104,7 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
             f"{statistics.pstdev(recorded.rewards):.3f}" if recorded.rewards else "-",
             f"{statistics.fmean(generated):.0f}",
             str(max(generated)),
-            f"{statistics.fmean([meta.num_turns for meta in metas]):.1f}",
+            f"{statistics.fmean([sum(row.num_turns for row in meta.rows) for meta in metas]):.1f}",
             ", ".join(f"{count} {status}" for status, count in sorted(not_completed.items())),
         )
     return table
@@ -134,18 +134,30 @@ def _show_sample(recorded: RecordedGroup, number: int, decode: Decode | None) ->
     title += f", reward {meta.reward:.4f}" if meta.has_reward else ", no reward"
     if recorded.advantages is not None:
         title += f", advantage {recorded.advantages[number]:+.4f}"
-    title += f", {meta.num_generated_tokens} of {meta.length} tokens sampled, weights {meta.weight_version}"
+    if not sample.branches:
+        title += f", {meta.num_generated_tokens} of {meta.length} tokens sampled"
+    title += f", weights {meta.weight_version}"
     parts: list[RenderableType] = []
     if meta.failure:
         parts.append(Text(visible(meta.failure), style="red"))
-    parts.append(_conversation(sample))
-    if decode is not None:
-        parts.append(token_text(sample, decode))
+    for place, row in enumerate(sample.rows, 1):
+        if sample.branches:
+            parts.append(Text(_about_row(row.meta, place, len(sample.rows)), style="bold"))
+        parts.append(_conversation(row))
+        if decode is not None:
+            parts.append(token_text(row, decode))
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
+def _about_row(meta: SampleMeta, place: int, num_rows: int) -> str:
+    """The heading of a row of an agent's episode."""
+    own = f", its own reward {meta.own_reward:.4f}" if meta.own_reward is not None else ""
+    role = f", role {visible(meta.role)}" if meta.role else ""
+    return f"row {place} of {num_rows}{role}{own}: {meta.num_generated_tokens} of {meta.length} tokens trained here"
+
+
 def _conversation(sample: Sample) -> Text:
-    """The messages, with statistics after each turn of the policy."""
+    """The messages of a row, with statistics after each turn of the policy."""
     text = Text()
     turns = iter(sample.meta.turns)
     # Assistant messages of the prompt come first and were not sampled.

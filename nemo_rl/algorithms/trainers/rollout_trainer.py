@@ -162,8 +162,7 @@ class RolloutTrainer(Trainer):
         )
         self.record("train", packing_metrics(plan, self.batching))
         if self.tools.recorder is not None:
-            rewards = [[sample.reward if sample.has_reward else None for sample in group.samples] for group in groups]
-            self.tools.recorder.choose_samples(plan, rewards)
+            self.tools.recorder.choose_samples(plan, groups)
         with self.phase("data_processing"):
             try:
                 self.policy.load(plan)

@@ -112,7 +112,8 @@ async function showSample(view, i) {
 
 function sampleView(sample, again) {
   const facts = [["step", sample.step], ["sample", sample.id], ["reward", sample.reward], ["advantage", typeof sample.advantages === "number" ? sample.advantages : sample.advantages ? "by token" : null],
-    ["disagreement", sample.error], ["largest of a token", sample.worst], ["tokens", sample.length], ["ended", sample.status], ["answer", sample.answer], ["failure", sample.failure],
+    ["disagreement", sample.error], ["largest of a token", sample.worst], ["tokens", sample.length], ["role", sample.role || null], ["reward of the row", sample.own_reward], ["credit", sample.credit === 1 ? null : sample.credit],
+    ["ended", sample.status], ["answer", sample.answer], ["failure", sample.failure],
     ["in the loss", sample.in_loss === 0 ? "no" : null], ["weights", sample.weight_version], ["margin", sample.margin || null], ...Object.entries(sample.metrics || {})].filter(([, value]) => value !== null && value !== undefined);
   const parts = [el("div", { class: "facts" }, facts.map(([name, value]) => el("span", {}, el("span", { class: "soft", text: `${name} ` }), el("b", { text: format(value, 6) }))))];
   const choices = colourings(sample);

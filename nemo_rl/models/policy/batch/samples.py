@@ -78,7 +78,7 @@ class SampleWriter:
         self._about = {}
         for number, index in keys:
             group = groups[number]
-            sample = group.samples[index]
+            sample = group.rows[index]
             previews = [group.pixels[span.digest].get(PREVIEW) for span in sample.images]
             shown = (
                 {"pictures": [_data_url(preview) for preview in previews if preview is not None]} if previews else {}
@@ -88,8 +88,11 @@ class SampleWriter:
                 continue
             assert isinstance(group, RolloutGroup)
             meta = asdict(sample.meta)
+            of_episode = [i for i, row in enumerate(group.rows) if row.sample_id == sample.sample_id]
+            place = f", row {of_episode.index(index) + 1} of {len(of_episode)}" if len(of_episode) > 1 else ""
+            del meta["branches"]
             self._about[number, index] = {
-                "id": meta.pop("sample_id"),
+                "id": meta.pop("sample_id") + place,
                 "group": group.group_id,
                 "prompt": group.prompt_id,
                 **{name: value for name, value in meta.items() if value not in (None, [], 0) or name == "reward"},

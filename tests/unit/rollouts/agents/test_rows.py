@@ -1,10 +1,13 @@
 """Rows of an agent's episode on their way to training: rewards, plan, tokens on the worker, records."""
 
+import io
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from nemo_rl.algorithms.config.grpo import GRPOConfig
 from nemo_rl.algorithms.plan.advantages import compute_advantages
@@ -12,8 +15,13 @@ from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, pla
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
+from nemo_rl.models.policy.batch.samples import SampleWriter
+from nemo_rl.models.policy.interfaces import SampleSettings
+from nemo_rl.report.recorder import chosen_rows
+from nemo_rl.report.run_files import read_index
 from nemo_rl.rollouts.records import read_groups, write_groups
-from nemo_rl.types import GroupHandle, RolloutGroup, Sample
+from nemo_rl.rollouts.show_records import RecordedGroup, show_group
+from nemo_rl.types import GroupHandle, PlannedSample, RankPlan, RolloutGroup, Sample
 from tests.unit.rollouts.recorded import sample
 
 GRPO = GRPOConfig.model_validate(
@@ -103,3 +111,33 @@ def test_branches_come_back_from_a_record(tmp_path):
         for a, b in zip(before.rows, after.rows, strict=True):
             assert a.meta == b.meta and a.messages == b.messages
             assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.token_mask, b.token_mask)
+
+
+def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
+    """The report, the record and what is printed of a validation have all rows, not the first alone."""
+    played = group(episode("g/0", 0.0, [3, 4, 5]), episode("g/1", 1.0, [2, 2]), episode("g/2", 0.5, [2]))
+    question = {"role": "user", "content": "2+2?"}
+    for number, row in enumerate(played.samples[0].rows):
+        row.messages = [question, {"role": "assistant", "content": f"said in row {number}"}]
+    handle = handle_of(played)
+    planned = [
+        PlannedSample(group=0, index=i, lengths=(meta.length,), advantage=0.0, mask=1.0)
+        for i, meta in enumerate(handle.rows)
+    ]
+    keys = chosen_rows(planned, [handle], limit=2)
+    assert keys == [(0, 1), (0, 5), (0, 0), (0, 3), (0, 4)], "the best and the worst sample, with their rows"
+    writer = SampleWriter(SampleSettings(folder=tmp_path / "samples", max_tokens=9, decode=str, anchor=0), "policy-0")
+    writer.begin(keys, {0: played})
+    rank = RankPlan(logprobs=[planned], train=[])
+    assert writer.write(1, rows_of_plan(rank, {0: played})) is None
+    ids = [line["id"] for line in read_index(tmp_path)]
+    assert ids == ["g/1, row 1 of 2", "g/1, row 2 of 2", *(f"g/0, row {n} of 3" for n in (1, 2, 3))]
+
+    recorded = RecordedGroup(step=1, task_name="t", group=played, advantages=None)
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(show_group(recorded, [0]))
+    shown = console.export_text()
+    assert all(f"said in row {n}" in shown and f"row {n + 1} of 3" in shown for n in range(3))
+    said = [message["content"] for message in played.samples[0].conversation]
+    assert said[1:4] == ["said in row 0", "goes on after 1 messages", "said in row 1"]
+    assert said[-1] == "said in row 2" and len(said) == 6
