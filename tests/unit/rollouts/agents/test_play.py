@@ -2,13 +2,15 @@
 
 import asyncio
 import itertools
+import json
 import os
-import queue
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.launch import readable
-from nemo_rl.environments.agents.runner import AgentRunner
+from nemo_rl.environments.agents.runner import AgentFailed, AgentRunner, post_task
 from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.environments.config import check_sections
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
@@ -43,6 +45,7 @@ from nemo_rl.types import (
     SamplingParams,
     StopReason,
 )
+from tests.unit.environments.http_servers import served
 
 TOKENIZER = build_tiny_tokenizer()
 EOS: Any = TOKENIZER.eos_token_id
@@ -411,29 +414,51 @@ def test_a_service_is_posted_its_task():
         await ask(AgentTask(**body), body["messages"])
         return web.json_response({"reward": 0.25} if len(posted) == 1 else {"points": 1})
 
-    def serve() -> None:
-        asyncio.set_event_loop(loop)
-        app = web.Application()
-        app.router.add_post("/tasks", service)
-        runner = web.AppRunner(app)
-        loop.run_until_complete(runner.setup())
-        loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        ports.put(runner.addresses[0][1])
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-
-    loop, ports = asyncio.new_event_loop(), queue.Queue[int]()
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{ports.get(timeout=10)}/tasks"
-    try:
-        [sample] = play(asks_twice, url=url)
-        [odd] = play(asks_twice, url=url)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
+    app = web.Application()
+    app.router.add_post("/tasks", service)
+    with served(app) as url:
+        [sample] = play(asks_twice, url=f"{url}/tasks")
+        [odd] = play(asks_twice, url=f"{url}/tasks")
     assert sample.meta.reward == 0.25 and posted[0]["row"] == {"expected_answer": "3"}
     assert odd.meta.status is SampleStatus.AGENT_CRASHED and "not points" in str(odd.meta.failure)
+
+
+POSTS = """
+import asyncio, json, sys
+from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.environments.agents.runner import post_task
+print(asyncio.run(post_task(sys.argv[1], AgentTask(**json.loads(sys.argv[2])))).reward)
+"""
+
+
+def test_a_service_is_told_that_an_episode_is_over_and_may_refuse_to_begin_it_anew():
+    posted: list[Any] = []
+    began, told = threading.Event(), threading.Event()
+
+    async def service(request: web.Request) -> web.Response:
+        posted.append(await request.json())
+        if len(posted) == 2:
+            return web.Response(status=409, text="it cannot begin anew")
+        began.set()
+        while request.transport is not None:  # as long as somebody waits
+            await asyncio.sleep(0.01)
+        told.set()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/tasks", service)
+    task = AgentTask(
+        base_url="", api_key="k", model="tiny", reward_url="", row={}, messages=[], metadata=None, seed=7, episode="g/0"
+    )
+    with served(app) as url:
+        command = [sys.executable, "-c", POSTS, f"{url}/tasks", json.dumps(asdict(task))]
+        with subprocess.Popen(command) as run:
+            assert began.wait(60)
+            run.kill()
+        assert told.wait(10), "the connection of a killed run closes"
+        with pytest.raises(AgentFailed, match="status 409: it cannot begin anew"):
+            asyncio.run(post_task(f"{url}/tasks", task))
+    assert posted[0] == posted[1] and posted[1]["episode"] == "g/0" and posted[1]["seed"] == 7
 
 
 def test_a_session_is_closed_to_others_and_after_its_end():
