@@ -1,6 +1,6 @@
 """Writes the tools of MCP servers in OpenAI's format, for `data.default.tools_file`.
 
-    uv run --extra cpu examples/mcp_tools.py --config my_run.yaml --environment with_tools --output tools.json
+    uv run --extra cpu examples/agents/mcp_tools.py --config my_run.yaml --environment with_tools --output tools.json
 
 `--environment` is the section of `env` with `type: mcp`. Its servers are started and asked. The package `mcp`
 comes with the extras of vLLM.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nemo_rl.config.loader import resolve
 from nemo_rl.config.sources import load_tree
-from nemo_rl.environments.config import EnvironmentConfig
-from nemo_rl.environments.mcp import McpEnvironmentConfig, Servers
+from nemo_rl.environments.config import McpEnvironmentConfig
+from nemo_rl.environments.mcp import Servers
 
 
 def main() -> None:
@@ -27,9 +27,7 @@ def main() -> None:
     sections = resolve(load_tree(args.config), []).get("env", {})
     if args.environment not in sections:
         parser.error(f"{args.config} has no section env.{args.environment}; it has {', '.join(sections) or 'none'}")
-    # The other keys are those of its actors.
-    own = {key: value for key, value in sections[args.environment].items() if key not in EnvironmentConfig.model_fields}
-    config = McpEnvironmentConfig.model_validate(own)
+    config = McpEnvironmentConfig.model_validate(sections[args.environment])
     servers = Servers(config.servers, config.timeout_s)
     Path(args.output).write_text(json.dumps(list(servers.specs.values()), indent=2) + "\n", encoding="utf-8")
     servers.close()

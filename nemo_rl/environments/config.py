@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.section_parts import ActorsConfig, DeviceConfig, HttpAddress, ProgramsConfig, PyExecutable
@@ -57,6 +58,14 @@ def check_supported(env_type: str) -> None:
     """Raises ValueError for an environment that only NeMo RL has."""
     if env_type in MISSING:
         raise ValueError(f"environment {env_type!r} is not supported yet: {MISSING[env_type]}")
+
+
+def unknown_type(env_type: str) -> str:
+    """Why there is no environment of this name; empty for one of the registry, and for an import path."""
+    if env_type in ENV_REGISTRY or "." in env_type or ":" in env_type:
+        return ""
+    own = "One of your own is an import path, e.g. my_package.envs:MyEnv"
+    return f"no environment {env_type!r}; {did_you_mean(env_type, ENV_REGISTRY)} {own}"
 
 
 def _pattern(pattern: str, *, has_group: bool = False) -> None:
@@ -485,6 +494,55 @@ class RewardModelEnvironmentConfig(StrictModel):
     """Where the reward model runs."""
 
 
+class McpServerConfig(StrictModel):
+    """A server: a program that is started (stdio), or an address (streamable HTTP)."""
+
+    command: str | None = None
+    """The program."""
+
+    args: list[str] = Field(default_factory=list)
+    """Its arguments."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Its environment variables; of the run's own it gets only what programs need to start."""
+
+    url: HttpAddress | None = None
+    """In place of a program: the address."""
+
+    rules: ClassVar = {
+        "not command requires url": "a server has one of both; write command, or url",
+        "command excludes url": "a server has one of both; leave one out",
+    }
+
+
+class McpEnvironmentConfig(ActorsConfig):
+    """An environment with tools of MCP servers."""
+
+    type: Literal["mcp"] = "mcp"
+    """Registry name of the environment."""
+
+    servers: dict[str, McpServerConfig] = Field(min_length=1)
+    """Servers by name."""
+
+    environment: AnyEnvironmentConfig
+    """The environment that gets the other turns: `type` and its keys."""
+
+    max_calls_per_turn: int = Field(default=4, ge=1)
+    """Calls of one turn that are answered; the model is told about further ones."""
+
+    max_result_characters: int = Field(default=2000, ge=1)
+    """Characters of a result that the model sees; of a longer text the beginning and the end."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds of one call, and of the start of a server."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.environment, AgentEnvironmentConfig):
+            yield "environment", "has agents, which play episodes; name an environment that answers turns"
+        if problem := unknown_type(self.environment.type):
+            yield "environment.type", problem
+
+
 class EnvironmentConfig(BaseModel):
     """Any other environment: `type`, and its own keys, which its constructor gets as a dictionary."""
 
@@ -522,6 +580,7 @@ AnyEnvironmentConfig = Annotated[
     | Annotated[LLMJudgeEnvironmentConfig, Tag("llm_judge")]
     | Annotated[RemoteEnvironmentConfig, Tag("remote")]
     | Annotated[MathEnvironmentConfig, Tag("math")]
+    | Annotated[McpEnvironmentConfig, Tag("mcp")]
     | Annotated[RetrievalEnvironmentConfig, Tag("retrieval")]
     | Annotated[RewardModelEnvironmentConfig, Tag("reward_model")]
     | Annotated[SlidingPuzzleEnvironmentConfig, Tag("sliding_puzzle_game")]
@@ -535,6 +594,8 @@ OURS: dict[str, type[StrictModel]] = {
     if model is not EnvironmentConfig
 }
 """`type` of each environment of the library -> its section."""
+
+McpEnvironmentConfig.model_rebuild()  # its key `environment` is any of them
 
 EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
 """The section `env`: name of an environment -> its configuration."""

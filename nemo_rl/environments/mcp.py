@@ -9,7 +9,8 @@
         environment: {type: math}
 
 A turn that calls a tool of a server gets its results; every other turn goes to the environment. The model reads about
-the tools in the column `tools` of its row; `examples/mcp_tools.py` writes the file for `data.default.tools_file`.
+the tools in the column `tools` of its row; `examples/agents/mcp_tools.py` writes the file for
+`data.default.tools_file`.
 """
 
 from __future__ import annotations
@@ -23,65 +24,18 @@ from typing import Any
 import mcp
 import torch
 from mcp.types import CallToolResult, TextContent
-from pydantic import Field, model_validator
 
-from nemo_rl.config.rules import StrictModel
 from nemo_rl.environments.code.environment import shorten
 from nemo_rl.environments.code.tools import ToolCall, find_calls, problem_of
+from nemo_rl.environments.config import AnyEnvironmentConfig, McpEnvironmentConfig, McpServerConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
-from nemo_rl.environments.registry import new_environment
+from nemo_rl.environments.registry import find_env_class, new_environment
 from nemo_rl.types import LLMMessageLogType
 
 # What the client raises when a server is gone: its own errors, those of its streams, and of the process or the network.
 _LOST = (mcp.MCPError, OSError, EOFError, RuntimeError, ExceptionGroup)
-
-
-class McpServerConfig(StrictModel):
-    """A server: a program that is started (stdio), or an address (streamable HTTP)."""
-
-    command: str | None = None
-    """The program."""
-
-    args: list[str] = Field(default_factory=list)
-    """Its arguments."""
-
-    env: dict[str, str] = Field(default_factory=dict)
-    """Its environment variables; of the run's own it gets only what programs need to start."""
-
-    url: str | None = None
-    """In place of a program: the address."""
-
-    @model_validator(mode="after")
-    def _has_one_way(self) -> McpServerConfig:
-        if (self.command is None) == (self.url is None):
-            raise ValueError("a server has command or url")
-        return self
-
-    def target(self) -> Any:
-        """What the client connects to."""
-        if self.url is not None:
-            return self.url
-        assert self.command is not None
-        return mcp.StdioServerParameters(command=self.command, args=self.args, env=self.env)
-
-
-class McpEnvironmentConfig(StrictModel):
-    """The section of an environment with tools of MCP servers."""
-
-    servers: dict[str, McpServerConfig] = Field(min_length=1)
-    """Servers by name."""
-
-    environment: dict[str, Any]
-    """The environment that gets the other turns: `type` and its keys."""
-
-    max_calls_per_turn: int = Field(default=4, ge=1)
-    """Calls of one turn that are answered; the model is told about further ones."""
-
-    max_result_characters: int = Field(default=2000, ge=1)
-    """Characters of a result that the model sees; of a longer text the beginning and the end."""
-
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one call, and of the start of a server."""
+_GOODBYE_S = 10.0  # for a server that is told to end
+_CANCELLED_S = 5.0  # for the process of one that did not
 
 
 class McpEnvironment(EnvironmentInterface[Any]):
@@ -164,6 +118,18 @@ class McpEnvironment(EnvironmentInterface[Any]):
         self.servers.close()
 
 
+def check_inner(section: AnyEnvironmentConfig) -> None:
+    """Import the class of the environment around which the tools are. ValueError without one."""
+    find_env_class(section.type)
+
+
+def target_of(config: McpServerConfig) -> Any:
+    """What the client connects to."""
+    if config.command is None:
+        return config.url
+    return mcp.StdioServerParameters(command=config.command, args=config.args, env=config.env)
+
+
 class _Lost(str):
     """Why a call has no result: the server is gone or does not answer."""
 
@@ -199,7 +165,7 @@ class Servers:
         self._thread.start()
         self.specs: dict[str, dict[str, Any]] = {}  # of the tools, in OpenAI's format
         self._of_tool: dict[str, Connection] = {}
-        self._connections = [Connection(config.target(), timeout_s) for config in servers.values()]
+        self._connections = [Connection(target_of(config), timeout_s) for config in servers.values()]
         for name, connection in zip(servers, self._connections, strict=True):
             try:
                 tools = asyncio.run_coroutine_threadsafe(connection.tools(), self._loop).result(timeout_s)
@@ -225,8 +191,9 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(self._of_tool[name].call(name, dict(arguments)), self._loop)
 
     def close(self) -> None:
-        for connection in self._connections:
-            asyncio.run_coroutine_threadsafe(connection.close(), self._loop).result(self._timeout_s)
+        """End the connections, at the same time."""
+        for closing in [asyncio.run_coroutine_threadsafe(each.close(), self._loop) for each in self._connections]:
+            closing.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout_s)
 
@@ -255,12 +222,14 @@ class Connection:
             raise
 
     async def close(self, of: mcp.Client | None = None) -> None:
-        """Leave the connection; with `of` only if it is still that one."""
+        """Leave the connection; with `of` only if it is still that one. A server that does not let go is left."""
         async with self._lock:
             if self._running is None or (of is not None and of is not self._client):
                 return
             self._ended.set()
-            await asyncio.wait([self._running])
+            await asyncio.wait([self._running], timeout=min(_GOODBYE_S, self._timeout_s))
+            self._running.cancel()
+            await asyncio.wait([self._running], timeout=_CANCELLED_S)
             self._running = self._client = None
 
     async def _connected(self) -> mcp.Client:

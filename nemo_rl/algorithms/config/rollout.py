@@ -33,7 +33,6 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.environments.config import (
-    ENV_REGISTRY,
     AgentEnvironmentConfig,
     EnvSection,
     PythonToolsEnvironmentConfig,
@@ -44,6 +43,7 @@ from nemo_rl.environments.config import (
     judges_of,
     named_sections,
     sections_of,
+    unknown_type,
 )
 from nemo_rl.models.generation.config import ColocatedConfig
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, check_batching
@@ -541,11 +541,8 @@ class RolloutMasterConfig(RunConfig):
             yield key, f"no section env.{name}; {did_you_mean(name, self.env)}"
         answering = dict.fromkeys(dataset.env_name for rows in datasets.values() for dataset in rows)
         for name in named_sections(self.env, [name for name in answering if name in self.env]):
-            env_type = self.env[name].type if name in self.env else "."
-            if env_type not in ENV_REGISTRY and "." not in env_type and ":" not in env_type:
-                hint = did_you_mean(env_type, ENV_REGISTRY)
-                fix = f"{hint} One of your own is an import path, e.g. my_package.envs:MyEnv"
-                yield f"env.{name}.type", f"no environment {env_type!r}; {fix}"
+            if name in self.env and (problem := unknown_type(self.env[name].type)):
+                yield f"env.{name}.type", problem
         for name in answering:
             if name in self.env:
                 yield from self._check_turns(name)

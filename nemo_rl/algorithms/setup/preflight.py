@@ -68,6 +68,7 @@ ENVIRONMENT_INPUTS = {
     "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
     "llm_judge": ("api_key_env", "nemo_rl.utils.registry:token_in"),
     "agent": ("run", "nemo_rl.environments.agents.interfaces:import_agent"),
+    "mcp": ("environment", "nemo_rl.environments.mcp:check_inner"),
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft

@@ -1,5 +1,6 @@
 """Tools of real MCP servers around an environment."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from nemo_rl.environments.mcp import McpEnvironment
+from tests.unit.environments.http_servers import served
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = {"command": sys.executable, "args": [SERVER]}
@@ -21,10 +24,9 @@ def turn(*calls: tuple[str, dict[str, Any]], text: str = "") -> list[dict[str, s
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "".join([text, *written])}]
 
 
-def environment(**servers: Any) -> McpEnvironment:
-    return McpEnvironment(
-        {"servers": servers, "environment": {"type": "code_jaccard"}, "max_calls_per_turn": 2, "timeout_s": 20.0}
-    )
+def environment(*, timeout_s: float = 20.0, **servers: Any) -> McpEnvironment:
+    inner = {"type": "code_jaccard"}
+    return McpEnvironment({"servers": servers, "environment": inner, "max_calls_per_turn": 2, "timeout_s": timeout_s})
 
 
 def test_calls_are_answered_and_other_turns_go_to_the_environment():
@@ -80,11 +82,43 @@ def test_a_server_behind_http():
         server.wait()
 
 
+async def answers_and_holds_on(request: web.Request) -> web.Response:
+    """A server that never answers the end of its session."""
+    if request.method == "DELETE":
+        await asyncio.sleep(3600)
+    if request.method != "POST":
+        return web.Response(status=405)
+    asked = await request.json()
+    results = {
+        "initialize": {
+            "protocolVersion": asked.get("params", {}).get("protocolVersion"),
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "held", "version": "1"},
+        },
+        "tools/list": {"tools": [{"name": "wait", "inputSchema": {"type": "object"}}]},
+    }
+    if asked["method"] not in results:
+        return web.Response(status=202 if "id" not in asked else 404)
+    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}
+    return web.json_response(answer, headers={"Mcp-Session-Id": "1"})
+
+
+def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
+    app = web.Application()
+    app.router.add_route("*", "/mcp", answers_and_holds_on)
+    with served(app) as url:
+        env = environment(timeout_s=2.0, held={"url": f"{url}/mcp"})
+        assert list(env.servers.specs) == ["wait"]
+        started = time.monotonic()
+        env.shutdown()
+        assert time.monotonic() - started < 10
+
+
 @pytest.mark.parametrize(
     ("servers", "named"),
     [
         ({"a": {"command": "/no/such/program"}}, "servers.a cannot be reached"),
-        ({"a": {}}, "command or url"),
+        ({"a": {}}, "write command, or url"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_named(servers: Any, named: str):
