@@ -30,7 +30,9 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
@@ -99,10 +101,14 @@ def settings(environment: Any, turns: int) -> RolloutWorkerSettings:
     return worker_settings(
         PromptProcessor({"t": task}, build_tiny_tokenizer(), 4096),
         {"e": [environment]},
+        {"e": MathEnvironmentConfig()},  # not read: the environment is there already
         limits=EpisodeLimits(max_turns=turns, max_total_tokens=100_000),
         env_step_timeout_s=60,
         worker_timeout_s=600,
         seed=0,
+        model_name="",
+        vocab_size=0,
+        vllm=VllmConfig(precision="float32", max_model_len=4096),
     )
 
 

@@ -436,7 +436,7 @@ def our_engine(size: Size, model: str) -> dict[str, float]:
             calls = (worker.generate(prompt, sampling, seed) for seed, prompt in enumerate(prompts_of(size)))
             done = await asyncio.gather(*calls)
             best = max(best, sum(len(one.token_ids) for one in done) / (time.perf_counter() - started))
-        await worker.offload()
+        await worker.offload(keep_weights=False)  # as where a whole sync follows
         return best
 
     rate = asyncio.run(measure())
@@ -487,7 +487,18 @@ def step(size: Size) -> list[Result]:
         model = str(save_model(size, Path(folder), torch.bfloat16))
         torch.cuda.empty_cache()
         script = Path(__file__).with_name("grpo_vs_trl.py")
-        command = [sys.executable, str(script), "--device", "cuda", "--model", model, "--max-new-tokens", "512"]
+        command = [
+            sys.executable,
+            str(script),
+            "--device",
+            "cuda",
+            "--model",
+            model,
+            "--max-new-tokens",
+            "512",
+            "--repeats",
+            "1",
+        ]
         out = subprocess.run([*command, "--steps", "3"], check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)]
 

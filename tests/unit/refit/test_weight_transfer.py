@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.refit.buffers import SharedMemoryBuffer, attach_buffer, host_key
-from nemo_rl.refit.fingerprint import word_fingerprint
+from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint
 from nemo_rl.refit.layout import (
     ALIGNMENT,
     ExportedTensor,
@@ -24,7 +24,7 @@ from nemo_rl.refit.layout import (
     choose_bucket_bytes,
     exported,
 )
-from nemo_rl.refit.transfer import WeightReceiver, WeightSender
+from nemo_rl.refit.transfer import COMPARISON, WeightReceiver, WeightSender
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -350,6 +350,33 @@ def _read_on_gpu(endpoint: dict[str, object], results: object) -> None:
     buffer = CudaIpcBuffer.attach(endpoint, torch.device("cuda", 0))
     results.put(buffer.bytes.cpu())  # type: ignore[attr-defined]
     buffer.close()
+
+
+class NotedStarts:
+    """A collective's receiving end that notes what it was told to expect."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.key, self.endpoint = "noted", {}
+        self.started: list[int] = []
+
+    def start(self, half: int, nbytes: int) -> None:
+        self.started.append(half)
+
+    def wait(self, half: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("version", "started"), [(1, [0, 1]), (COMPARISON, [0])])
+def test_a_comparison_expects_no_bucket_that_is_sent_only_after_it(version: int, started: list[int]) -> None:
+    """A broadcast that waits would hold up CUDA, which loads a kernel at its first use on an idle device."""
+    layout = PackLayout.build([TensorMeta(name, "uint8", (64,)) for name in "ab"], 64)
+    buffer = NotedStarts(2 * layout.bucket_bytes)
+    receiver = WeightReceiver(layout, "packed_collective", buffer)
+    receiver.begin(version, targets=None, load=lambda weights: None)
+    receiver.receive(0, host_fingerprint(buffer.bytes.data_ptr(), 64).to_bytes(8, "little"))
+    assert buffer.started == started
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ from nemo_rl.models.generation.vllm import engine_patches
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Segment, TensorMeta, Transport
-from nemo_rl.refit.transfer import WeightReceiver, largest_difference
+from nemo_rl.refit.transfer import COMPARISON, WeightReceiver, largest_difference
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._receiver.layout.has_adapters:
             return "adapters are sent apart from their weights"
         self._differences = {}
-        self._receiver.begin(-1, targets=None, load=self._compare)
+        self._receiver.begin(COMPARISON, targets=None, load=self._compare)
         return None
 
     def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
