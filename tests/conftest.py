@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -25,25 +25,35 @@ if "RAY_TMPDIR" not in os.environ:  # a cluster that was started on this machine
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
-NUM_LANES = 2  # processes that begin with whole runs, which leave the cores idle while they start and wait
+from tests.lanes import Lanes
+
 LONG_S = 20.0
+NUM_LANES = pytest.StashKey[int]()
 ROOT = Path(__file__).parents[1]
 
 
 # -- processes
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """None of its own for named files or tests, whose start would take longer than they do, nor for those on a GPU."""
-    if config.option.markexpr == "gpu":
+def num_lanes(config: pytest.Config) -> int:
+    """Two, and three with whole runs, which leave the cores idle while they start and wait. None for named files or
+    tests, whose start would take longer than they do, nor for those on a GPU.
+    """
+    if config.option.markexpr == "gpu" or config.option.usepdb:
         return 0
     paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
     if all(path.suffix == ".py" for path in paths):
         return 0
-    has_runs = any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths)
-    return NUM_LANES + 1 if has_runs else NUM_LANES
+    return 3 if any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths) else 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`-n` is an option of pytest-xdist, whose processes each import and collect everything: here lanes are forked."""
+    number = config.option.numprocesses
+    config.stash[NUM_LANES] = num_lanes(config) if number == "auto" else number or 0
+    config.option.numprocesses = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,26 +71,21 @@ def kind_of(file: str) -> Literal["runs", "ray", "others"]:
     return "ray" if "ray_local" in text else "others"
 
 
-class Scheduler(LoadScopeScheduling):
-    """Whole runs one by one; everything that shares a Ray cluster in one process; the others file by file.
-
-    The first processes begin with the whole runs, and one beside them with what shares the cluster.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        return {"runs": nodeid, "ray": "ray", "others": file}[kind_of(file)]
-
-    def _assign_work_unit(self, node: Any) -> None:
-        if self.nodes.index(node) >= NUM_LANES:
-            others = (scope for scope in self.workqueue if "::" not in scope)
-            if (scope := next(others, None)) is not None:
-                self.workqueue.move_to_end(scope, last=False)
-        super()._assign_work_unit(node)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return Scheduler(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In lanes: whole runs one by one, what shares a Ray cluster as one unit, the others file by file."""
+    config = session.config
+    if not config.stash[NUM_LANES] or config.option.collectonly or session.testsfailed:
+        return None
+    units: dict[str, dict[str, list[int]]] = {"runs": {}, "ray": {}, "others": {}}
+    for number, item in enumerate(session.items):
+        file = item.nodeid.split("::")[0]
+        kind = kind_of(file)
+        name = {"runs": item.nodeid, "ray": "", "others": file}[kind]
+        units[kind].setdefault(name, []).append(number)
+    runs, ray, others = (list(found.values()) for found in units.values())
+    Lanes(session, runs, [*ray, *others], config.stash[NUM_LANES]).run()
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
