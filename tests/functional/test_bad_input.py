@@ -316,7 +316,7 @@ def test_the_command_ends_with_status_2_and_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     command = [sys.executable, SCRIPT, "--config", str(CPU_CONFIG), "policy.model_name=nobody/nothing"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     text = done.stdout + done.stderr
     assert done.returncode == 2, text
     assert "ERROR policy.model_name: 'nobody/nothing'" in text and "Traceback" not in text

@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.over_20s("a start of an engine")
 @pytest.mark.timeout(600)
-def test_an_evaluation_and_other_metrics_of_what_is_there(whole):
+def test_an_evaluation_and_other_metrics_of_what_is_there(whole, capsys):
     overall = json.loads((whole / "results.json").read_text())["overall"]
     assert len(samples(whole)) == 960
     assert 0.3 < overall["mean"] < 0.5 and overall["mean_ci95"][0] < overall["mean"] < overall["mean_ci95"][1]
@@ -61,7 +61,9 @@ def test_an_evaluation_and_other_metrics_of_what_is_there(whole):
     assert overall["pass_at"]["1"] < overall["pass_at"]["4"] < overall["pass_at"]["8"]
     right = [line for line in samples(whole) if line["reward"] == 1.0]
     assert all(line["answer"] == line["expected_answer"] for line in right)
-    output = run(whole, ASKED, "eval.metric=cons@k", "eval.k_value=8").rpartition("is finished")[2]
+    asked = (f"eval.save_path={whole}", ASKED, "eval.metric=cons@k", "eval.k_value=8")
+    assert run_eval(load_config(EvalMasterConfig, CPU_CONFIG, list(asked))) == 0
+    output = "".join(capsys.readouterr())
     assert "cons@8" in output and "Starting Ray" not in output
     assert json.loads((whole / "results.json").read_text())["metric"] == "cons@8"
 

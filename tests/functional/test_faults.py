@@ -15,6 +15,7 @@ import pytest
 from tests.functional.cli import SMALL, run
 from tests.functional.fault_runs import EXACT, Chain
 from tests.functional.fault_table import Cell, chains, draw, possible
+from tests.functional.test_supervised_runs import assert_learned
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 CHAIN_SIZE = 9
@@ -24,7 +25,6 @@ SFT_SAMPLE = """
     sft: policy-0, kill, checkpoint
     sft: policy-1, exception, train
     sft: policy-0, truncated, resume
-    sft: driver, kill, validation
 """
 ASYNC_SAMPLE = """
     async: environment, kill, generation
@@ -89,10 +89,12 @@ def test_named_cells(disk: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.over_20s("five cells of the matrix in three starts of a run, and one to compare")
-def test_a_supervised_run_ends_resumes_and_is_the_run_without_faults(disk: Path) -> None:
-    endings = play(disk, cells_of(SFT_SAMPLE), compares=True).endings
-    assert [ending.how for ending in endings] == ["healed", "healed", "ended", "healed", "ended"]
+@pytest.mark.over_20s("four cells of the matrix in two starts of a run, and the whole run to compare")
+def test_a_supervised_run_ends_resumes_and_is_the_run_without_faults_which_learns(disk: Path) -> None:
+    """On the configuration of the guide's first command, on two ranks."""
+    chain = play(disk, cells_of(SFT_SAMPLE), compares=False)
+    assert [ending.how for ending in chain.endings] == ["healed", "healed", "ended", "healed"]
+    assert_learned(chain.check_metrics(at_least=100), "sft")
 
 
 @pytest.mark.timeout(900)

@@ -25,6 +25,7 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     seen = read_run(tmp_path / "logs" / "exp_001")
     assert status_of(seen).kind == "finished" and (seen.folder / "report.html").is_file()
     assert len(read_index(seen.folder)) == 16 * 20
+    assert list(seen.folder.glob("ray/worker-*")), "a link to the logs of the workers"
 
 
 @pytest.mark.slow

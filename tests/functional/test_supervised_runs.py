@@ -73,16 +73,7 @@ LEARNS: dict[str, tuple[str, float, float]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("sft", marks=pytest.mark.over_20s("a whole run")),
-        pytest.param("dpo", marks=pytest.mark.slow),
-        pytest.param("rm", marks=pytest.mark.slow),
-    ],
-)
-def test_the_first_command_of_the_guide_learns(tmp_path, kind):
-    done = finished(tmp_path, kind)
+def assert_learned(done: Finished, kind: str) -> None:
     name, reached, change = LEARNS[kind]
     curve = values(done, name)
     sign = math.copysign(1.0, change)
@@ -91,6 +82,13 @@ def test_the_first_command_of_the_guide_learns(tmp_path, kind):
     fifth = len(losses) // 5
     assert sum(losses[-fifth:]) < 0.8 * sum(losses[:fifth]), losses
     assert not any(values(done, "train/num_left_out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEARNS)
+def test_the_first_command_of_the_guide_learns(tmp_path, kind):
+    """That of SFT on two ranks: test_faults.py, by default."""
+    assert_learned(finished(tmp_path, kind), kind)
 
 
 @pytest.mark.slow

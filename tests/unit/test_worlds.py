@@ -17,7 +17,7 @@ def test_exception_of_one_rank_ends_the_world() -> None:
     start = time.monotonic()
     with pytest.raises(ValueError, match="boo") as caught:
         run_world(one_raises, 2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert "raised in rank 1" in caught.value.__notes__[0]
     assert "in one_raises" in caught.value.__notes__[0]
 

@@ -18,7 +18,7 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished process and the seconds of CPU it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(DRIVER), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

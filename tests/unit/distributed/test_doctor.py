@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.distributed import doctor
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
+from nemo_rl.distributed.worker_groups import require_shared
 from tests.functional.cli import ROOT
 
 
@@ -105,19 +104,10 @@ def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch)
     assert doctor.examine_hub().level == "good"
 
 
-@pytest.mark.over_20s("starts Ray; two workers load torch")
-def test_two_ranks_measure_their_collective(ray_local: None) -> None:
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, RayWorkerBuilder(doctor.WORKER), name_prefix="doctor") as group,
-    ):
-        *_, finding = doctor.examine_cluster(group, use_gpu=False)
-    assert finding.subject == "collective" and finding.text.startswith("2 ranks over gloo: ")
-
-
-@pytest.mark.over_20s("starts Ray in a process of its own")
+@pytest.mark.over_20s("starts Ray in a process of its own; two workers load torch")
 def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--folder", str(tmp_path)]
+    """Which stands for two nodes."""
+    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--num-nodes", "2", "--folder", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240)
     lines = finished.stdout.splitlines()
@@ -125,4 +115,5 @@ def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
         assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), finished.stdout + finished.stderr
     for subject in ("Ray", "clocks"):
         assert any(line.startswith((f"good   {subject}: ", f"remark {subject}: ")) for line in lines)
+    assert any(line.startswith("good   collective: 2 ranks over gloo: ") for line in lines), finished.stdout
     assert finished.returncode == int(any(line.startswith("bad") for line in lines))

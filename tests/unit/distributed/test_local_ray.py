@@ -1,4 +1,4 @@
-"""A cluster of this machine alone is out of reach of others, and needs no port that may be taken."""
+"""A cluster of this machine alone: out of reach of others, on no fixed port, its workers where the driver is."""
 
 import os
 import re
@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[3]
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
 LISTENERS = """
-import os, ray
+import os, ray, sys
 from pathlib import Path
 from nemo_rl.distributed.virtual_cluster import start_local_ray
 start_local_ray(num_cpus=2, object_store_gb=0.2)
-ray.get(ray.remote(lambda: 0).remote())
+place = os.getcwd(), sys.executable
+assert ray.get(ray.remote(lambda: (os.getcwd(), sys.executable)).remote()) == place, "Ray started a copy of the project"
 
 def table(name):
     return [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
@@ -63,7 +64,12 @@ def test_a_token_file_that_cannot_be_read_is_one_clear_line(path: str, tmp_path:
     assert re.search(f"^ValueError: Ray's token cannot be read: .*{path}.* Set RAY_AUTH_TOKEN_PATH", last), ended.stderr
 
 
-def test_every_port_is_on_loopback_and_none_is_fixed():
+def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker(tmp_path: Path):
+    """To Ray, an ancestor of the driver looks like `uv run`, by which Ray would start each worker anew."""
+    launcher = tmp_path / "uv"
+    launcher.symlink_to("/bin/sh")
+    (tmp_path / "run").write_text(f'"{sys.executable}" listeners.py; exit $?')
+    (tmp_path / "listeners.py").write_text(LISTENERS)
     taken = []
     for port in FIXED_PORTS:
         blocker = socket.socket()
@@ -74,10 +80,11 @@ def test_every_port_is_on_loopback_and_none_is_fixed():
             pass  # taken already, which serves as well
         taken.append(blocker)
     done = subprocess.run(
-        [sys.executable, "-c", LISTENERS],
+        [str(launcher), "run"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,
     )

@@ -84,7 +84,7 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
             actor.step.remote([[{"role": "user", "content": "1"}]], [{}]),
             actor.global_post_process_and_metrics.remote({}),
         ],
-        timeout=60,
+        timeout=240,
     )
     assert returned.observations[0]["content"] == "found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}

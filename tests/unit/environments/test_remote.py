@@ -126,7 +126,7 @@ def test_one_conversation_fails_alone_and_says_why(trouble, state, message):
 
 def test_a_request_that_took_too_long_is_sent_again_and_not_stepped_twice():
     environment = Counting()
-    with serving(environment, timeout_s=0.15, max_retries=5) as remote:
+    with serving(environment, timeout_s=0.15, max_retries=100) as remote:
         returned = remote.step([log("slow")], [{"turn": 0}])
         assert returned.failures == [None] and returned.metadata == [{"turn": 1}]
     assert environment.calls == [1], "the second attempt waited for the answer to the first"

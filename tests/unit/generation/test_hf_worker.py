@@ -65,7 +65,7 @@ async def desk(ranks: Sequence[Any], data_ranks: Sequence[int]) -> HfWorker:
 async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer]:
     found: dict[str, GenerationAnswer] = {}
     while len(found) < count:
-        found |= {answer.request_id: answer for answer in await asyncio.wait_for(worker.drain(), 5)}
+        found |= {answer.request_id: answer for answer in await asyncio.wait_for(worker.drain(), 60)}
     return found
 
 
@@ -105,7 +105,7 @@ async def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> No
     with pytest.raises(AssertionError, match="while completions were generated"):
         await worker.finish_weight_update(4)
     rank.gate.set()
-    await asyncio.wait_for(resting, 5)
+    await asyncio.wait_for(resting, 60)
     await worker.finish_weight_update(4)
     await worker.submit([*ask([1], [2])[1:]])
     assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"

@@ -90,7 +90,7 @@ def difference(policy: OneRankPolicy, generation: VllmGeneration, version: int) 
 
 def engine_process(generation: VllmGeneration, replica: int) -> int:
     """The process of vLLM's engine, a child of the replica's worker."""
-    identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=10)
+    identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=60)
     (engine,) = [pid for pid, (_, command) in processes_below(identity.pid).items() if "EngineCore" in command]
     return engine
 

@@ -104,13 +104,13 @@ def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[s
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 
 
-def torch_cut(**cut: int) -> PolicyConfig:
-    return policy_config(**PACKED, dtensor_cfg=DTensorConfig(**cut))
+def torch_cut(length: int = 1, **cut: int) -> PolicyConfig:
+    return policy_config(**PACKED, make_sequence_length_divisible_by=length, dtensor_cfg=DTensorConfig(**cut))
 
 
 LAYOUTS: dict[str, tuple[int, str, PolicyConfig]] = {
     "one": (1, "tied", policy_config()),
-    "tp": (2, "tied", torch_cut(tensor_parallel_size=2)),
+    "tp": (2, "tied", torch_cut(32, tensor_parallel_size=2)),  # alike: DTensor plans for every new length
     "cp": (2, "tied", torch_cut(context_parallel_size=2)),
     "pp": (2, "untied", torch_cut(pipeline_parallel_size=2)),
     "megatron tp": (2, "tied", megatron_policy(tensor_model_parallel_size=2, sequence_parallel=True)),

@@ -23,7 +23,7 @@ from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 from tests.unit.refit.lazy_group import LazyGroup
 
 CPU = torch.device("cpu")
-SOON_S = 10.0  # long before a limit that nobody waits for
+SOON_S = 30.0  # long before a limit that nobody waits for
 # Engines are not forked from here: threads that other tests left may hold a lock, which the copy would wait for.
 FORKSERVER = mp.get_context("forkserver")
 

@@ -91,7 +91,7 @@ def group(number: int = 0, num_generations: int = 4) -> GroupRequest:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 5))
+    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def tokens(keeper: Keeper) -> dict[str, list[int]]:
@@ -144,11 +144,11 @@ def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
         await worker(probe)[0].collect(group())
         seeds.append(probe.asked[0].seed)  # the first turn of the first sample
         replica = FakeReplica(slow_for_one)
-        playing, _ = worker(replica, timeout_s=0.1)
+        playing, _ = worker(replica, timeout_s=1.0)
         handle = await playing.collect(group())
         late, *others = handle.samples
         assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
-        assert late.failure == "episode g0/0 was not over after 0.1 s"
+        assert late.failure == "episode g0/0 was not over after 1 s"
         assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
         await asyncio.sleep(0.01)
         assert not replica.under_way and len(replica.aborted) == 1

@@ -276,7 +276,7 @@ def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, be
     for step in before:
         save(manager_in(tmp_path), step)
     process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path), moment], check=False, timeout=60
+        [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path), moment], check=False, timeout=280
     )
     assert process.returncode == (0 if moment == "never" else -signal.SIGKILL)
 
