@@ -1,4 +1,4 @@
-"""The types of the package, by pyright: it takes a minute of one core, which goes on beside other tests."""
+"""The types of the package, by pyright."""
 
 import shutil
 import subprocess
