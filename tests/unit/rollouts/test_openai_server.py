@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -82,6 +81,25 @@ class Engine:
         )
 
 
+def settings() -> OpenAIServerSettings:
+    return OpenAIServerSettings(
+        host="127.0.0.1",
+        port=0,
+        token="secret",
+        sampling=SamplingParams(max_new_tokens=100, stop_token_ids=(EOS,)),
+        answers=AnswerSettings(
+            model="tiny",
+            make_chat=lambda: ServedChat(TOKENIZER, {}),
+            calls_of=find_calls,
+            encode=tokens,
+            decode=decode,
+            vocab_size=len(TOKENIZER),
+            max_model_len=400,
+        ),
+        engine_timeout_s=60.0,
+    )
+
+
 def with_server(
     engine: Engine, use: Callable[[openai.AsyncOpenAI, OpenAIServer], Awaitable[None]], token: str = "secret"
 ) -> None:
@@ -89,25 +107,7 @@ def with_server(
 
     async def main() -> None:
         TOKENIZER.chat_template = TEMPLATE
-        app = OpenAIServer(
-            OpenAIServerSettings(
-                host="127.0.0.1",
-                port=0,
-                token="secret",
-                sampling=SamplingParams(max_new_tokens=100, stop_token_ids=(EOS,)),
-                answers=AnswerSettings(
-                    model="tiny",
-                    make_chat=lambda: ServedChat(TOKENIZER, {}),
-                    calls_of=find_calls,
-                    encode=tokens,
-                    decode=decode,
-                    vocab_size=len(TOKENIZER),
-                    max_model_len=400,
-                ),
-                engine_timeout_s=5.0,
-            ),
-            [],
-        )
+        app = OpenAIServer(settings(), [])
         app.answers.generate = engine
         async with TestServer(app.app) as server:
             client = openai.AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key=token, max_retries=0)
@@ -380,33 +380,6 @@ def test_requests_under_way_are_told_that_the_run_has_ended():
     assert engine.num_cancelled >= 3
 
 
-def encode(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def decode_all(token_ids: Sequence[int]) -> str:
-    return str(TOKENIZER.decode(list(token_ids)))
-
-
-def settings(port: int = 0) -> OpenAIServerSettings:
-    return OpenAIServerSettings(
-        host="127.0.0.1",
-        port=port,
-        token="secret",
-        sampling=SamplingParams(max_new_tokens=10),
-        answers=AnswerSettings(
-            model="tiny",
-            make_chat=partial(ServedChat, TOKENIZER, {}),
-            calls_of=None,
-            encode=encode,
-            decode=decode_all,
-            vocab_size=len(TOKENIZER),
-            max_model_len=100,
-        ),
-        engine_timeout_s=5.0,
-    )
-
-
 def client_of(port: int) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0)
 
@@ -424,7 +397,7 @@ def test_requests_outlive_an_engine_and_end_with_the_server():
             assert not waiting.done()
             await server.set_generation_workers([second])
             assert (await waiting).choices[0].finish_reason == "stop"
-            assert second.asked[0].prompt_token_ids == encode("1+2") and second.asked[0].seed == 1
+            assert second.asked[0].prompt_token_ids == tokens("1+2") and second.asked[0].seed == 1
 
             third = FakeReplica(lambda request: None)
             await server.set_generation_workers([third])

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
@@ -226,21 +226,6 @@ def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(model,
 
 
 # -- determinism
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "megatron"), LAYOUTS[1:])
-def test_tied_experts_are_the_same_in_every_layout(model, tmp_path, world, megatron):
-    """Routers that say nothing: every expert has the same score, and the first two get every token."""
-    tensors = {n: torch.zeros_like(t) if n.endswith("gate.weight") else t for n, t in stored(model).items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    for metrics, weights in train(tmp_path, world, freeze_moe_router=True, **megatron):
-        assert metrics["moe/dead_expert_fraction"] == 0.5
-        assert metrics["moe/load_max_over_mean"] == 2.0
-        for expert in range(4):
-            name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
-            assert torch.equal(weights[name], tensors[name]) == (expert >= 2), name
 
 
 # -- replay of the experts that generation chose; transformers, forced, has the same
