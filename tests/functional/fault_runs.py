@@ -77,6 +77,7 @@ SUPERVISED = (
     "checkpointing.save_period=2",
     "logger.tensorboard_enabled=false",
 )
+CRITIC = ("value.train_global_batch_size=16", "value.train_micro_batch_size=8")
 TWO_RANKS = ("cluster.cpu_workers_per_node=2",)
 RUNS: dict[str, tuple[Path, Path, tuple[str, ...]]] = {  # of a loop: script, configuration, overrides
     "grpo": (EXAMPLES / "run_grpo_math.py", CPU_CONFIG, (*_sampling("grpo"), *REFERENCE, *TWO_RANKS)),
@@ -85,7 +86,7 @@ RUNS: dict[str, tuple[Path, Path, tuple[str, ...]]] = {  # of a loop: script, co
         CONFIGS / "grpo_math_async_cpu.yaml",
         (*_sampling("grpo"), *REFERENCE, *ASYNC),
     ),
-    "ppo": (EXAMPLES / "run_ppo.py", CONFIGS / "ppo_math_cpu.yaml", _sampling("ppo")),
+    "ppo": (EXAMPLES / "run_ppo.py", CONFIGS / "ppo_math_cpu.yaml", (*_sampling("ppo"), *CRITIC)),
     "distillation": (
         EXAMPLES / "run_distillation.py",
         CONFIGS / "distillation_math_cpu.yaml",
