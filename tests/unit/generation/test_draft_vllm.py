@@ -132,7 +132,7 @@ def test_it_comes_with_a_sync_and_leaves_the_distribution_as_it_is(ray_local: No
             bucket_bytes=BUCKET_BYTES,
         )
         refit.sync(1)
-        assert logprob_difference(policy.model, generation, version=1) < 2e-6
+        assert logprob_difference(policy.model, generation, version=1) < 1e-5  # as without a draft
         _, untrained_rate = samples(generation, range(200))
         policy.draft = trained
         refit.sync(2)
