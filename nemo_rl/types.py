@@ -45,6 +45,7 @@ class ImageSpan:
     digest: str  # of the image's pixels: equal images have equal digests
     start: int  # number of the first token
     length: int  # tokens, the marks between the rows of a large image included
+    num_pixels: int = 0  # that the vision tower sees
 
 
 class DatumSpec(TypedDict):
@@ -233,6 +234,7 @@ class SampleMeta:
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
     routed_experts_bytes: int = 0  # of `Sample.routed_experts`; 0 without
     reward_parts: list[float] = field(default_factory=list)  # each of several rewards, over all turns
+    images: dict[str, int] = field(default_factory=dict)  # pixels of each distinct image, by digest
     num_sampled_image_tokens: int = 0  # tokens that stand for images, which the model has sampled; they carry no loss
     # Of an agent's episode: its other token sequences. This one and they have each sampled token in one mask.
     branches: list[SampleMeta] = field(default_factory=list)
@@ -361,6 +363,7 @@ class ExampleMeta:
     num_loss_tokens: int
     problem: str | None = None  # why it is left out, naming row and column; its sequences are then short stubs
     problem_kind: str = ""  # the metric that counts it: "too_long", "identical_answers", "empty_answer", ...
+    images: dict[str, int] = field(default_factory=dict)  # pixels of each distinct image, by digest
 
 
 MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
@@ -394,6 +397,7 @@ class PlannedSample:
     lengths: tuple[int, ...]  # tokens of each of its sequences
     advantage: float
     mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
+    num_pixels: int = 0  # of its images
 
     @property
     def length(self) -> int:

@@ -210,6 +210,7 @@ async def run_episode(
             hit_total_token_limit=hit_total_token_limit,
             routed_experts_bytes=sum(piece.nbytes for piece in transcript.routed_experts),
             reward_parts=parts,
+            images={image.digest: image.num_pixels for image in transcript.images},
             num_sampled_image_tokens=num_image_tokens,
         ),
         metrics,

@@ -111,19 +111,23 @@ class Batching:
 
     Attributes:
         quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
+        pixel_weight: cost of a pixel of an image relative to a token.
         micro_batch_multiple: pipeline schedules need a number of micro-batches that is a multiple of this.
     """
 
     train: MicroBatching
     logprobs: MicroBatching
     quadratic_weight: float
+    pixel_weight: float = 0.0
     micro_batch_multiple: int = 1
 
     def __post_init__(self) -> None:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1) -> Batching:
+    def of(
+        cls, policy: PolicyConfig, *, quadratic_weight: float, pixel_weight: float = 0.0, sequences_per_sample: int = 1
+    ) -> Batching:
         """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
         packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, sequence_chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
@@ -138,7 +142,8 @@ class Batching:
             how = {"length_round": math.lcm(*multiples), "key": policy.key("dynamic_batching")}
             train, logprobs = (PaddedTokens(tokens=n, **how) for n in budgets)
         multiple = policy.backend_cfg.micro_batch_multiple
-        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, micro_batch_multiple=multiple)
+        costs = {"quadratic_weight": quadratic_weight, "pixel_weight": pixel_weight}
+        return cls(train=train, logprobs=logprobs, micro_batch_multiple=multiple, **costs)
 
     def of_scoring(self) -> Batching:
         """For a model that only scores: its optimizer steps, which never run, get the sizes of the logprobs."""
@@ -147,7 +152,8 @@ class Batching:
     def cost(self, micro_batch: Sequence[PlannedSample]) -> float:
         """Work of a micro-batch without its padding, in units of a token."""
         weight = self.quadratic_weight
-        return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
+        text = sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
+        return text + self.pixel_weight * sum(sample.num_pixels for sample in micro_batch)
 
 
 def plan_batch(
@@ -162,7 +168,14 @@ def plan_batch(
     episodes: list[list[PlannedSample]] = []
     for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True)):
         rows = [
-            PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
+            PlannedSample(
+                group=g,
+                index=i,
+                lengths=(meta.length,),
+                advantage=advantage,
+                mask=mask,
+                num_pixels=sum(meta.images.values()),
+            )
             for i, (meta, advantage, mask) in enumerate(zip(group.rows, group_advantages, group_masks, strict=True))
         ]
         branches = iter(rows[len(group.samples) :])

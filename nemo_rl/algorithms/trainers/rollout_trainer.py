@@ -96,7 +96,8 @@ class RolloutTrainer(Trainer):
         # run-time
         self.val_sampling = parts.val_sampling
         self.flops = parts.flops
-        self.batching = Batching.of(config.policy, quadratic_weight=parts.flops.quadratic_weight)
+        weights = {"quadratic_weight": parts.flops.quadratic_weight, "pixel_weight": parts.flops.pixel_weight}
+        self.batching = Batching.of(config.policy, **weights)
         self.version = 0  # of the policy's present weights
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
@@ -251,7 +252,11 @@ class RolloutTrainer(Trainer):
             )
         lengths = (sample.length for sample in trained)
         if num_passes:
-            train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
+            # The tower sees an image of a group once.
+            seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
+            images = [num_pixels for group in seen for num_pixels in group.values()]
+            frozen = {"has_adapters": run.policy.adapters.enabled, "freeze": run.policy.freeze}
+            train_flops = num_passes * self.flops.train(lengths, images, **frozen)
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 

@@ -72,6 +72,7 @@ class SupervisedTrainer(Trainer):
         self.batching = Batching.of(
             config.policy,
             quadratic_weight=parts.flops.quadratic_weight,
+            pixel_weight=parts.flops.pixel_weight,
             sequences_per_sample=config.sequences_per_row,
         )
 
@@ -145,7 +146,9 @@ class SupervisedTrainer(Trainer):
             "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
             "average_token_imbalance": token_imbalance(plan),
         }
-        train_flops = self.flops.train(lengths, is_frozen=self.run.policy.adapters.enabled)
+        images = [num_pixels for row in rows for num_pixels in row.images.values()]
+        frozen = {"has_adapters": self.run.policy.adapters.enabled, "freeze": self.run.policy.freeze}
+        train_flops = self.flops.train(lengths, images, **frozen)
         throughput |= flops_metrics(train_flops, training, workers, self.policy.gpu)
         self.record("performance", throughput)
 
@@ -198,6 +201,7 @@ def plan_examples(handles: Sequence[ExampleHandle], *, num_ranks: int, batching:
             lengths=row.lengths,
             advantage=0.0,
             mask=0.0 if row.problem is not None else 1.0,
+            num_pixels=sum(row.images.values()),
         )
         for number, handle in enumerate(handles)
         for row in handle.rows

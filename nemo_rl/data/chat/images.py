@@ -4,7 +4,7 @@ A content is a text or a list of parts in OpenAI's form: `{"type": "text", "text
 SOURCE}` or `{"type": "image_url", "image_url": {"url": ...}}`. A source is a path, a URL (http, https, file, data), the
 bytes of a file, a PIL image, a value of the `Image` feature of datasets, or an image drawn on this machine (`shapes:`).
 
-    row with sources -> `ImageReader.read` -> row with `{"type": "image", "digest", "placeholder", "expansion"}`, and
+    row with sources -> `ImageReader.read` -> row with `{"type": "image", "digest", "placeholder", ...}`, and
     pixels by digest -> chat template -> `expand` -> tokens, with the span of each image
 """
 
@@ -211,7 +211,10 @@ class ImageReader:
         digest, processor = image_digest(image), load_processor(self.processor_path)
         made, expansion = process_image(processor, image)
         pixels[digest] = {**made, PREVIEW: small_jpeg(image)}
-        return {"type": "image", "digest": digest, "placeholder": processor.image_token, "expansion": expansion}
+        # Qwen-VL repeats a still image to as many frames as a patch has.
+        frames = processor.image_processor.temporal_patch_size if "image_grid_thw" in made else 1
+        known = {"digest": digest, "placeholder": processor.image_token, "expansion": expansion}
+        return {"type": "image", **known, "num_pixels": made["pixel_values"].size // 3 // frames}
 
 
 def blank_image(processor_path: str) -> Pixels:
@@ -302,7 +305,9 @@ def spans_of_images(
     spans = []
     for image, (begin, end) in zip(images, characters, strict=True):
         first = bisect_left(starts, begin)
-        spans.append(ImageSpan(digest=image["digest"], start=first, length=bisect_left(starts, end, lo=first) - first))
+        length = bisect_left(starts, end, lo=first) - first
+        known = {"digest": image["digest"], "num_pixels": image["num_pixels"]}
+        spans.append(ImageSpan(start=first, length=length, **known))
     return spans
 
 

@@ -220,6 +220,7 @@ def _meta(
         num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
         problem=problem,
         problem_kind=problem_kind,
+        images={image.digest: image.num_pixels for example in examples for image in example.images},
     )
 
 

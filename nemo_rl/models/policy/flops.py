@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,14 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta
-from nemo_rl.models.policy.vision.families import FAMILIES, LANGUAGE_MODEL, part_of, sees_images
+from nemo_rl.models.policy.vision.families import (
+    FAMILIES,
+    LANGUAGE_MODEL,
+    PROJECTOR,
+    VISION_TOWER,
+    part_of,
+    sees_images,
+)
 
 BACKWARD_FACTOR = 2
 
@@ -70,6 +77,40 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 @dataclass(frozen=True)
+class TowerFlops:
+    """Operations of a vision tower and its projector: `per_patch` outside of attention, `per_pair` in each layer."""
+
+    patch_pixels: int
+    per_patch: float
+    per_pair: float
+    windows: tuple[int | None, ...]  # patches that a patch attends to in each layer; None: all of its image
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, model: nn.Module) -> TowerFlops:
+        """Count the layers of the tower of `model`. The projector runs once for each token of an image."""
+        family, vision = FAMILIES[config.model_type], config.vision_config.to_dict()
+        per_token = (vision.get("spatial_merge_size") or config.scale_factor) ** 2  # patches
+        weights = 0.0
+        for name, module in model.named_modules():
+            part = part_of(f"{name}.", family)
+            if part != LANGUAGE_MODEL and isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+                weights += module.weight.numel() / (per_token if part == PROJECTOR else 1)
+        size, width = vision["patch_size"], vision.get("embed_dim") or vision["hidden_size"]
+        window = vision.get("window_size") or vision.get("image_size")  # a tile is an image of its own
+        reach = None if window is None else (window // size) ** 2
+        whole = vision.get("fullatt_block_indexes") or ()
+        depth = vision.get("depth") or vision["num_hidden_layers"]
+        windows = tuple(None if layer in whole else reach for layer in range(depth))
+        return cls(patch_pixels=size**2, per_patch=2.0 * weights, per_pair=4.0 * width, windows=windows)
+
+    def forward(self, num_pixels: int) -> float:
+        """Operations of one forward pass over an image."""
+        patches = num_pixels / self.patch_pixels
+        reached = sum(patches if window is None else min(window, patches) for window in self.windows)
+        return self.per_patch * patches + self.per_pair * patches * reached
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """Operations of the forward pass: `per_token` outside of attention, `per_pair` of positions in each layer."""
 
@@ -78,6 +119,7 @@ class ModelFlops:
     windows: tuple[int | None, ...]  # of each attention layer: its sliding window, None if unlimited
     num_parameters: int
     cache_size: int  # numbers that a token has in the KV cache
+    tower: TowerFlops | None = None  # of a vision-language model
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelFlops:
@@ -89,6 +131,7 @@ class ModelFlops:
         num_routed = max((settings[name] or 0 for name in names), default=0)
         weights = 0.0
         family = FAMILIES[config.model_type] if sees_images(config) else None
+        tower = TowerFlops.of(config, model) if family is not None else None
         for name, module in model.named_modules():
             if family is not None and part_of(f"{name}.", family) != LANGUAGE_MODEL:
                 continue
@@ -100,6 +143,7 @@ class ModelFlops:
         counted: dict[str, Any] = {
             "per_token": 2.0 * weights,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "tower": tower,
         }
         if text.attribute_map.get("num_attention_heads", "num_attention_heads") not in settings:
             return cls(**counted, per_pair=0.0, windows=(), cache_size=0)  # Mamba, RWKV
@@ -124,6 +168,11 @@ class ModelFlops:
         """Forward operations per squared token relative to those per token: the weight of attention in the cost."""
         return self.per_pair * self.windows.count(None) / 2 / self.per_token
 
+    @property
+    def pixel_weight(self) -> float:
+        """Forward operations per pixel of an image relative to those per token."""
+        return 0.0 if self.tower is None else self.tower.per_patch / self.tower.patch_pixels / self.per_token
+
     def forward(self, length: int) -> float:
         """Operations of one forward pass over a sequence of `length` tokens, causal attention."""
         attention = 0.0
@@ -134,14 +183,27 @@ class ModelFlops:
             attention += num_layers * self.per_pair * pairs
         return self.per_token * length + attention
 
-    def train(self, lengths: Iterable[int], *, is_frozen: bool = False) -> float:
-        """Operations of forward and backward passes over sequences of these lengths.
+    def train(
+        self,
+        lengths: Iterable[int],
+        images: Iterable[int] = (),
+        *,
+        has_adapters: bool = False,
+        freeze: Collection[str] = (),
+    ) -> float:
+        """Operations of forward and backward passes over sequences of these lengths, and images of so many pixels.
 
-        `is_frozen`: base weights get no gradient (LoRA), which saves one product of each layer.
+        Base weights under adapters and frozen weights get no gradient, which saves one product of each layer. Nothing
+        goes back through a frozen tower.
         """
         lengths = list(lengths)
         whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
-        return whole - (self.per_token * sum(lengths) if is_frozen else 0.0)
+        if has_adapters or LANGUAGE_MODEL in freeze:
+            whole -= self.per_token * sum(lengths)
+        if self.tower is None:
+            return whole
+        passes = 1 if VISION_TOWER in freeze else BACKWARD_FACTOR if has_adapters else 1 + BACKWARD_FACTOR
+        return whole + passes * sum(self.tower.forward(num_pixels) for num_pixels in images)
 
 
 # -- seconds of a step of an algorithm that samples, phase by phase, from bytes and operations
@@ -305,7 +367,7 @@ class _Step:
     def training(self) -> float:
         """The larger of computing and gathering: FSDP gathers the next layer while it computes one."""
         lengths, layout = self.work.lengths, self.layout
-        flops = self.model.train(lengths, is_frozen=layout.is_frozen)
+        flops = self.model.train(lengths, has_adapters=layout.is_frozen)
         if layout.recomputes:
             flops += sum(self.model.forward(length) for length in lengths)
         flops *= self.work.training_passes

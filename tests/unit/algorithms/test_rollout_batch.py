@@ -231,6 +231,20 @@ def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
         assert metrics["packing/wait_imbalance"] < 1.03
 
 
+@pytest.mark.parametrize("batching", [packed(200, 200), fixed(2, 2)], ids=["packed", "fixed"])
+def test_images_count_in_the_balance_of_ranks_and_micro_batches(batching):
+    """Eight samples of as many tokens, two of them with an image that costs as much as 100 tokens."""
+    batching = replace(batching, pixel_weight=0.1)
+    groups = [handle(sample(prompt=1, generated=99)) for _ in range(8)]
+    for group in groups[:2]:
+        group.samples[0].images = {"d": 900, "e": 100}
+    ones = [[1.0]] * len(groups)
+    plan = plan_batch(groups, ones, ones, batching=batching, num_ranks=2, global_batch_size=8)
+    for rank in plan.ranks:
+        assert sorted(s.num_pixels for batch in rank.train[0] for s in batch) == [0, 0, 0, 1000]
+        assert batching.cost([s for batch in rank.train[0] for s in batch]) == pytest.approx(4 * 200 + 100)
+
+
 def test_a_sample_longer_than_any_micro_batch_is_refused_with_its_key():
     with pytest.raises(ValueError, match=r"a sample of 90 tokens.*policy\.dynamic_batching\.train_mb_tokens.* 90"):
         plan_of([90, 10], padded(80, 99), num_ranks=1, global_batch_size=2)

@@ -22,6 +22,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from nemo_rl.data import tiny_vision
+from nemo_rl.data.chat.images import process_image
+from nemo_rl.data.datasets.shapes import draw
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
 from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 
 SHAPE = {
@@ -61,6 +65,27 @@ def test_known_models() -> None:
     assert latent.cache_size == SHAPE["num_hidden_layers"] * (16 + 8)
 
 
+def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    tokenizer = build_tiny_tokenizer(recipe)
+    model = build_untrained_model(recipe, tokenizer)
+    made, _ = process_image(tiny_vision.build_processor(recipe, tokenizer), draw("red circle 0"))  # 36 patches
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.get_image_features(**{name: torch.from_numpy(value) for name, value in made.items()})
+    flops = ModelFlops.of(model.config)
+    tower, patches = flops.tower, 36
+    assert tower is not None and tower.patch_pixels == 8 * 8
+    assert counter.get_total_flops() == tower.per_patch * patches  # torch does not count this kernel of attention
+    seen = tower.forward(patches * 64)
+    assert seen == tower.per_patch * patches + tower.per_pair * patches * (16 + 36)  # a window, and the whole image
+    text = flops.train([50])
+    assert flops.train([50], [patches * 64]) == text + 3 * seen
+    assert flops.train([50], [patches * 64], freeze=["vision_tower"]) == text + seen
+    assert flops.train([50], freeze=["language_model"]) == text - 50 * flops.per_token
+    assert flops.pixel_weight == tower.per_patch / 64 / flops.per_token
+
+
 def test_only_the_experts_of_a_token_count() -> None:
     moe = {"moe_intermediate_size": 16, "head_dim": 8}
     few = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=8, num_experts_per_tok=2))
@@ -96,7 +121,7 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
     flops, length = ModelFlops.of(LlamaConfig(**SHAPE)), 4096
     approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
-    assert flops.train([3, 5]) - flops.train([3, 5], is_frozen=True) == 8 * flops.per_token
+    assert flops.train([3, 5]) - flops.train([3, 5], has_adapters=True) == 8 * flops.per_token
 
 
 @pytest.mark.parametrize(

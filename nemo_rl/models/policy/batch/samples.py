@@ -95,7 +95,7 @@ class SampleWriter:
                 "id": meta.pop("sample_id") + place,
                 "group": group.group_id,
                 "prompt": group.prompt_id,
-                **{name: value for name, value in meta.items() if value not in (None, [], 0) or name == "reward"},
+                **{name: value for name, value in meta.items() if value not in (None, [], {}, 0) or name == "reward"},
                 "messages": sample.messages,
                 "metrics": sample.metrics,
                 **shown,
