@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from nemo_rl.report.run_files import read_block
 from tests.functional.cli import ROOT, SMALL, continues_bit_for_bit, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,3 +53,36 @@ def test_an_evaluation_asks_about_images(tmp_path):
     assert finished.status == 0, finished.output[-4000:]
     overall = json.loads((tmp_path / "results.json").read_text())["overall"]
     assert 0.1 < overall["mean"] < 0.6 and overall["failed"] == 0, overall
+
+
+def test_pictures_of_a_game_and_prompts_without_an_image_in_one_batch(tmp_path):
+    """The tower is frozen and packed rows cross the borders of images; the report shows what the model has seen."""
+    games = ROOT / "examples" / "configs" / "grpo_vlm_games_cpu.yaml"
+    batch = ("grpo.num_prompts_per_step=6", "policy.train_global_batch_size=24")
+    finished = run(tmp_path, *SMALL, *batch, script=SCRIPT, config=games)
+    assert finished.status == 0, finished.output[-4000:]
+    steps = [row for row in finished.metrics if row["step"] > 0]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    assert all(row["train/failed_sample_rate"] == 0 for row in steps)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+    assert max(row["train/max_turns_per_sample"] for row in steps) == 3
+    assert "only what training changes" in finished.output
+    [samples] = tmp_path.glob("logs/exp_*/samples")
+    num_pictures = {len(sample.get("pictures", ())) for block in samples.glob("*.js") for sample in read_block(block)}
+    assert {0, 1, 3} <= num_pictures <= {0, 1, 2, 3, 4}, num_pictures
+
+
+@pytest.mark.parametrize("refit", ["adapter", "merged"])
+def test_adapters_on_one_part_alone(tmp_path, refit):
+    """Of the language model, sent apart; of the tower, merged."""
+    chosen = {
+        "adapter": "exclude_modules: ['*visual*']",
+        "merged": "match_all_linear: false, target_modules: ['*visual*']",
+    }
+    lora = f"policy.dtensor_cfg.lora_cfg={{enabled: true, dim: 8, refit: {refit}, {chosen[refit]}}}"
+    finished = run(tmp_path, *SMALL, lora, "policy.optimizer.kwargs.lr=2e-3", script=SCRIPT, config=CONFIG)
+    assert finished.status == 0, finished.output[-4000:]
+    steps = [row for row in finished.metrics if row["step"] > 0]
+    assert len(steps) == 4 and all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    assert any(row["train/grad_norm"] > 0 for row in steps)
