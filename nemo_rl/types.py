@@ -248,6 +248,10 @@ class SampleMeta:
         return [self, *self.branches]
 
     @property
+    def num_pixels(self) -> int:
+        return sum(self.images.values())
+
+    @property
     def has_reward(self) -> bool:
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 

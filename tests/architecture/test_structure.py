@@ -10,15 +10,15 @@ LIMITS = {
     "lines of nemo_rl": 58_700,
     "files of nemo_rl": 280,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_200,
+    "lines that run_grpo_math.py reaches": 25_300,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_480,
+    "lines of the GRPO walk": 7_500,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 39_100,
+    "lines of tests": 39_250,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.

@@ -125,10 +125,11 @@ class Batching:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(
-        cls, policy: PolicyConfig, *, quadratic_weight: float, pixel_weight: float = 0.0, sequences_per_sample: int = 1
-    ) -> Batching:
-        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
+    def of(cls, policy: PolicyConfig, *, sequences_per_sample: int = 1, **weights: float) -> Batching:
+        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences.
+
+        `weights`: the attributes of these names.
+        """
         packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, sequence_chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
@@ -142,8 +143,7 @@ class Batching:
             how = {"length_round": math.lcm(*multiples), "key": policy.key("dynamic_batching")}
             train, logprobs = (PaddedTokens(tokens=n, **how) for n in budgets)
         multiple = policy.backend_cfg.micro_batch_multiple
-        costs = {"quadratic_weight": quadratic_weight, "pixel_weight": pixel_weight}
-        return cls(train=train, logprobs=logprobs, micro_batch_multiple=multiple, **costs)
+        return cls(train=train, logprobs=logprobs, micro_batch_multiple=multiple, **weights)
 
     def of_scoring(self) -> Batching:
         """For a model that only scores: its optimizer steps, which never run, get the sizes of the logprobs."""
@@ -169,12 +169,7 @@ def plan_batch(
     for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True)):
         rows = [
             PlannedSample(
-                group=g,
-                index=i,
-                lengths=(meta.length,),
-                advantage=advantage,
-                mask=mask,
-                num_pixels=sum(meta.images.values()),
+                group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask, num_pixels=meta.num_pixels
             )
             for i, (meta, advantage, mask) in enumerate(zip(group.rows, group_advantages, group_masks, strict=True))
         ]

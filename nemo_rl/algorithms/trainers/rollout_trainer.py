@@ -96,8 +96,7 @@ class RolloutTrainer(Trainer):
         # run-time
         self.val_sampling = parts.val_sampling
         self.flops = parts.flops
-        weights = {"quadratic_weight": parts.flops.quadratic_weight, "pixel_weight": parts.flops.pixel_weight}
-        self.batching = Batching.of(config.policy, **weights)
+        self.batching = Batching.of(config.policy, **parts.flops.cost_weights)
         self.version = 0  # of the policy's present weights
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step

@@ -169,9 +169,11 @@ class ModelFlops:
         return self.per_pair * self.windows.count(None) / 2 / self.per_token
 
     @property
-    def pixel_weight(self) -> float:
-        """Forward operations per pixel of an image relative to those per token."""
-        return 0.0 if self.tower is None else self.tower.per_patch / self.tower.patch_pixels / self.per_token
+    def cost_weights(self) -> dict[str, float]:
+        """Forward operations relative to those per token: per squared token, and per pixel of an image."""
+        tower = self.tower
+        per_pixel = 0.0 if tower is None else tower.per_patch / tower.patch_pixels / self.per_token
+        return {"quadratic_weight": self.quadratic_weight, "pixel_weight": per_pixel}
 
     def forward(self, length: int) -> float:
         """Operations of one forward pass over a sequence of `length` tokens, causal attention."""

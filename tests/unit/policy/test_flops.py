@@ -83,7 +83,7 @@ def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
     assert flops.train([50], [patches * 64]) == text + 3 * seen
     assert flops.train([50], [patches * 64], freeze=["vision_tower"]) == text + seen
     assert flops.train([50], freeze=["language_model"]) == text - 50 * flops.per_token
-    assert flops.pixel_weight == tower.per_patch / 64 / flops.per_token
+    assert flops.cost_weights["pixel_weight"] == tower.per_patch / 64 / flops.per_token
 
 
 def test_only_the_experts_of_a_token_count() -> None:
