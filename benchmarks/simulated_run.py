@@ -29,6 +29,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
@@ -132,6 +133,9 @@ class SimulatedPolicy:
     def load(self, plan: BatchPlan) -> None:
         pass
 
+    def keep_samples(self, folder: Path, max_tokens: int) -> None:
+        pass
+
     def train(self, loss_fn: Any, task: Any) -> TrainResult:
         self.group.call_all("train")
         metrics = {"loss": 0.0, "global_valid_toks": 1.0}
@@ -141,7 +145,11 @@ class SimulatedPolicy:
 class SimulatedRefit:
     """A weight sync that takes no time."""
 
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.notify = notify
+
     def sync(self, version: int) -> dict[str, float]:
+        self.notify()
         return {}
 
 
@@ -182,19 +190,32 @@ def referees() -> dict[str, Any]:
 
 def steps_per_hour(folder: Path, times: Times, overrides: Sequence[str]) -> float:
     """Run a simulated GRPO and return its steps per hour, the first two left out."""
-    config = load_config(GRPOMasterConfig, CONFIG, [*OVERRIDES, *overrides])
-    with ExitStack() as stack:
-        cluster = stack.enter_context(RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=4))
-        trainer = _build(config, folder, times, cluster, stack)
-        trainer.start()
-        trainer.train()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["timing/train/total_step_time"] for row in rows[2:]]
+    seconds = [row["timing/train/total_step_time"] for row in simulate(folder, times, overrides)[2:]]
     return 3600 * len(seconds) / sum(seconds)
 
 
+def simulate(
+    folder: Path, times: Times, overrides: Sequence[str], *, each_step: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Run a simulated GRPO with a report. Returns the rows of its metrics.jsonl. Calls `each_step` at every refit."""
+    config = load_config(GRPOMasterConfig, CONFIG, [*OVERRIDES, *overrides])
+    with ExitStack() as stack:
+        cluster = stack.enter_context(RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=4))
+        trainer = _build(config, folder, times, cluster, stack, SimulatedRefit(each_step))
+        assert trainer.tools.recorder is not None
+        trainer.tools.recorder.start({}, config.grpo.max_num_steps, trainer.policies[0])
+        trainer.start()
+        trainer.train()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def _build(
-    config: GRPOMasterConfig, folder: Path, times: Times, cluster: RayVirtualCluster, stack: ExitStack
+    config: GRPOMasterConfig,
+    folder: Path,
+    times: Times,
+    cluster: RayVirtualCluster,
+    stack: ExitStack,
+    refit: SimulatedRefit,
 ) -> GRPOTrainer:
     def group(worker: str, name: str) -> RayWorkerGroup:
         builder = RayWorkerBuilder(f"benchmarks.simulated_run.{worker}", times)
@@ -220,7 +241,7 @@ def _build(
     parts: Any = RolloutParts(
         policy=SimulatedPolicy(policy),  # type: ignore[arg-type]
         generation=None,  # type: ignore[arg-type]
-        refit=SimulatedRefit(),  # type: ignore[arg-type]
+        refit=refit,  # type: ignore[arg-type]
         rollouts=rollouts,
         prompts=PromptDataLoader(data, config.grpo.num_prompts_per_step, seed=1),
         validation_prompts=[],
@@ -228,11 +249,13 @@ def _build(
         val_sampling=sampling,
         flops=ModelFlops(per_token=1.0, per_pair=0.0, windows=(), num_parameters=0, cache_size=0),
     )
+    console = RunConsole(num_steps=config.grpo.max_num_steps, file=io.StringIO(), force_terminal=False)
     tools = RunTools(
         logger=Logger(config.logger, folder),
-        console=RunConsole(num_steps=config.grpo.max_num_steps, file=io.StringIO(), force_terminal=False),
+        console=console,
         checkpointing=config.checkpointing,
         resolved_config_yaml="",
         identity={},
+        recorder=RunRecorder(config.logger.report, folder, console),
     )
     return GRPOTrainer(config, tools, parts)

@@ -363,6 +363,33 @@ def test_failures_have_the_form_that_clients_know():
     with_server(engine, use)
 
 
+def test_a_thousand_connections_keep_no_one_waiting():
+    """500 clients never finish their request, and 500 ask at once: all of these are answered."""
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
+        host, port = client.base_url.host, client.base_url.port
+        slow = [await asyncio.open_connection(host, port) for _ in range(500)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\n")
+        async with aiohttp.ClientSession(
+            headers={"Authorization": "Bearer secret"}, connector=aiohttp.TCPConnector(limit=0)
+        ) as session:
+
+            async def ask(seed: int) -> int:
+                body = {"prompt": "1+2", "model": "any", "seed": seed}
+                async with session.post(f"{client.base_url}completions", json=body) as answer:
+                    await answer.read()
+                    return answer.status
+
+            assert await asyncio.gather(*map(ask, range(500))) == [200] * 500
+        for _, writer in slow:
+            writer.close()
+
+    engine = Engine()
+    with_server(engine, use)
+    assert len(engine.asked) == 500
+
+
 def test_requests_under_way_are_told_that_the_run_has_ended():
     engine = Engine()
 
