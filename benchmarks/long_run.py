@@ -45,7 +45,8 @@ def main() -> None:
     width = len(seconds) // TENTHS
     medians = [statistics.median(seconds[k * width : (k + 1) * width]) for k in range(TENTHS)]
     for k, median in enumerate(medians):
-        print(f"steps {k * width + 1:>5} to {(k + 1) * width:>5}: {1e3 * median:6.1f} ms, {memory[(k + 1) * width - 1]:6.0f} MB")
+        first, last = k * width + 1, (k + 1) * width
+        print(f"steps {first:>5} to {last:>5}: {1e3 * median:6.1f} ms, {memory[last - 1]:6.0f} MB")
     print(f"files of the run: {size / 1e6 / len(seconds) * 1000:.1f} MB in 1,000 steps")
     growth = (memory[-1] - memory[width]) / (len(seconds) - width) * 1000
     print(f"memory of the driver grows by {growth:.1f} MB in 1,000 steps")

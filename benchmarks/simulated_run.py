@@ -133,8 +133,14 @@ class SimulatedPolicy:
     def load(self, plan: BatchPlan) -> None:
         pass
 
+    def restart(self) -> None:
+        raise AssertionError("nothing dies here")
+
     def keep_samples(self, folder: Path, max_tokens: int) -> None:
         pass
+
+    def write_samples(self, step: int) -> list[str]:
+        return []
 
     def train(self, loss_fn: Any, task: Any) -> TrainResult:
         self.group.call_all("train")
@@ -148,9 +154,17 @@ class SimulatedRefit:
     def __init__(self, notify: Callable[[], None]) -> None:
         self.notify = notify
 
+    def announce(self) -> None:
+        pass
+
     def sync(self, version: int) -> dict[str, float]:
         self.notify()
         return {}
+
+
+class Nowhere(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class Referee:
@@ -249,7 +263,8 @@ def _build(
         val_sampling=sampling,
         flops=ModelFlops(per_token=1.0, per_pair=0.0, windows=(), num_parameters=0, cache_size=0),
     )
-    console = RunConsole(num_steps=config.grpo.max_num_steps, file=io.StringIO(), force_terminal=False)
+    # Not a StringIO, which would grow.
+    console = RunConsole(num_steps=config.grpo.max_num_steps, file=Nowhere(), force_terminal=False)
     tools = RunTools(
         logger=Logger(config.logger, folder),
         console=console,

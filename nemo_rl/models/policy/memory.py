@@ -3,9 +3,9 @@
 config.json -> `ModelShape` (parameters per layer, widths) + `RunShape` (ranks, precisions, tokens of a micro-batch)
 -> `predict_memory`: phases, each with its parts in bytes and the key that lowers each -> the peak
 
-Saved activations are counted from the tensors that the layers of transformers keep for their backward pass. Allocator
-slack, the libraries themselves and their kernels' workspaces are one constant. `benchmarks/memory.py` measures the
-training phase on the CPU against the prediction.
+Saved activations are counted from the tensors that the layers of transformers keep for their backward pass. On a GPU,
+libraries and their kernels' workspaces are one constant; on a CPU, the slack of the heap is one share of the rest.
+`benchmarks/memory.py` measures the training phase on the CPU against the prediction.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
+HEAP_SHARE = 0.08  # of a CPU process: freed pieces between others that live (measured: the mean of twelve cases)
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
 OPTIMIZER_STATE = "optimizer state"
@@ -238,7 +239,7 @@ def training_phases(
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
     gradients = Part(name="gradients", num_bytes=held, key=cut)
     scratch = 2 * model.largest_parameter / shards / tp * shape.master_bytes
-    return {
+    phases = {
         "logprobs": [*weights, *optimizer, *gathered, *passes(shape.logprob_tokens, grad=False)],
         "train": [*weights, *optimizer, *gathered, gradients, *passes(shape.train_tokens, grad=True)],
         "update": [
@@ -248,6 +249,10 @@ def training_phases(
             Part(name="optimizer's temporaries", num_bytes=scratch, key=f"set {key('optimizer.kwargs.fused')}"),
         ],
     }
+    for parts in phases.values() if not machine.is_gpu else ():
+        slack = HEAP_SHARE * sum(part.num_bytes for part in parts)
+        parts.append(Part(name="slack of the heap", num_bytes=slack, key="nothing lowers it"))
+    return phases
 
 
 _WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass
