@@ -29,16 +29,15 @@ TABLE: dict[str, dict[str, str]] = {
         _CALLS: "GRPOAdvantageEstimator ReinforcePlusPlusAdvantageEstimator GDPOAdvantageEstimator"
     },
     "algorithms.distillation": {
-        _CALLS: "setup=setup_distillation distillation_train",
-        "algorithms.config.distillation": "MasterConfig=DistillationMasterConfig",
+        _CALLS: "setup=setup_distillation distillation_train MasterConfig=distillation_config",
     },
     "algorithms.dpo": {
-        _CALLS: "setup=setup_dpo dpo_train",
-        "algorithms.config.supervised": "MasterConfig=DPOMasterConfig",
+        _CALLS: "setup=setup_dpo dpo_train MasterConfig=dpo_config",
     },
     "algorithms.grpo": {
-        _CALLS: "setup=setup_grpo grpo_train async_grpo_train=grpo_train refit_policy_generation",
-        "algorithms.config.grpo": "MasterConfig=GRPOMasterConfig GRPOConfig",
+        _CALLS: "setup=setup_grpo grpo_train async_grpo_train=grpo_train refit_policy_generation "
+        "MasterConfig=grpo_config",
+        "algorithms.config.grpo": "GRPOConfig",
     },
     "algorithms.interfaces": {"types": "LossFunction"},
     "algorithms.loss": _LOSSES,
@@ -46,14 +45,11 @@ TABLE: dict[str, dict[str, str]] = {
     "algorithms.loss.loss_functions": _LOSSES,
     "algorithms.loss_functions": _LOSSES,
     "algorithms.ppo": {
-        _CALLS: "setup=setup_ppo ppo_train",
-        "algorithms.config.ppo": "MasterConfig=PPOMasterConfig PPOConfig",
+        _CALLS: "setup=setup_ppo ppo_train MasterConfig=ppo_config",
+        "algorithms.config.ppo": "PPOConfig",
     },
-    "algorithms.rm": {_CALLS: "setup=setup_rm rm_train", "algorithms.config.supervised": "MasterConfig=RMMasterConfig"},
-    "algorithms.sft": {
-        _CALLS: "setup=setup_sft sft_train",
-        "algorithms.config.supervised": "MasterConfig=SFTMasterConfig",
-    },
+    "algorithms.rm": {_CALLS: "setup=setup_rm rm_train MasterConfig=rm_config"},
+    "algorithms.sft": {_CALLS: "setup=setup_sft sft_train MasterConfig=sft_config"},
     "algorithms.utils": {
         _CALLS: "get_tokenizer calculate_baseline_and_std_per_prompt masked_mean",
         "algorithms.losses.divergence": "calculate_kl",

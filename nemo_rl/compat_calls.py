@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -25,7 +26,7 @@ from nemo_rl.algorithms.losses.aggregate import divide_by_count
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.advantages import GroupRewards, centred, compute_advantages, deviation
-from nemo_rl.config.loader import register_omegaconf_resolvers
+from nemo_rl.config.loader import build_config, register_omegaconf_resolvers
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.config import DatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.registry import load_rows
@@ -42,6 +43,7 @@ from nemo_rl.types import (
     ProcessorFn,
 )
 from nemo_rl.utils import tokenizer as tokenizers
+from nemo_rl.utils.registry import import_object
 
 # Configuration and tokenizer
 
@@ -64,6 +66,23 @@ def parse_hydra_overrides(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise OverridesError(str(error)) from error
     return cfg
+
+
+def _config_of(path: str) -> Callable[..., BaseModel]:
+    def checked(**sections: Any) -> BaseModel:
+        """The configuration with these sections, checked, with defaults. ConfigError with everything that is wrong."""
+        return build_config(import_object(path, "configuration"), sections)
+
+    return checked
+
+
+_CONFIGS = "nemo_rl.algorithms.config"
+grpo_config = _config_of(f"{_CONFIGS}.grpo:GRPOMasterConfig")
+ppo_config = _config_of(f"{_CONFIGS}.ppo:PPOMasterConfig")
+distillation_config = _config_of(f"{_CONFIGS}.distillation:DistillationMasterConfig")
+sft_config = _config_of(f"{_CONFIGS}.supervised:SFTMasterConfig")
+dpo_config = _config_of(f"{_CONFIGS}.supervised:DPOMasterConfig")
+rm_config = _config_of(f"{_CONFIGS}.supervised:RMMasterConfig")
 
 
 def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from nemo_rl.compat import TABLE, targets
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -71,6 +72,9 @@ def test_configuration(tmp_path: Path) -> None:
         config.load_config(tmp_path / "run.yaml"), ["policy.model_name=b", "+grpo.k=[1,2]"]
     )
     assert (cfg.policy.tokenizer.name, cfg.grpo.n, list(cfg.grpo.k)) == ("b", 6, [1, 2])
+    run = config.load_config(Path(__file__).parents[2] / "examples/configs/grpo_math_cpu.yaml")
+    sections: Any = OmegaConf.to_container(config.parse_hydra_overrides(run, ["grpo.max_num_steps=3"]))
+    assert theirs("algorithms.grpo").MasterConfig(**sections).grpo.max_num_steps == 3
     with pytest.raises(config.OverridesError, match="modle_name"):
         config.parse_hydra_overrides(cfg, ["policy.modle_name=b"])
 
