@@ -14,11 +14,12 @@ import os
 import pickle
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -80,16 +81,23 @@ def lane_main(session: pytest.Session, connection: Connection, folder: Path) -> 
 
 
 class Lane:
-    """A process, and the numbers of the items that it was given and has not done."""
+    """A process, the numbers of the items that it was given and has not done, and the last that it has."""
 
     def __init__(self, session: pytest.Session, folder: Path, before: Sequence[Lane]) -> None:
         self.connection, theirs = FORK.Pipe()
         self.left: list[int] = []
+        self.last = 0
 
         def main() -> None:
-            for lane in (*before, self):
-                lane.connection.close()
-            lane_main(session, theirs, folder)
+            status = 1
+            try:
+                for lane in (*before, self):
+                    lane.connection.close()
+                lane_main(session, theirs, folder)
+                status = 0
+            except BaseException:  # of a fixture: the process ends in any case
+                traceback.print_exc()
+            os._exit(status)  # threads that a test left behind hold nobody up
 
         self.process = FORK.Process(target=main)
         self.process.start()
@@ -166,7 +174,8 @@ class Lanes:
             )
         else:
             assert kind == "done" and said == lane.left[:1]
-            item = self.session.items[lane.left.pop(0)]
+            lane.last = lane.left.pop(0)
+            item = self.session.items[lane.last]
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
             if not lane.left:
                 lane.give(self._next())
@@ -175,15 +184,17 @@ class Lanes:
         lane.process.join()
         lane.connection.close()
         self.lanes.remove(lane)
-        if not lane.left:
-            assert lane.process.exitcode == 0, "fixtures of the session were not torn down: see the output above"
-            return
-        item, *_ = (self.session.items[number] for number in lane.left)
-        told = f"the process of this test ended with status {lane.process.exitcode}"
+        if lane.left:
+            self._fail(lane.left[0], "call", f"the process of this test ended with status {lane.process.exitcode}")
+            self._start(takes_runs=True, numbers=lane.left[1:])
+        elif lane.process.exitcode != 0:
+            self._fail(lane.last, "teardown", "fixtures of the session were not torn down: see the output above")
+
+    def _fail(self, number: int, when: Literal["call", "teardown"], told: str) -> None:
+        item = self.session.items[number]
         keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
-        report = pytest.TestReport(item.nodeid, item.location, keywords, "failed", told, "call")
+        report = pytest.TestReport(item.nodeid, item.location, keywords, "failed", told, when)
         self.config.hook.pytest_runtest_logreport(report=report)
-        self._start(takes_runs=True, numbers=lane.left[1:])
 
     def _end(self) -> None:
         """Of lanes that still run: as Ctrl-C does, which lets them tear their fixtures down."""

@@ -170,8 +170,7 @@ def test_with_weights_in_flight_nothing_waits_and_the_window_holds(tmp_path, ord
     assert (run.trained == sorted(run.trained, key=lambda step: int(step[0].split("/")[0]))) or order == "arrival"
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("killed_after", [1, 4, 7])
+@pytest.mark.parametrize(("in_flight", "killed_after"), [(False, 1), (False, 7), (True, 4)])
 def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path, in_flight, killed_after):
     settings = f"grpo.async_grpo.in_flight_weight_updates={str(in_flight).lower()}"
     whole = Run(tmp_path / "whole", settings, "grpo.async_grpo.max_trajectory_age_steps=2")

@@ -56,7 +56,7 @@ def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
     assert taken(buffer, 1, 2) == ["0"] and taken(buffer, 1, 3) == ["3"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.integers(1, 4),
     st.integers(1, 4),
