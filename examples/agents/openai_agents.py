@@ -1,6 +1,6 @@
 """An agent of OpenAI's agents SDK with a tool of its own, by `/v1/responses`.
 
-`py_executable: requirements/agents/openai_agents.txt` gives it a Python of its own; see docs/guides/agents.md.
+Run it with `examples/run_grpo.py --config examples/configs/grpo_agent_tools_cpu.yaml`.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, ToolCallItem, function_tool, set_tracing_disabled
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 
 from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.environments.code.tools import calculate
 
 set_tracing_disabled(True)  # the SDK sends traces to OpenAI otherwise
 HTTP = openai.DefaultAsyncHttpxClient()
 
 
 @function_tool
-def add(a: int, b: int) -> int:
-    """The sum of two integers."""
-    return a + b
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    return calculate(expression)
 
 
 async def solve(task: AgentTask, max_turns: int = 4) -> dict[str, Any]:
@@ -30,7 +31,7 @@ async def solve(task: AgentTask, max_turns: int = 4) -> dict[str, Any]:
         name="calculator",
         model=OpenAIResponsesModel(model=task.model, openai_client=client),
         model_settings=ModelSettings(parallel_tool_calls=None),
-        tools=[add],
+        tools=[calculator],
     )
     messages: Any = [{"role": message["role"], "content": message["content"]} for message in task.messages]
     try:
@@ -38,4 +39,5 @@ async def solve(task: AgentTask, max_turns: int = 4) -> dict[str, Any]:
     except (MaxTurnsExceeded, ModelBehaviorError):
         return {"reward": 0.0, "metrics": {"gave_up": 1.0}}
     right = f"\\boxed{{{task.row['expected_answer']}}}" in str(result.final_output)
-    return {"reward": float(right), "metrics": {"gave_up": 0.0}}
+    num_calls = sum(isinstance(item, ToolCallItem) for item in result.new_items)
+    return {"reward": float(right), "metrics": {"gave_up": 0.0, "tool_calls": num_calls}}

@@ -1,4 +1,4 @@
-"""Two small environments of the package `verifiers`, to try `verifiers_env.py` with: sums with a tool, and guessing.
+"""Two small environments of the package `verifiers`, to try `verifiers_env.py` with: sums with a tool, and in turns.
 
 `load_environment` is what `verifiers` looks for in a module; `kind` chooses one.
 """
@@ -11,28 +11,28 @@ from typing import Any, Literal
 import verifiers as vf
 from datasets import Dataset
 
+from nemo_rl.environments.code.tools import calculate
 
-def add(a: int, b: int) -> int:
-    """The sum of two integers.
+
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression.
 
     Args:
-        a: The first one.
-        b: The second one.
+        expression: For example 3+4.
     """
-    return a + b
+    return calculate(expression)
 
 
-class Guessing(vf.MultiTurnEnv):
-    """The model guesses a number, and hears whether it is larger or smaller."""
+class Again(vf.MultiTurnEnv):
+    """The model answers a sum, and is asked again while it is wrong."""
 
     async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-        guess, right = _text(messages[-1]).strip(), int(state["answer"])
-        hint = "?" if not guess.isdigit() else "+" if int(guess) < right else "-"
-        return [vf.UserMessage(content=hint)]
+        return [vf.UserMessage(content=_text(state["prompt"][-1]))]
 
     @vf.stop
     async def is_found(self, state: Any, **_: Any) -> bool:
-        return any(_text(step["completion"][-1]).strip() == state["answer"] for step in state["trajectory"])
+        said = [turn for step in state["trajectory"] for turn in step["completion"]]
+        return is_right(said, state["answer"]) > 0
 
 
 def _role(message: Any) -> str:
@@ -44,9 +44,9 @@ def _text(message: Any) -> str:
 
 
 def is_right(completion: Any, answer: str, **_: Any) -> float:
-    """1 if an answer has the right number as its end."""
+    """1 if an answer has the right number in its box."""
     said = [_text(turn) for turn in completion if _role(turn) == "assistant"]
-    return float(any(text.rstrip(" .}").endswith(answer) for text in said))
+    return float(any(f"\\boxed{{{answer}}}" in text for text in said))
 
 
 def load_environment(kind: Literal["tools", "turns"] = "tools", num_rows: int = 256, seed: int = 0) -> vf.Environment:
@@ -54,9 +54,8 @@ def load_environment(kind: Literal["tools", "turns"] = "tools", num_rows: int = 
     rows = []
     for _ in range(num_rows):
         a, b = draw.randint(0, 9), draw.randint(0, 9)
-        question = f"{a}+{b}" if kind == "tools" else "?"
-        rows.append({"question": question, "answer": str(a + b)})
+        rows.append({"question": f"{a}+{b}", "answer": str(a + b)})
     dataset, rubric = Dataset.from_list(rows), vf.Rubric(funcs=[is_right])
     if kind == "tools":
-        return vf.ToolEnv(dataset=dataset, rubric=rubric, tools=[add], max_turns=3)
-    return Guessing(dataset=dataset, rubric=rubric, max_turns=3)
+        return vf.ToolEnv(dataset=dataset, rubric=rubric, tools=[calculator], max_turns=3)
+    return Again(dataset=dataset, rubric=rubric, max_turns=3)

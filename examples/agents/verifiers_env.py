@@ -12,6 +12,7 @@ import argparse
 import json
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import openai
 import verifiers as vf
@@ -24,7 +25,9 @@ HTTP = openai.DefaultAsyncHttpxClient()
 
 @cache
 def load(environment: str, arguments: str) -> vf.Environment:
-    return vf.load_environment(environment, **json.loads(arguments))
+    """The environment. The handlers of signals that it sets are for a program of its own; here the run has them."""
+    with patch("signal.signal"):
+        return vf.load_environment(environment, **json.loads(arguments))
 
 
 async def play(task: AgentTask, environment: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,0 +1,233 @@
+"""Agents of other libraries in whole runs: each in a Python of its own, with the real tiny model behind them.
+
+All of them play in the same two steps, because the start of a run costs more than its episodes.
+"""
+
+import itertools
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+from nemo_rl.environments.code.tools import calculate
+from nemo_rl.environments.own_python import python_of
+from nemo_rl.utils.task_formats import CALCULATOR
+from nemo_rl.utils.venvs import VenvBuildError
+from tests.functional.cli import ROOT, run
+from tests.functional.test_agent_run import SCRIPT, SMALL
+from tests.unit.environments.http_servers import served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+CONFIG = ROOT / "examples" / "configs" / "grpo_agent_tools_cpu.yaml"
+NUM_PROMPTS, NUM_EPISODES = 2, 4  # of each client in a step, and of each prompt
+SUMS = [(1, 2), (3, 4)]
+
+
+@pytest.fixture(scope="module")
+def pythons() -> dict[str, str]:
+    """The requirements of each client that uv can install. Skips the tests if it can install none."""
+    found, problem = {}, ""
+    for name in ("openai_agents", "langgraph", "verifiers", "openenv"):
+        file = str(ROOT / "requirements" / "agents" / f"{name}.txt")
+        try:
+            python_of(file, name)
+        except VenvBuildError as error:
+            problem = str(error)
+        else:
+            found[name] = file
+    if not found:
+        pytest.skip(problem)
+    return found
+
+
+def agent(run: str, py_executable: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    return {"type": "agent", "run": run, "kwargs": kwargs, "py_executable": py_executable}
+
+
+def play(folder: Path, model: str, sections: dict[str, Any], **special: str) -> list[dict[str, Any]]:
+    """The metrics of two steps in which every section of `env` has the same number of episodes.
+
+    They are exact, and in each section most episodes have an outcome. `special`: dataset of a section whose rows are
+    not the ordinary ones in `<section>.jsonl`.
+    """
+    for name in sections:
+        if not (folder / f"{name}.jsonl").exists():
+            rows = [{"messages": question(a, b), "expected_answer": str(a + b)} for a, b in SUMS]
+            write_lines(folder / f"{name}.jsonl", rows)
+    own = {
+        "defaults": str(CONFIG),
+        "policy": {"model_name": model},
+        "data": {
+            "train": [
+                {"data_path": str(folder / f"{name}.jsonl"), "env_name": name, "processor": "conversation_processor"}
+                | ({"dataset_name": special[name]} if name in special else {})
+                for name in sections
+            ],
+            "validation": None,
+        },
+        "env": sections,
+    }
+    (folder / "clients.yaml").write_text(yaml.safe_dump(own))
+    num_prompts = NUM_PROMPTS * len(sections)
+    small = (text for text in SMALL if not text.startswith(("env.", "grpo.num_p", "grpo.num_g", "policy.train_g")))
+    finished = run(
+        folder,
+        *small,
+        "grpo.val_at_end=false",
+        f"grpo.num_prompts_per_step={num_prompts}",
+        "grpo.max_num_epochs=2",  # a step has all rows
+        f"grpo.num_generations_per_prompt={NUM_EPISODES}",
+        f"policy.train_global_batch_size={num_prompts * NUM_EPISODES}",
+        script=SCRIPT,
+        config=folder / "clients.yaml",
+    )
+    assert finished.status == 0, finished.output[-4000:]
+    steps = [row for row in finished.metrics if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert math.isfinite(row["train/loss"]) and row["train/token_mult_prob_error"] <= 1.00001, row
+        assert row["train/failed_sample_rate"] < 0.5 / len(sections), finished.output[-4000:]
+    assert any(row["train/grad_norm"] > 0 for row in steps)
+    return steps
+
+
+def question(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{a}+{b}"}]
+
+
+def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_rows(file: str, module: str, name: str, rows: Path, *arguments: str) -> None:
+    """The rows of an environment of another library, as its example writes them."""
+    command = [python_of(file, module), "-m", f"examples.agents.{module}", name, str(rows), *arguments]
+    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=120)
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
+
+
+class Gym:
+    """A resources server and an agent server of NeMo Gym, written from its documentation."""
+
+    def __init__(self) -> None:
+        self.seeded: set[str] = set()
+        self.app = web.Application()
+        for name in ("seed_session", "calculator", "verify", "run"):
+            self.app.router.add_post(f"/{name}", getattr(self, name))
+
+    async def seed_session(self, request: web.Request) -> web.Response:
+        answer = web.json_response({})
+        self.seeded.add(name := str(len(self.seeded)))
+        answer.set_cookie("session", name)
+        return answer
+
+    async def calculator(self, request: web.Request) -> web.Response:
+        assert request.cookies["session"] in self.seeded
+        return web.json_response(int(calculate((await request.json())["expression"])))
+
+    async def verify(self, request: web.Request) -> web.Response:
+        assert request.cookies["session"] in self.seeded
+        return web.json_response(verdict(await request.json()))
+
+    async def run(self, request: web.Request) -> web.Response:
+        """The whole task: an agent that asks the model it is given once."""
+        row = await request.json()
+        headers = {"Authorization": f"Bearer {row['policy_api_key']}"}
+        body = {"model": row["policy_model_name"], **row["responses_create_params"]}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{row['policy_base_url']}/responses", json=body) as answer,
+        ):
+            return web.json_response(verdict({**row, "response": await answer.json()}))
+
+
+def verdict(row: dict[str, Any]) -> dict[str, Any]:
+    output = row["response"]["output"]
+    said = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
+    right = any(f"\\boxed{{{row['expected']}}}" in text for text in said)
+    return {**row, "reward": float(right), "tool_calls": sum(item["type"] == "function_call" for item in output)}
+
+
+def gym_rows() -> list[dict[str, Any]]:
+    tool = {"type": "function", "name": "calculator", "parameters": CALCULATOR["function"]["parameters"]}
+    params = [{"input": question(a, b), "tools": [tool]} for a, b in SUMS]
+    return [{"responses_create_params": p, "expected": a + b} for p, (a, b) in zip(params, SUMS, strict=True)]
+
+
+def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, pythons: dict[str, str]) -> None:
+    server = {
+        "command": sys.executable,
+        "args": [str(ROOT / "examples/agents/mcp_calculator.py")],
+        "env": {"PYTHONPATH": str(ROOT)},
+    }
+    sections: dict[str, Any] = {
+        "with_tools": {"type": "mcp", "servers": {"sums": server}, "environment": {"type": "math", "num_workers": 1}}
+    }
+    for name, module in (("openai_agents", "openai_agents"), ("langgraph", "langgraph_agent")):
+        if name in pythons:
+            sections[name] = agent(f"examples.agents.{module}:solve", pythons[name])
+    if "verifiers" in pythons:
+        env = "examples.agents.sums_env"
+        sections["verifiers"] = agent("examples.agents.verifiers_env:play", pythons["verifiers"], environment=env)
+        write_rows(pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl")
+    with served(Gym().app) as url:
+        for name, way in (("gym_tools", "resources_url"), ("gym_agent", "agent_url")):
+            sections[name] = agent("nemo_rl.environments.agents.nemo_gym:play", **{way: url})
+            write_lines(tmp_path / f"{name}.jsonl", gym_rows())
+        steps = play(tmp_path, "tiny:tools", sections, gym_tools="nemo_gym", gym_agent="nemo_gym")
+    for name in sections:
+        calls = "total_tool_calls" if name == "verifiers" else "tool_calls"
+        assert all(row[f"train/{name}/{calls}"] > 0.5 for row in steps), name
+
+
+@contextmanager
+def openenv_server(file: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python_of(file, "openenv"), "-m", "examples.agents.openenv_sums", str(port)]
+    server = subprocess.Popen(command, env=ENVIRONMENT)
+    try:
+        for _ in itertools.count():
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert server.poll() is None, "the test's limit ends this wait"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_turns_of_another_library_train(tmp_path: Path, pythons: dict[str, str]) -> None:
+    if not {"verifiers", "openenv"} <= pythons.keys():
+        pytest.skip(f"uv can install {', '.join(pythons)} alone")
+    env, kind = "examples.agents.sums_env", {"kind": "turns"}
+    play_it = "examples.agents.verifiers_env:play"
+    write_rows(
+        pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl", "--arguments", json.dumps(kind)
+    )
+    with openenv_server(pythons["openenv"]) as url:
+        write_rows(pythons["openenv"], "openenv_env", url, tmp_path / "openenv.jsonl", "--num-rows", "4")
+        sections = {
+            "verifiers": agent(play_it, pythons["verifiers"], environment=env, arguments=kind),
+            "openenv": agent("examples.agents.openenv_env:play", pythons["openenv"], url=url),
+        }
+        steps = play(tmp_path, "tiny:arithmetic", sections)
+    assert all(row["train/openenv/steps"] > 1 and row["train/reward"] > 0 for row in steps)
+    assert all(row["train/verifiers/is_right"] > 0 and row["train/total_turns"] > 16 for row in steps)
