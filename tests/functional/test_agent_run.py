@@ -1,6 +1,8 @@
 """Runs of the real command line whose episodes are agents: exact over several rows of an episode, in both loops."""
 
 import asyncio
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,49 @@ def test_a_killed_run_plays_its_open_episodes_again(tmp_path: Path) -> None:
     saved = ("checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
     more = ("grpo.max_num_steps=6", "grpo.val_at_end=false")
     continues_bit_for_bit(tmp_path, *SMALL, *saved, *more, script=SCRIPT, config=CONFIG)
+
+
+@pytest.mark.slow
+def test_an_isolated_command_plays_both_roles_of_the_policy(tmp_path: Path) -> None:
+    """Self-play: a program for each episode, kept from all others, whose players both are trained."""
+    command = f"[{sys.executable}, {ROOT / 'tests/functional/self_play.py'}]"
+    finished = run(
+        tmp_path,
+        *(text for text in SMALL if not text.startswith("env.")),
+        "grpo.val_at_end=false",
+        "env.arithmetic_agent.run=null",
+        f"+env.arithmetic_agent.command={command}",
+        "+env.arithmetic_agent.network=false",
+        "+env.arithmetic_agent.roles={white: null, black: null}",
+        script=SCRIPT,
+        config=CONFIG,
+    )
+    assert finished.status == 0, finished.output[-4000:]
+    steps = [row for row in finished.metrics if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["train/failed_sample_rate"] == row["train/agents/crashed_rate"] == 0
+        assert row["train/agents/rows_per_episode"] == 2 and row["train/token_mult_prob_error"] <= 1.00001
+        assert row["train/reward"] == 1.0, "what one wins the other loses"
+    assert any(row["train/grad_norm"] > 0 for row in steps), "yet a role's rewards differ from episode to episode"
+
+
+@pytest.mark.slow
+def test_the_same_agent_evaluates(tmp_path: Path) -> None:
+    config = ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+    section = "{type: agent, run: 'tests.functional.test_agent_run:branches'}"
+    overrides = ("data.kwargs.num_samples=16", "data.env_name=agent", f"+env.agent={section}")
+    more = (
+        "eval.num_tests_per_prompt=2",
+        "eval.k_value=1",
+        "eval.max_rollout_turns=4",
+        "generation.vllm_cfg.max_model_len=96",
+        f"eval.save_path={tmp_path}",
+    )
+    script = ROOT / "examples" / "run_eval.py"
+    finished = run(tmp_path, *overrides, *more, script=script, config=config)
+    assert finished.status == 0, finished.output[-4000:]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 32
+    assert {line["num_turns"] for line in samples} == {4} and {line["status"] for line in samples} == {"completed"}
+    assert 0 < json.loads((tmp_path / "results.json").read_text())["overall"]["mean"] < 1
