@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
 from nemo_rl.environments.mcp import McpEnvironment
 from tests.unit.environments.http_servers import served
 
@@ -124,3 +127,19 @@ def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
 def test_a_server_that_cannot_be_used_is_named(servers: Any, named: str):
     with pytest.raises(ValueError, match=named):
         environment(**servers)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+env.with_tools.max_call_per_turn=2", "the nearest valid key is env.with_tools.max_calls_per_turn"),
+        ("+env.with_tools.environment.num_worker=2", "the nearest valid key is env.with_tools.environment.num_workers"),
+        ("env.with_tools.environment.type=mat", "env.with_tools.environment.type.*did you mean math"),
+        ("+env.with_tools.servers.sums.url=http://127.0.0.1:1", "a server has one of both"),
+        ("env.with_tools.environment={type: agent, run: 'a:b'}", "env.with_tools.environment"),
+    ],
+)
+def test_a_wrong_key_is_named_before_anything_starts(override: str, said: str):
+    config = Path(__file__).parents[3] / "examples" / "configs" / "grpo_mcp_cpu.yaml"
+    with pytest.raises(ConfigError, match=said):
+        load_config(GRPOMasterConfig, config, [override])
