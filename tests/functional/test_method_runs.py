@@ -1,15 +1,21 @@
-"""The twins of recipes of methods run two steps, and their loss is a number."""
+"""Other ways to train learn, each by its guide's first command; and the twins of recipes of methods run two steps."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.functional.cli import ROOT, SMALL, run
+from tests.functional.cli import ROOT, SMALL, Finished, comparable, continues_bit_for_bit, ends, learned, run, small
 from tests.unit.config.test_methods import CONFIGS, GRPO, twin
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
+EXAMPLES = ROOT / "examples"
+PPO = EXAMPLES / "run_ppo.py", CONFIGS / "ppo_math_cpu.yaml"
+DISTILLATION = EXAMPLES / "run_distillation.py", CONFIGS / "distillation_math_cpu.yaml"
+PUZZLE = EXAMPLES / "run_grpo_sliding_puzzle.py", CONFIGS / "grpo_sliding_puzzle_cpu.yaml"
 METHODS = (
     "dapo",
     "prorlv2",
@@ -39,8 +45,110 @@ def test_a_twin_runs_two_steps(method, tmp_path):
 
 def test_a_student_and_a_teacher_of_megatron_run_two_steps(tmp_path):
     overrides = [word.replace("grpo.", "distillation.") for word in TWO_STEPS]
-    script, config = ROOT / "examples" / "run_distillation.py", CONFIGS / "distillation_math_megatron_cpu.yaml"
-    finished = run(tmp_path, *overrides, "checkpointing.enabled=false", script=script, config=config)
+    example = DISTILLATION[0], CONFIGS / "distillation_math_megatron_cpu.yaml"
+    finished = of(example, tmp_path, *overrides, "checkpointing.enabled=false")
     assert finished.status == 0, finished.output[-4000:]
     rows = [row for row in finished.metrics if row["step"] > 0]
     assert len(rows) == 2 and all(row["train/loss"] > 0 for row in rows), rows
+
+
+def of(example: tuple[Path, Path], folder: Path, *overrides: str) -> Finished:
+    return run(folder, *overrides, script=example[0], config=example[1])
+
+
+def test_a_student_learns_what_the_teacher_knows(tmp_path):
+    steps = learned(of(DISTILLATION, tmp_path))
+    for name in ("train/loss", "train/forward_kl", "train/reverse_kl"):
+        first, last = ends(steps, name)
+        assert last < first / 4, (name, first, last)
+
+
+def test_two_teachers_apart_from_the_student(tmp_path):
+    """A better model teaches sums, a second student differences, on two ranks of machines of their own."""
+    for name, sign in (("sums", 1), ("differences", -1)):
+        text = "+" if sign == 1 else "-"
+        rows = [{"input": f"{a}{text}{b}", "output": str(a + sign * b)} for a in range(5) for b in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = (
+        *small("distillation"),
+        "teacher=null",
+        "+teachers={good: {model_name: tiny:arithmetic-teacher}, same: {model_name: tiny:arithmetic}}",
+        "distillation.task_to_teacher={sums: good, differences: same}",
+        "data.train=[{data_path: sums.jsonl}, {data_path: differences.jsonl}]",
+        "distillation.teacher_resources={gpus_per_node: 0, cpu_workers_per_node: 2}",
+        "distillation.max_num_steps=2",
+        "distillation.val_period=0",
+        "checkpointing.enabled=false",
+    )
+    finished = of(DISTILLATION, tmp_path, *overrides)
+    assert finished.status == 0, finished.output[-4000:]
+    assert [row["train/global_valid_seqs"] for row in finished.metrics] == [16, 16]
+
+
+def test_ppo_learns_arithmetic(tmp_path):
+    steps = learned(of(PPO, tmp_path))
+    (reward, more), (loss, less) = ends(steps, "train/reward"), ends(steps, "train/value/loss")
+    assert more > reward + 0.1 and less < loss / 3, (reward, more, loss, less)
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+
+
+def test_a_killed_run_of_ppo_continues_bit_for_bit(tmp_path):
+    """With the reference policy, and a value model in micro-batches of its own."""
+    overrides = (
+        *small("ppo"),
+        "ppo.max_num_steps=6",
+        "ppo.skip_reference_policy_logprobs_calculation=false",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.use_kl_in_reward=true",
+        "value.train_global_batch_size=8",
+        "value.train_micro_batch_size=4",
+    )
+    continues_bit_for_bit(tmp_path, *overrides, script=PPO[0], config=PPO[1], models=("policy", "value"))
+
+
+def test_the_tiny_model_learns_to_solve_2x2(tmp_path):
+    """All 11 boards of the sliding puzzle, sampled at temperature 1 as in training, up to eight moves."""
+    finished = of(PUZZLE, tmp_path)
+    assert finished.status == 0, finished.output[-4000:]
+    success = [row["validation/accuracy"] for row in finished.metrics if "validation/accuracy" in row]
+    assert success[0] < 0.6 and success[-1] - success[0] >= 0.3, success
+    steps = [row for row in finished.metrics if row["step"] > 0]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    moves = [row["train/avg_turns_per_sample"] for row in steps]
+    assert sum(moves[-5:]) < sum(moves[:5]) and max(moves) > 1, moves
+    assert all(row["train/failed_sample_rate"] == 0 for row in steps)
+
+
+# -- generation apart from training
+
+
+def test_weights_arrive_in_flight_and_it_learns(tmp_path):
+    overrides = (
+        "cluster.cpu_workers_per_node=2",
+        "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.async_grpo={enabled: true, in_flight_weight_updates: true, max_trajectory_age_steps: 2}",
+        "grpo.async_grpo.group_order=arrival",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+        "policy.train_micro_batch_size=256",
+    )
+    lags = [row["train/weight_version_lag/max"] for row in learned(run(tmp_path, *overrides))]
+    assert max(lags) <= 2 and max(lags[4:]) > 0
+
+
+@pytest.mark.timeout(900)
+def test_one_and_four_generation_workers_sample_the_same_tokens(tmp_path):
+    """Every metric but clocks, validation included, is the same number: so are the tokens, logprobs and weights."""
+    short = (*SMALL, "grpo.max_num_steps=3", "grpo.val_period=3", "checkpointing.enabled=false")
+    config, resources = CONFIGS / "grpo_math_cpu_split.yaml", "policy.generation.colocated.resources"
+    one = run(tmp_path / "one", *short, config=config)
+    more = ("cluster.cpu_workers_per_node=5", f"{resources}.cpu_workers_per_node=4")
+    four = run(tmp_path / "four", *short, *more, config=config)
+    assert (one.status, four.status) == (0, 0), one.output[-3000:] + four.output[-3000:]
+    assert "refit over packed_collective" in one.output
+    assert comparable(one.metrics) == comparable(four.metrics)
+    assert len(one.metrics) == 3
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in one.metrics)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in one.metrics)
+    colocated = run(tmp_path / "colocated", *short)
+    assert comparable(colocated.metrics) == comparable(one.metrics), "where it generates changes nothing either"
