@@ -1,12 +1,26 @@
 """Tokens of a request leave the engine together. Whole completions are compared in test_vllm_generation.py."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler, _Completion
+from nemo_rl.models.generation.vllm.startup import engine_args
+from tests.unit.generation.configs import generation_config
 
 
 def columns(tokens: list[int]) -> LogprobsLists:
@@ -34,3 +48,52 @@ def test_tokens_that_end_nothing_are_noted_and_lead_the_last_one() -> None:
     assert last.new_token_ids == [3, 7, 0] and last.new_logprobs is not None
     assert last.new_logprobs.logprobs.tolist() == [[-3.0], [-7.0], [-0.0]]
     assert last.new_logprobs.logprobs.dtype == np.float32
+
+
+def schedule_all(scheduler: Scheduler) -> list[SchedulerOutput]:
+    """Requests that end by a token or at their limit, one that comes late and one that is aborted."""
+
+    def add(number: int) -> None:
+        params = SamplingParams(max_tokens=20, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+        params._eos_token_id = 1
+        prompt = list(range(2, 5 + number))
+        scheduler.add_request(Request(f"r{number}", prompt, sampling_params=params, pooling_params=None))
+
+    for number in range(6):
+        add(number)
+    outputs = []
+    draw = np.random.default_rng(0)
+    while scheduler.has_unfinished_requests():
+        if len(outputs) == 9:
+            add(6)
+        if len(outputs) == 12:
+            scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)
+        outputs.append(scheduler.schedule())
+        tokens = {name: int(draw.integers(1, 90)) for name in outputs[-1].num_scheduled_tokens}
+        scheduler.update_from_output(outputs[-1], sampled(**tokens))
+    return outputs
+
+
+class Counting(WholeAnswerScheduler):
+    num_own = 0  # steps that vLLM did not schedule
+
+    def _next_tokens(self) -> SchedulerOutput:
+        self.num_own += 1
+        return super()._next_tokens()
+
+
+def test_every_step_is_the_one_that_vllm_schedules(tiny_model_dir: Path) -> None:
+    model, block_size = str(tiny_model_dir), 4
+    settings = EngineSettings(model=model, tokenizer=model, cfg=generation_config(64), device="cpu", seed=0)
+    config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
+    config.cache_config.num_gpu_blocks = 64
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    common: dict[str, Any] = {
+        "vllm_config": config,
+        "kv_cache_config": KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "structured_output_manager": StructuredOutputManager(config),
+        "block_size": block_size,
+    }
+    theirs, scheduler = schedule_all(Scheduler(**common)), Counting(**common)
+    assert schedule_all(scheduler) == theirs
+    assert len(theirs) > 20 and 10 < scheduler.num_own < len(theirs) - 3

@@ -24,7 +24,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor import Executor
@@ -96,8 +97,11 @@ class WholeAnswerScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._completions: dict[str, _Completion] = {}  # by request id; of requests whose tokens are only noted
+        self._steady: list[Request] = []  # running requests that need one token each if they are the same in a step
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        if all(type(spec) is FullAttentionSpec for spec in specs) and not self.cache_config.enable_prefix_caching:
+        is_plain = all(type(spec) is FullAttentionSpec for spec in specs)
+        self._block_sizes: list[int] = []  # empty: vLLM's own way
+        if is_plain and not self.cache_config.enable_prefix_caching and not self.use_v2_model_runner:
             self._block_sizes = [spec.block_size for spec in specs]
             self._allocate = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = cast(Any, self._allocate_slots)
@@ -111,6 +115,57 @@ class WholeAnswerScheduler(Scheduler):
             room = self.max_model_len - request.num_prompt_tokens
             ends = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
             self._completions[request.request_id] = _Completion(ends, min(request.max_tokens, room))
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """vLLM's own method, or its result without its work for each request, if nothing began or ended since the last
+        step."""
+        is_steady = self._steady == self.running and not (self.waiting or self.kv_holding_waiting)
+        if is_steady and self._steady and self._pause_state is PauseState.UNPAUSED:
+            return self._next_tokens()
+        scheduled = super().schedule(throttle_prefills)
+        self._steady = []
+        if self._block_sizes and not self.use_pp and len(scheduled.num_scheduled_tokens) == len(self.running):
+            is_decoding = (
+                request.request_id in self._completions and request.num_computed_tokens == request.num_tokens
+                for request in self.running
+            )
+            self._steady = list(self.running) if all(is_decoding) else []
+        return scheduled
+
+    def _next_tokens(self) -> SchedulerOutput:
+        """One further token of each running request."""
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        names = [request.request_id for request in self.running]
+        positions = [request.num_computed_tokens for request in self.running]
+        blocks: list[tuple[list[int], ...] | None] = []
+        for request, position in zip(self.running, positions, strict=True):
+            new = self.kv_cache_manager.allocate_slots(request, 1)
+            assert new is not None, "`VllmWorker` admits no request whose KV cache does not fit"
+            blocks.append(new.get_block_ids(allow_none=True))
+            request.num_computed_tokens = position + 1
+            request.num_in_flight_tokens += 1
+        finished, self.finished_req_ids, self.reset_preempted_req_ids = self.finished_req_ids, set(), set()
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=blocks,
+                num_computed_tokens=positions,
+                num_output_tokens=[request.num_output_tokens for request in self.running],
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=set(),
+            finished_req_ids=finished,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
