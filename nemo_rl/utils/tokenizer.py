@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
         ValueError: the tokenizer does not exist, is not a fast one, or lacks an end-of-sequence token or template.
         FileNotFoundError: a missing `.jinja` file.
     """
+    from transformers import AutoTokenizer  # loads every model's configuration: not in processes that get a tokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
     except (OSError, ValueError) as error:

@@ -6,11 +6,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl.distributed.worker_groups import RayWorkerGroup, start_groups, wait_groups
 from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.refit.transfer import Transport
+
+if TYPE_CHECKING:  # every rollout worker imports this module, and none needs the tensors of the refit
+    from nemo_rl.refit.layout import Transport
 
 logger = logging.getLogger(__name__)
 
