@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -204,3 +206,9 @@ def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_a
             assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
 
     run(test())
+
+
+def test_its_process_loads_neither_models_nor_what_shards_them() -> None:
+    heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils', 'transformers.models.auto'}"
+    program = f"import sys, nemo_rl.algorithms.setup.rollout_parts; print(*({heavy} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == ""
