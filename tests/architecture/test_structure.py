@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 58_700,
+    "lines of nemo_rl": 58_800,
     "files of nemo_rl": 280,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_300,
@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 39_500,
+    "lines of tests": 39_600,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
