@@ -11,10 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = ROOT / "examples" / "run_vlm_grpo.py"
 CONFIG = ROOT / "examples" / "configs" / "grpo_vlm_cpu.yaml"
-EVAL = {
-    "script": ROOT / "examples" / "run_eval.py",
-    "config": ROOT / "examples" / "configs" / "evals" / "eval_vlm_cpu.yaml",
-}
+EVAL = ROOT / "examples" / "configs" / "evals" / "eval_vlm_cpu.yaml"
 
 
 def test_grpo_learns_to_count_shapes_and_to_name_colours(tmp_path):
