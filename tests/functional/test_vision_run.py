@@ -27,14 +27,14 @@ def test_grpo_learns_to_count_shapes_and_to_name_colours(tmp_path):
 
 
 def test_a_killed_run_goes_on_to_the_bit_and_two_engines_draw_the_same_samples(tmp_path):
-    small = {"script": SCRIPT, "config": CONFIG}
-    before, finished = continues_bit_for_bit(tmp_path / "one", *SMALL, "grpo.max_num_steps=6", **small)
+    steps = (*SMALL, "grpo.max_num_steps=6")
+    before, finished = continues_bit_for_bit(tmp_path / "one", *steps, script=SCRIPT, config=CONFIG)
     rows = [row for row in before + finished.metrics if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
     assert any(row["train/grad_norm"] > 0 for row in rows)
     many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4", "checkpointing.enabled=false")
-    two = run(tmp_path / "two", *SMALL, *many, "grpo.max_num_steps=1", **small)
+    two = run(tmp_path / "two", *SMALL, *many, "grpo.max_num_steps=1", script=SCRIPT, config=CONFIG)
     assert two.status == 0, two.output[-4000:]
     first = two.metrics[0]
     for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
@@ -63,11 +63,11 @@ def test_pictures_of_a_game_and_prompts_without_an_image_in_one_batch(tmp_path):
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
     assert all(row["train/failed_sample_rate"] == 0 for row in steps)
     assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
-    assert max(row["train/max_turns_per_sample"] for row in steps) == 3
+    assert max(row["train/max_turns_per_sample"] for row in steps) >= 2
     assert "only what training changes" in finished.output
     [samples] = tmp_path.glob("logs/exp_*/samples")
     num_pictures = {len(sample.get("pictures", ())) for block in samples.glob("*.js") for sample in read_block(block)}
-    assert {0, 1, 3} <= num_pictures <= {0, 1, 2, 3, 4}, num_pictures
+    assert {0, 1} < num_pictures <= {0, 1, 2, 3}, num_pictures
 
 
 @pytest.mark.parametrize("refit", ["adapter", "merged"])
@@ -83,3 +83,12 @@ def test_adapters_on_one_part_alone(tmp_path, refit):
     steps = [row for row in finished.metrics if row["step"] > 0]
     assert len(steps) == 4 and all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
     assert any(row["train/grad_norm"] > 0 for row in steps)
+
+
+def test_dpo_prefers_right_answers_on_images(tmp_path):
+    config = ROOT / "examples" / "configs" / "dpo_vlm_cpu.yaml"
+    short = ("dpo.max_num_steps=20", "checkpointing.enabled=false")
+    finished = run(tmp_path, *short, script=ROOT / "examples" / "run_dpo.py", config=config)
+    assert finished.status == 0, finished.output[-4000:]
+    losses = [row["validation/val_loss"] for row in finished.metrics if "validation/val_loss" in row]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.55, losses
