@@ -36,9 +36,9 @@ def test_an_epoch_has_every_prompt_once_and_epochs_differ():
 
 
 def test_a_loader_of_your_own_decides_the_order_and_resumes():
-    """examples/custom_dataloader.py: prompts of one to three digits, short ones first."""
+    """examples/custom_dataloader/custom_dataloader.py: prompts of one to three digits, short ones first."""
     options = {"shuffle": True, "seed": 1, "size_key": "grpo.num_prompts_per_step"}
-    path = "examples.custom_dataloader:ShortFirst"
+    path = "examples.custom_dataloader.custom_dataloader:ShortFirst"
     loader = prompt_loader(path, make_dataset(240), 8, **options)
     whole = take(loader, 30)
     lengths = [sum(len(prompt) for prompt in batch) for batch in whole]
@@ -56,7 +56,7 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
     [
         ("nowhere.order:Loader", "no module 'nowhere' can be imported from here"),
         ("builtins:slice", "made a slice; it must make a subclass of"),
-        ("examples.custom_dataloader:LongFirst", "has no 'LongFirst'"),
+        ("examples.custom_dataloader.custom_dataloader:LongFirst", "has no 'LongFirst'"),
     ],
 )
 def test_what_is_no_loader_is_refused(path, message):

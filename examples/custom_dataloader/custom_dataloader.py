@@ -1,7 +1,7 @@
 """A data loader of your own: short prompts first, shuffled among those of similar length.
 
     uv run --extra cpu examples/run_grpo_math.py --config examples/configs/grpo_math_cpu.yaml \\
-        data.custom_dataloader=examples.custom_dataloader:ShortFirst
+        data.custom_dataloader=examples.custom_dataloader.custom_dataloader:ShortFirst
 
 `data.custom_dataloader` names a subclass of `PromptDataLoader`, or a function with its arguments that makes one.
 Checkpoints keep its epoch and its number of batches, and a resumed run asks it for the rest.
