@@ -217,7 +217,7 @@ def examine(
         local.load(investigator._plan(handle, range(len(handle.samples)), size=2))
         return investigator.investigate([handle], trained_version=trained_version, policy_version=3)
 
-    return run_world(rank_main, 1, timeout=120)[0]
+    return run_world(rank_main, 1)[0]
 
 
 @torch.no_grad()

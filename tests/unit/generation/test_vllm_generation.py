@@ -34,6 +34,8 @@ from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
 
+pytestmark = pytest.mark.timeout(900)  # with the start of two engines
+
 MAX_MODEL_LEN = 1400
 
 Request = tuple[list[int], SamplingParams, int]

@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_ste
         worker.compute(Logprobs(), "prev_logprobs")
         return worker.train(NanOnRankZero(), Logprobs())
 
-    first, second = run_world(rank_main, 2, timeout=40)
+    first, second = run_world(rank_main, 2)
     assert len(first.losses) == len(second.losses) == 1, "of four optimizer steps"
     assert len(first.nonfinite_samples) == 2 and second.nonfinite_samples == []
 

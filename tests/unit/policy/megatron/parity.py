@@ -38,7 +38,7 @@ class Layout:
         return policy_config(**self.policy)
 
 
-def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 120) -> list[list[Step]]:
+def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
     """Steps by layout and rank; the layouts, all of one world, are had one after the other."""
 
     def on_rank(rank: int, world: int) -> list[Step]:

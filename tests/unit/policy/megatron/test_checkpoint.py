@@ -130,7 +130,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
         other = resumes(folder / "model", TP | WHOLE, folder / "step_1")
         return want, same, other, cannot_write(folder / "model", {}, folder / "failed")
 
-    return folder / "model", folder / "step_1", run_world(rank, 2, timeout=100)
+    return folder / "model", folder / "step_1", run_world(rank, 2)
 
 
 def test_it_resumes_to_the_bit_on_its_layout_within_rounding_on_another_and_a_failed_save_raises_on_all(saved):

@@ -66,7 +66,7 @@ def train(path: Path, world: int, **megatron: Any) -> list[Trained]:
         step = step_of(make_worker(path, config))
         return of_routers(step), step.weights
 
-    return run_world(on_rank, world, timeout=120)
+    return run_world(on_rank, world)
 
 
 def of_routers(step: Step) -> dict[str, float]:
@@ -155,7 +155,7 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
     assert load.unique().numel() > 1
     config = moving(2, {"make_sequence_length_divisible_by": 8}, activation_checkpointing=True)
     want = stored(biased)[BIAS] + RATE * (load.mean() - load).sign().float()
-    for step in run_world(lambda rank, world: step_of(make_worker(biased, config)), 2, timeout=120):
+    for step in run_world(lambda rank, world: step_of(make_worker(biased, config)), 2):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
         worker.mesh.close()
         return [*found, step_of(make_worker(biased, config)).weights[BIAS]]
 
-    [(skipped, after, later, loaded, without)] = run_world(on_rank, 1, timeout=120)
+    [(skipped, after, later, loaded, without)] = run_world(on_rank, 1)
     assert torch.equal(skipped, stored(biased)[BIAS])
     assert not torch.equal(after, skipped)
     assert torch.equal(after, without), "tokens of the skipped step do not count"
@@ -260,7 +260,7 @@ def replayed(path: Path, layout: Layout) -> list[tuple[Step, dict[str, Row]]]:
         step = Step(result=result, weights=whole_weights(worker), logprobs=logprobs)
         return step, {row.sample_id: row for row in worker.rows.values()}
 
-    return run_world(on_rank, layout.world, timeout=120)
+    return run_world(on_rank, layout.world)
 
 
 def logprobs_of_transformers(path: Path, row: Row, experts: torch.Tensor | None) -> torch.Tensor:

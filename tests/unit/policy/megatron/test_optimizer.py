@@ -282,7 +282,7 @@ def muon_steps(path: Path, world: int, **megatron: Any) -> dict[str, torch.Tenso
         train(worker)
         return whole_weights(worker)
 
-    ranks = run_world(trained, world, timeout=120)
+    ranks = run_world(trained, world)
     for other in ranks[1:]:
         assert all(torch.equal(other[name], weight) for name, weight in ranks[0].items())
     return ranks[0]

@@ -178,7 +178,7 @@ def test_exported_and_sent_tensors_are_those_on_disk_whatever_the_layout(saved, 
                 assert_on_disk(directory, gathered(tensors, torch.bfloat16), torch.bfloat16)
                 assert_on_disk(directory, sent(directory, rank, place, parameters), torch.bfloat16)
 
-    run_world(on_rank, world, timeout=120)
+    run_world(on_rank, world)
 
 
 def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
