@@ -354,3 +354,14 @@ def test_metrics_are_numbers_by_name():
     for wrong in ([{"score": "high"}], ["score"], [{}, {}]):
         with pytest.raises(StepRefused, match="metrics"):
             split_return(EnvironmentReturn(*parts, metrics=wrong), 1, "mine")
+
+
+def test_an_observation_may_be_parts_of_which_some_are_images():
+    content = [{"type": "image", "image": b"png"}, {"type": "text", "text": "a\ud800"}]
+    parts = [None], [None], torch.ones(1), torch.ones(1)
+    [step] = split_return(EnvironmentReturn([{"role": "user", "content": content}], *parts), 1, "mine")
+    assert isinstance(step, EnvironmentStep)
+    assert step.observation["content"] == [{"type": "image", "image": b"png"}, {"type": "text", "text": "a?"}]
+    for wrong in ("text", {"type": "video", "video": "v"}, {"type": "image"}):
+        with pytest.raises(StepRefused, match="a part of an observation is"):
+            split_return(EnvironmentReturn([{"role": "user", "content": [wrong]}], *parts), 1, "mine")

@@ -1,12 +1,15 @@
 """The report as a file, and as a browser shows it."""
 
+import base64
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from nemo_rl.data.chat.images import small_jpeg
 from nemo_rl.report.data import script_json
 from nemo_rl.report.page import write_report
 from tests.chromium import Browser, chromium
@@ -145,6 +148,16 @@ def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Brows
     evaluate_input(browser, "input[placeholder='prompt or sample id']", "p:7")
     browser.wait("document.getElementById('pages').textContent.includes('12 samples')")
     assert browser.errors == []
+
+
+def test_the_pictures_of_a_sample_are_shown(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    jpeg = base64.b64encode(small_jpeg(Image.new("RGB", (300, 150), "red")).tobytes()).decode()
+    write_samples(run, 1, 1, pictures=[f"data:image/jpeg;base64,{jpeg}", f'data:," onerror="document.title=1{EVIL}'])
+    browser.open(write_report([run]), "#samples")
+    browser.wait("document.images.length === 2 && [...document.images].every(image => image.complete)")
+    assert browser.evaluate("[...document.images].map(image => image.naturalWidth)") == [192, 0]
+    assert browser.evaluate("document.title") not in ("1", "taken")
 
 
 def test_an_answer_of_html_is_shown_and_never_run(tmp_path, browser: Browser):
