@@ -60,7 +60,7 @@ MEGATRON = ("policy.megatron_cfg.transformer_impl={}", "policy.sequence_packing.
 LORA = ("+policy.dtensor_cfg.lora_cfg={enabled: true, dim: 8, refit: adapter}",)
 DRAFTS = (
     "+policy.generation.vllm_kwargs.speculative_config="
-    "{method: draft_model, model: tiny:arithmetic, num_speculative_tokens: 3}",
+    "{method: draft_model, model: the folder of the policy, num_speculative_tokens: 3}",
 )
 SPLIT = (
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",

@@ -17,6 +17,7 @@ import torch
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
 from nemo_rl.config.loader import load_config
+from nemo_rl.data.tiny_model import resolve_model
 from tests.functional.cli import Finished, end, run, run_until
 from tests.functional.faulty import processes_below
 from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls, values
@@ -70,7 +71,8 @@ def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) ->
 @pytest.mark.parametrize("device", ON_A_GPU)
 def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
     """The drafts of the policy's first weights are mostly accepted; those of random weights hardly ever."""
-    done = finished(tmp_path, "drafts", device)
+    model = resolve_model("tiny:arithmetic")  # vLLM itself reads the draft, and knows no such name
+    done = finished(tmp_path, "drafts", device, f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
     assert values(done, "train/generation/spec_acceptance_rate")[0] > 0.5
 
