@@ -1,5 +1,7 @@
 """What vLLM is told and made to do, as far as neither an engine nor a GPU is needed."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,21 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
     on_cpu = engine_args(settings_for(tmp_path, "float32", "cpu"), {})
     assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
+
+
+@pytest.mark.parametrize(("precision", "found"), [("float32", "ieee"), ("bfloat16", None)])
+def test_triton_computes_float32_in_float32(precision: str, found: str | None) -> None:
+    """Its default is TF32, three digits, in vLLM's kernel of attention: more than 1e-4 between trainer and engine."""
+    code = f"""
+import os
+from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.vllm.startup import prepare_environment
+prepare_environment("cuda", VllmConfig(precision="{precision}", max_model_len=64))
+assert os.environ.get("TRITON_F32_DEFAULT") == {found!r}
+from triton import knobs
+assert knobs.language.fp32_default == {found!r}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @dataclass

@@ -44,7 +44,7 @@ def join_nodes() -> dict[str, Any]:
     return {"nnodes": num_nodes, "node_rank": rank, "master_addr": address, "master_port": port}
 
 
-def prepare_environment(device: str, engine_size: int) -> None:
+def prepare_environment(device: str, cfg: VllmConfig) -> None:
     """Set the environment variables of the engine's processes. Call before vllm is imported."""
     # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -63,7 +63,10 @@ def prepare_environment(device: str, engine_size: int) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
         # An engine of one rank computes in its scheduler's process, which saves a process and its messages.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_size == 1 else "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
+    elif cfg.dtype == "float32":
+        # Triton computes products of float32 in TF32 by default; vLLM's attention in float32 is a kernel of Triton.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:

@@ -78,7 +78,7 @@ class VllmWorker:
         self._turn = 0  # of the bucket to read next
         self._num_syncs = 0  # started or aborted
         nodes = join_nodes()
-        prepare_environment(device, cfg.vllm_cfg.engine_size)
+        prepare_environment(device, cfg.vllm_cfg)
 
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -407,7 +407,7 @@ class VllmFollower:
     def __init__(self, settings: EngineSettings) -> None:
         nodes = join_nodes()
         self._name = f"node {nodes['node_rank']} of generation replica {settings.replica}"
-        prepare_environment(settings.device, settings.cfg.vllm_cfg.engine_size)
+        prepare_environment(settings.device, settings.cfg.vllm_cfg)
 
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
