@@ -21,7 +21,7 @@ from nemo_rl.utils.checkpoint.manager import (
     DiskFullError,
     check_identity,
 )
-from nemo_rl.utils.checkpoint.manifest import MANIFEST_NAME, find_damage
+from nemo_rl.utils.checkpoint.manifest import MANIFEST_NAME, find_damage, sealed_digest, sealed_names
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.timer import TimeoutChecker, parse_duration_s
 
@@ -66,7 +66,11 @@ def test_a_saved_checkpoint_is_complete_and_readable(tmp_path):
     }
     assert files["policy/weights/shard_0.bin"]["size"] == 100
     assert find_damage(path) is None
-    assert steps_in(path.parent) == ["step_3"]
+    assert sealed_names(path) == sorted(files) and sealed_names(tmp_path) == []
+    before = sealed_digest(path)
+    assert save(manager, 3, content="y") == path
+    assert steps_in(path.parent) == ["step_3"], "the one before is gone"
+    assert sealed_digest(path) != before is not None and sealed_digest(tmp_path) is None
 
 
 def test_the_latest_finished_one_has_sound_training_info_whatever_its_weights(tmp_path):
