@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
-from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, part_of
 from nemo_rl.types import ImageSpan
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
 
@@ -101,3 +103,36 @@ def test_a_frozen_part_stays_as_it_is(model, whole):
     assert all(torch.equal(weights[name], untrained[name]) for name in tower)
     assert not any(torch.equal(whole[2][name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
     assert not torch.equal(weights["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
+
+
+def test_adapters_on_the_tower_change_it_alone(model, whole):
+    untrained = step(model, 1, optimizer=policy_config().optimizer.model_copy(update={"kwargs": {"lr": 0.0}}))[2]
+    adapters = LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=["*visual.blocks*"])
+    loss, _, weights = step(model, 1, dtensor_cfg=DTensorConfig(lora_cfg=adapters))
+    assert loss == pytest.approx(whole[0], abs=1e-6)  # new adapters change nothing
+    changed = {name for name in weights if not torch.equal(weights[name], untrained[name])}
+    assert changed and {part_of(name, FAMILIES["qwen2_5_vl"]) for name in changed} == {"vision_tower"}
+
+
+def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
+    path, processor, token = model
+    config = policy_config(**SAMPLED_BEFORE | {"deterministic": True, "freeze": ["vision_tower"]})
+    loss = ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0}))
+
+    def rank_main(rank: int, world: int, *, resumes: bool) -> Any:
+        blank = process_image(processor, draw("red circle 0"))[0]
+        worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
+        if resumes:
+            worker.load_checkpoint(tmp_path, load_optimizer=True)
+        else:
+            load_step(worker, groups_with_images(processor, token))
+            worker.train(loss, Logprobs())
+            worker.save_checkpoint(tmp_path, SaveRequest(model_save_format="safetensors"))
+        load_step(worker, groups_with_images(processor, token))
+        result = worker.train(loss, Logprobs())
+        return result.losses, result.grad_norms, whole_weights(worker)
+
+    losses, norms, want = run_world(partial(rank_main, resumes=False), 2)[0]
+    again, norms_again, weights = run_world(partial(rank_main, resumes=True), 2)[0]
+    assert (losses, norms) == (again, norms_again)
+    assert want.keys() == weights.keys() and all(torch.equal(want[name], weights[name]) for name in want)
