@@ -72,6 +72,7 @@ GROUPS = {
         tuple(f"nemo_rl/refit/{name}.py" for name in ("buffers", "fingerprint", "layout", "shard_plan", "transfer")),
         (
             "tests/unit/refit/test_weight_transfer.py",
+            "tests/unit/refit/test_adapter_merge.py",
             "tests/unit/refit/test_shard_plan.py",
             "tests/unit/refit/test_shard_exchange.py",
             "tests/unit/refit/test_shard_sender.py",

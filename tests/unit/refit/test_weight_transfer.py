@@ -102,6 +102,15 @@ def test_word_fingerprint_sees_exchanged_words_across_rows() -> None:
     assert int(word_fingerprint(words.view(torch.uint8))) != int(word_fingerprint(swapped.view(torch.uint8)))
 
 
+def test_bytes_are_copied_as_they_are_where_both_sides_lie_alike() -> None:
+    target = torch.zeros(4, 6)
+    assert Segment((4, 6), (6, 1), 0, target).is_flat(torch.float32)
+    assert Segment((1, 6), (99, 1), 0, target[:1]).is_flat(torch.float32), "one row has no distance to another"
+    assert not Segment((4, 6), (1, 4), 0, target).is_flat(torch.float32), "transposed on its way"
+    assert not Segment((6, 4), (1, 6), 0, target.t()).is_flat(torch.float32), "transposed where it belongs"
+    assert not Segment((4, 6), (6, 1), 0, target).is_flat(torch.bfloat16)
+
+
 # -- sender and receiver
 
 
