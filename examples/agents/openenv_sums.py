@@ -51,6 +51,5 @@ class Sums(Environment[Answer, Question, State]):
 
 if __name__ == "__main__":
     app = create_fastapi_app(Sums, Answer, Question, max_concurrent_envs=MAX_EPISODES)
-    uvicorn.run(
-        app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical"
-    )  # it logs an error for each client that leaves first
+    # It logs an error for each client that leaves first.
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")

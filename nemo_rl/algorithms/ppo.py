@@ -44,7 +44,7 @@ class PPOTrainer(RolloutTrainer):
         super().__init__(config, tools, parts, others=[value])
         self.config = config
         self.value = value
-        self.value_batching = Batching.of(config.value, quadratic_weight=value_flops.quadratic_weight)
+        self.value_batching = Batching.of(config.value, **value_flops.cost_weights)
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 

@@ -132,9 +132,10 @@ class Translator:
                     self._put((*path, "type"), "vlm")
                     self.remark(path, "is of type vlm")
         for _, path in places("env.*.reward_functions.#.name", values):
-            if (new := REWARDS.get(self.tree.get(path))) is not None:
-                self.remark(path, f"{self.tree.get(path)} is {new} today")
-                self._put(path, new)
+            name = self.tree.get(path)
+            if isinstance(name, str) and name in REWARDS:
+                self.remark(path, f"{name} is {REWARDS[name]} today")
+                self._put(path, REWARDS[name])
         if isinstance(values.get("data"), dict):
             if "eval" in values or "generation" in values:
                 self._file_of_an_evaluation()

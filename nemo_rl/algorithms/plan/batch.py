@@ -125,11 +125,10 @@ class Batching:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(cls, policy: PolicyConfig, *, sequences_per_sample: int = 1, **weights: float) -> Batching:
-        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences.
-
-        `weights`: the attributes of these names.
-        """
+    def of(
+        cls, policy: PolicyConfig, *, quadratic_weight: float, pixel_weight: float = 0.0, sequences_per_sample: int = 1
+    ) -> Batching:
+        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
         packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, sequence_chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
@@ -143,6 +142,7 @@ class Batching:
             how = {"length_round": math.lcm(*multiples), "key": policy.key("dynamic_batching")}
             train, logprobs = (PaddedTokens(tokens=n, **how) for n in budgets)
         multiple = policy.backend_cfg.micro_batch_multiple
+        weights = {"quadratic_weight": quadratic_weight, "pixel_weight": pixel_weight}
         return cls(train=train, logprobs=logprobs, micro_batch_multiple=multiple, **weights)
 
     def of_scoring(self) -> Batching:

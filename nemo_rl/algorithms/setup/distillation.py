@@ -287,7 +287,7 @@ def _start_teachers(
         )
         k, hidden_size = config.distillation.topk_logits_k, teacher.model.config.get_text_config().hidden_size
         states = LastStates(hidden_size, teacher.config.precision)
-        batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight)
+        batching = Batching.of(teacher.config, **teacher.model.flops.cost_weights)
         teachers.append(
             Teacher(
                 policy=policy,

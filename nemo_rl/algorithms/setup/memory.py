@@ -81,8 +81,8 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
         where = f"a GPU ({name or ASSUMED_GPU + ' assumed'})"
     else:
         machine = Machine(is_gpu=False)
-        where = "a CPU worker" + (" and its engine together" if samples else "")
-        where += ", without libraries (about 0.6 GB" + (" each)" if samples else ")")
+        together = "a CPU worker and its engine together, without libraries (about 0.6 GB each)"
+        where = together if samples else "a CPU worker, without libraries (about 0.6 GB)"
     phases = phases_of(cfg, model, machine)
     lines = [f"memory of {where}, predicted for {model.parameters / 1e9:.3g}e9 parameters:"]
     lines += [f"  {line}" for line in describe_memory(phases, machine)]
@@ -121,6 +121,9 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
         uses_reference=isinstance(own, ScoredRolloutConfig) and not own.skip_reference_policy_logprobs_calculation,
         num_colocated=len(taking_turns),
     )
+    # While one is awake, the policy and the others sleep, and the engine if it is on the same device.
+    generation = cfg.policy.generation
+    num_asleep = len(taking_turns) + (generation.colocated.enabled and not generation.is_by_policy)
     for further in taking_turns if machine.is_gpu else ():
         found = local_config(further.config)
         if found is None or not ModelShape.is_known(found):
@@ -132,7 +135,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             num_ranks=further.cluster.num_workers,
             budgets=_budgets(further.config),
             is_trained=further.is_trained,
-            beside=asleep(machine, 1 + len(taking_turns)),
+            beside=asleep(machine, num_asleep),
             device=phases[0].device,
         )
         phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside]
@@ -238,9 +241,8 @@ def _layouts(cfg: TrainingConfig, model: PretrainedConfig, hardware: Hardware) -
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if hardware.gpus_per_node % size == 0 and heads % size == 0]
     num_gpus, longest = hardware.num_nodes * hardware.gpus_per_node, policy.max_total_sequence_length
-    samples, sequences = isinstance(cfg, RolloutMasterConfig), 1
-    if isinstance(cfg, SupervisedMasterConfig):
-        sequences = cfg.sequences_per_row
+    samples = isinstance(cfg, RolloutMasterConfig)
+    sequences = cfg.sequences_per_row if isinstance(cfg, SupervisedMasterConfig) else 1
     tokens = [count for count in MB_TOKENS if count >= longest * sequences] or [longest * sequences]
     for tensor, engine, recomputes, count in product(sizes, sizes if samples else [0], (False, True), tokens):
         if policy.train_global_batch_size % (num_gpus // tensor):

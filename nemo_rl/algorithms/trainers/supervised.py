@@ -69,8 +69,8 @@ class SupervisedTrainer(Trainer):
         # run-time
         self.plan_rows = partial(plan_examples, num_ranks=parts.policy.data_parallel_size)
         self.flops = parts.flops
-        weights = {**parts.flops.cost_weights, "sequences_per_sample": config.sequences_per_row}
-        self.batching = Batching.of(config.policy, **weights)
+        sequences, weights = config.sequences_per_row, parts.flops.cost_weights
+        self.batching = Batching.of(config.policy, sequences_per_sample=sequences, **weights)
 
     def start(self) -> None:
         """Resume if there is a checkpoint. Warns once of the rows of validation sets that are left out.

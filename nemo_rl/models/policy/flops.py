@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -110,6 +110,13 @@ class TowerFlops:
         return self.per_patch * patches + self.per_pair * patches * reached
 
 
+class CostWeights(TypedDict):
+    """See `Batching`."""
+
+    quadratic_weight: float
+    pixel_weight: float
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """Operations of the forward pass: `per_token` outside of attention, `per_pair` of positions in each layer."""
@@ -169,7 +176,7 @@ class ModelFlops:
         return self.per_pair * self.windows.count(None) / 2 / self.per_token
 
     @property
-    def cost_weights(self) -> dict[str, float]:
+    def cost_weights(self) -> CostWeights:
         """Forward operations relative to those per token: per squared token, and per pixel of an image."""
         tower = self.tower
         per_pixel = 0.0 if tower is None else tower.per_patch / tower.patch_pixels / self.per_token

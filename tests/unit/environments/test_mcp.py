@@ -114,7 +114,7 @@ def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
         assert list(env.servers.specs) == ["wait"]
         started = time.monotonic()
         env.shutdown()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 50
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,6 @@ def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(model,
         assert_same_load(of_routers(step), of_routers(want))
 
 
-# -- determinism
-
-
 # -- replay of the experts that generation chose; transformers, forced, has the same
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2

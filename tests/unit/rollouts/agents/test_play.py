@@ -455,7 +455,7 @@ def test_a_service_is_told_that_an_episode_is_over_and_may_refuse_to_begin_it_an
         with subprocess.Popen(command) as run:
             assert began.wait(60)
             run.kill()
-        assert told.wait(10), "the connection of a killed run closes"
+        assert told.wait(60), "the connection of a killed run closes"
         with pytest.raises(AgentFailed, match="status 409: it cannot begin anew"):
             asyncio.run(post_task(f"{url}/tasks", task))
     assert posted[0] == posted[1] and posted[1]["episode"] == "g/0" and posted[1]["seed"] == 7
