@@ -208,11 +208,6 @@ def duration(seconds: float) -> str:
 # -- samples
 
 
-def sample_blocks(folder: Path) -> list[Path]:
-    """The blocks of samples of a run, by worker and first step."""
-    return sorted((folder / SAMPLES).glob("*.js"))
-
-
 def read_block(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of a block: every line is a call with one JSON object."""
     with path.open(encoding="ascii") as file:
