@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 58_800,
+    "lines of nemo_rl": 58_850,
     "files of nemo_rl": 280,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_300,

@@ -41,7 +41,8 @@ _NUM_ENDED_KEPT = 1024  # records of ended requests that were not taken, because
 def enable() -> None:
     """Install the patches in this process. Call it in vLLM's worker process before the model is loaded.
 
-    * On a CPU, float32 linear layers use `RowInvariantLinear`, and norms skip vLLM's choice of a kernel.
+    * On a CPU, float32 linear layers use `RowInvariantLinear`, and norms skip vLLM's choice of a kernel. The model
+      runner updates its tables for all requests at once.
     * Draft models would get random weights: both model runners of vLLM load the model of `method: draft_model` with the
       target's loader, whose format is "dummy" here. They use `draft_load_config` instead.
     * On a CPU, vLLM judges drafts at a temperature, top-k and top-p from uninitialised memory: the kernel that repeats
@@ -56,6 +57,7 @@ def enable() -> None:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     create_config = DraftModelProposer._create_draft_vllm_config
@@ -87,6 +89,8 @@ def enable() -> None:
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
     topk_topp_sampler.TopKTopPSampler.forward_cpu = cast(Any, sample_tokens)
+    CPUModelRunner._update_states = keep_states(CPUModelRunner._update_states)
+    CPUModelRunner._bookkeeping_sync = keep_tokens(CPUModelRunner._bookkeeping_sync)
     layernorm.RMSNorm.forward_cpu = cast(Any, rms_norm)
 
 
@@ -118,6 +122,53 @@ def sample_tokens(
 
 _drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 """The next numbers of each request, the last one first."""
+
+
+def keep_states(update_states: Callable[..., Any]) -> Callable[..., Any]:
+    """`update_states` of vLLM's model runner; for requests and blocks of the step before, without its work for each one.
+
+    The scheduler names the requests of such steps by the same list, in the process that it shares with the runner.
+    """
+    before: list[str] = []
+
+    def update(runner: Any, scheduled: Any) -> Any:
+        nonlocal before
+        cached, known = scheduled.scheduled_cached_reqs, before
+        before = cached.req_ids
+        if not before or before is not known or scheduled.finished_req_ids or any(cached.new_block_ids):
+            return update_states(runner, scheduled)
+        batch = runner.input_batch
+        for name, position in zip(before, cached.num_computed_tokens, strict=True):
+            runner.requests[name].num_computed_tokens = position
+        batch.num_computed_tokens_cpu[: batch.num_reqs] += 1
+        batch.refresh_metadata()
+        return None
+
+    return update
+
+
+def keep_tokens(keep: Callable[..., Any]) -> Callable[..., Any]:
+    """`keep`, which stores sampled tokens in vLLM's model runner, for all requests at once if each has one token."""
+
+    def store(runner: Any, scheduled: Any, sampled: Any, logits: Any, states: Any, num_tokens: int) -> Any:
+        batch, tokens = runner.input_batch, sampled.sampled_token_ids
+        count = batch.num_reqs
+        is_plain = tokens.shape == (count, 1) and not runner.discard_request_mask.np[:count].any()
+        if not is_plain or runner.use_async_scheduling or runner.num_prompt_logprobs:
+            return keep(runner, scheduled, sampled, logits, states, num_tokens)
+        rows, ends = np.arange(count), batch.num_tokens_no_spec[:count]
+        assert (ends < runner.max_model_len).all()
+        batch.token_ids_cpu[rows, ends] = tokens[:, 0].numpy()
+        batch.is_token_ids[rows, ends] = True
+        ends += 1
+        ids = tokens.tolist()
+        for name, own in zip(batch.req_ids, ids, strict=True):
+            runner.requests[name].output_token_ids.extend(own)
+        logprobs = sampled.logprobs_tensors
+        listed = None if logprobs is None else logprobs.tolists()
+        return {}, None, listed, ids, {}, batch.req_ids.copy(), batch.req_id_to_index.copy(), []
+
+    return store
 
 
 def rms_norm(

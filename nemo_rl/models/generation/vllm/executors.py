@@ -130,13 +130,14 @@ class WholeAnswerScheduler(Scheduler):
                 for request in self.running
             )
             self._steady = list(self.running) if all(is_decoding) else []
+            self._names = [request.request_id for request in self._steady]
         return scheduled
 
     def _next_tokens(self) -> SchedulerOutput:
         """One further token of each running request."""
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
-        names = [request.request_id for request in self.running]
+        names = self._names  # the same object in every such step, by which `keep_states` knows them
         positions = [request.num_computed_tokens for request in self.running]
         blocks: list[tuple[list[int], ...] | None] = []
         for request, position in zip(self.running, positions, strict=True):
