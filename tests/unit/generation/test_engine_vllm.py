@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.refit.layout import TensorMeta
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.models import make_model
+from tests.unit.policy.families import family_config
 
 pytestmark = pytest.mark.slow  # they import vLLM
 
@@ -34,6 +36,19 @@ def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
     asked = settings_for(tmp_path, "bfloat16", "cuda", hf_overrides=users)
     assert engine_args(replace(asked, hf_overrides={"rope_theta": 5.0, "a": 1}), {}).hf_overrides == users | {"a": 1}
     assert engine_args(settings_for(tmp_path, "float32", "cpu"), {}).hf_overrides == {}
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_queries_of_llama_4_are_scaled_as_in_training(tmp_path: Path, tuned: bool) -> None:
+    """vLLM would decide by max_model_len."""
+    from nemo_rl.models.generation.vllm.startup import engine_args
+
+    family_config("llama4_text", attn_temperature_tuning=tuned).save_pretrained(tmp_path)
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    settings = settings_for(tmp_path, "float32", "cpu")
+    assert engine_args(settings, {}).override_generation_config == {"attn_temperature_tuning": tuned}
+    asked = replace(settings, hf_overrides={"attn_temperature_tuning": not tuned})
+    assert engine_args(asked, {}).override_generation_config == {"attn_temperature_tuning": not tuned}
 
 
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:

@@ -119,8 +119,14 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
     overrides = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
     arguments["hf_overrides"] = overrides
-    if settings.load_format == "dummy" and "quantization_config" in PretrainedConfig.get_config_dict(settings.model)[0]:
+    stored = PretrainedConfig.get_config_dict(settings.model)[0]
+    if settings.load_format == "dummy" and "quantization_config" in stored:
         arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
+    text = stored.get("text_config", stored) | overrides
+    if text.get("model_type") == "llama4_text":
+        # vLLM's Llama 4 reads it from here alone, and otherwise scales queries only above 32768 positions.
+        tuning = {"attn_temperature_tuning": text.get("attn_temperature_tuning", True)}
+        arguments["override_generation_config"] = tuning | cfg.vllm_kwargs.get("override_generation_config", {})
     if settings.draft is not None:
         own = {"model": draft_folder(settings.draft), "draft_load_config": {"load_format": "dummy"}}
         arguments[SPECULATION] = {**cfg.speculation, **own}
