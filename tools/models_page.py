@@ -38,7 +38,7 @@ MEANINGS = """
 | TP, CP, EP, PP | the same with 2 ranks of tensor, context, expert or pipeline parallelism |
 | LoRA | the same with adapters on all linear layers that are wide enough, and every other weight frozen |
 | Megatron | the same with Megatron Core on one rank |
-| vLLM on CPU | after weight syncs into the real engine, logprobs of its samples equal the model's: to 1e-5, in bfloat16 to 0.1 |
+| vLLM on CPU | after weight syncs into the real engine, logprobs of its samples equal the model's: to 1e-5, in bfloat16 as nearly as those of transformers |
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Nemotron-H) and the attention of Llama 4 read a row from its first token. In a packed row each
 sequence gets a row of its own inside these layers (`models/policy/token_mixers.py`), and tensor-parallel ranks compute them whole. GPT-OSS's experts are

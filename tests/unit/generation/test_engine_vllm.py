@@ -51,6 +51,15 @@ def test_queries_of_llama_4_are_scaled_as_in_training(tmp_path: Path, tuned: boo
     assert engine_args(asked, {}).override_generation_config == {"attn_temperature_tuning": not tuned}
 
 
+def test_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
+    from nemo_rl.models.generation.vllm.startup import engine_args
+
+    family_config("deepseek_v3").save_pretrained(tmp_path)
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    overrides = engine_args(settings_for(tmp_path, "float32", "cpu"), {}).hf_overrides
+    assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     from nemo_rl.models.generation.vllm.startup import engine_args
 

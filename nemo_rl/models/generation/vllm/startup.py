@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SCHEDULER = "nemo_rl.models.generation.vllm.executors.WholeAnswerScheduler"
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
+_DEEPSEEK_V3_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What transformers computes for every DeepSeek-V3, and writes into no config.json; vLLM asks for it there."""
+
 _MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 
@@ -117,9 +120,10 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     arguments |= cfg.vllm_kwargs
     # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
     head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
-    overrides = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
-    arguments["hf_overrides"] = overrides
     stored = PretrainedConfig.get_config_dict(settings.model)[0]
+    router = _DEEPSEEK_V3_ROUTER if stored.get("model_type") == "deepseek_v3" else {}
+    overrides = {**head, **router, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
+    arguments["hf_overrides"] = overrides
     if settings.load_format == "dummy" and "quantization_config" in stored:
         arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
     text = stored.get("text_config", stored) | overrides
