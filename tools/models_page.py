@@ -21,7 +21,7 @@ INTRO = """\
 # Models
 
 What the families of models can do, by `model_type` of config.json. Every cell was tried on a tiny random model with every kind of layer of its
-family, in float32 on CPUs: `yes` says that it worked, a number leads to the reason below. What is refused is refused before any worker starts.
+family, in float32 on CPUs: `yes` says that it worked, a number leads to the reason below. What training cannot do is refused before any worker starts.
 `tools/models_page.py` writes this page, and `pytest -m families` tries every cell again.
 
 Other causal language models of transformers train too, if they name their blocks ([Adding a model](adding-a-model.md)); models that see images have
