@@ -125,7 +125,7 @@ _drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
 
 def keep_states(update_states: Callable[..., Any]) -> Callable[..., Any]:
-    """`update_states` of vLLM's model runner; for requests and blocks of the step before, without its work for each one.
+    """`update_states` of vLLM's model runner, in a step of the same requests and blocks without its work for each one.
 
     The scheduler names the requests of such steps by the same list, in the process that it shares with the runner.
     """
