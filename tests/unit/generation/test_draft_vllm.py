@@ -141,7 +141,7 @@ def test_it_comes_with_a_sync_and_leaves_the_distribution_as_it_is(ray_local: No
     with engines(str(path), generation_config(64)) as plain:
         theirs, _ = samples(plain, range(NUM_SAMPLES, 2 * NUM_SAMPLES))
     assert sum(len(tokens) for tokens in ours) == NUM_SAMPLES * LENGTH == 20_000
-    assert 0.9 > rate > untrained_rate + 0.2, "some drafts are accepted and some are not"
+    assert 0.9 > rate > untrained_rate + 0.1, "some drafts are accepted and some are not"
     statistic, freedom = chi_square(ours, theirs)
     print(
         f"acceptance {untrained_rate:.3f} -> {rate:.3f}; chi-square {statistic:.1f} with {freedom} degrees of freedom"
