@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 39_650,
+    "lines of tests": 39_700,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
