@@ -560,14 +560,13 @@ class EnvironmentConfig(BaseModel):
     """
 
 
-SYNONYMS = {"math_default": "math", "math_multi_reward": "math", "vlm": "composite"}
-"""`type` of an environment -> the one that has the same keys."""
+SYNONYMS = {"math": ("math_default", "math_multi_reward"), "composite": ("vlm",)}
+"""`type` of an environment -> others that have the same keys."""
 
 
 def _variant(value: Any) -> str:
     if isinstance(value, dict):
-        asked = SYNONYMS.get(value.get("type"), value.get("type"))
-        return next((name for name in OURS if name == asked), "other")
+        return next((name for name in OURS if value.get("type") in (name, *SYNONYMS.get(name, ()))), "other")
     return next((name for name, model in OURS.items() if isinstance(value, model)), "other")
 
 

@@ -135,6 +135,7 @@ def test_a_server_that_cannot_be_used_is_named(servers: Any, named: str):
         ("+env.with_tools.max_call_per_turn=2", "the nearest valid key is env.with_tools.max_calls_per_turn"),
         ("+env.with_tools.environment.num_worker=2", "the nearest valid key is env.with_tools.environment.num_workers"),
         ("env.with_tools.environment.type=mat", "env.with_tools.environment.type.*did you mean math"),
+        ("env.with_tools.environment.type=[math]", "must be a valid string"),
         ("+env.with_tools.servers.sums.url=http://127.0.0.1:1", "a server has one of both"),
         ("env.with_tools.environment={type: agent, run: 'a:b'}", "env.with_tools.environment"),
     ],
