@@ -229,5 +229,5 @@ def test_turns_of_another_library_train(tmp_path: Path, pythons: dict[str, str])
             "openenv": agent("examples.agents.openenv_env:play", pythons["openenv"], url=url),
         }
         steps = play(tmp_path, "tiny:arithmetic", sections)
-    assert all(row["train/openenv/steps"] > 1 and row["train/reward"] > 0 for row in steps)
-    assert all(row["train/verifiers/is_right"] > 0 and row["train/total_turns"] > 16 for row in steps)
+    assert all(row["train/reward"] > 0 and row["train/verifiers/is_right"] > 0 for row in steps)
+    assert steps[0]["train/openenv/steps"] > 1 and steps[0]["train/verifiers/num_turns"] > 1, "who is right soon stops"
