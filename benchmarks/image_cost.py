@@ -1,4 +1,4 @@
-"""What an image costs in training: seconds, bytes of its pixels, and memory of its activations, against text.
+"""The cost of an image in training: seconds, bytes of its pixels, and memory of its activations, against text.
 
     python benchmarks/image_cost.py [--sides 112,224,336] [--layers 2] [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""What this library imports from the top of transformers; a new name comes here, too.
+"""The names that this library imports from the top of transformers. A new one must be added here.
 
 The `__init__` of transformers makes a type checker read every model, which takes longer than everything else.
 """

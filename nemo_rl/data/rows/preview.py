@@ -151,7 +151,7 @@ def show_rows(
         for example in examples:
             counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
             margin = f", margin {example.margin:g}" if example.margin else ""
-            images = f", {len(example.images)} images" if example.images else ""
+            images = f", images: {len(example.images)}" if example.images else ""
             console.print(Text(f"{example.sample_id}: {counts}{margin}{images}", style="bold"), soft_wrap=True)
             for pixels in example.pixels.values() if console.is_terminal else ():
                 console.print(picture(pixels[PREVIEW]))

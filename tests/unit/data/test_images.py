@@ -155,7 +155,7 @@ def test_people_see_the_image_in_a_preview(model, tokenizer):
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
     asked = prompt_of(parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"))
     show_rows(console, [asked], make, tokenizer, num_shown=1, total=1)
-    assert "1 images" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
+    assert "images: 1" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
     assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
 
 
