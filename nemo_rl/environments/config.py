@@ -537,9 +537,10 @@ class McpEnvironmentConfig(ActorsConfig):
     """Seconds of one call, and of the start of a server."""
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if isinstance(self.environment, AgentEnvironmentConfig):
-            yield "environment", "has agents, which play episodes; name an environment that answers turns"
-        if problem := unknown_type(self.environment.type):
+        inner = self.environment
+        if isinstance(inner, AgentEnvironmentConfig) or _parts(inner) or gpus_per_actor(inner):
+            yield "environment", "answers turns, without agents, a GPU, or parts that are sections of env"
+        if problem := unknown_type(inner.type):
             yield "environment.type", problem
 
 
@@ -646,11 +647,10 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
                 yield f"env.{name}.session.port", f"{config.session.port} is that of env.{other} too; {fix}"
         if isinstance(config, CompositeEnvironmentConfig):
             yield from _part_problems(name, config, env)
-        if isinstance(config, AgentEnvironmentConfig) and config.environment is not None:
-            judge = env.get(config.environment)
-            if judge is None or isinstance(judge, AgentEnvironmentConfig):
-                fix = f"name another section, one of: {', '.join(other for other in env if other != name)}"
-                yield f"env.{name}.environment", f"{config.environment!r} is no environment; {fix}"
+        judge = config.environment if isinstance(config, AgentEnvironmentConfig) else None
+        if judge is not None and isinstance(env.get(judge), AgentEnvironmentConfig | None):
+            fix = f"name another section, one of: {', '.join(other for other in env if other != name)}"
+            yield f"env.{name}.environment", f"{judge!r} is no environment; {fix}"
         key, limit = "time_limit_s", 0.0
         runs_python = not isinstance(config, PythonToolsEnvironmentConfig) or "python" in config.tools
         if isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig):
