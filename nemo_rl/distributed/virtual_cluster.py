@@ -202,6 +202,8 @@ def _token_errors() -> Iterator[None]:
     try:
         yield
     except (AuthenticationError, PermissionError) as error:
+        if isinstance(error, PermissionError) and Path(str(error.filename)).name not in (".ray", "auth_token"):
+            raise  # Ray's own folder, for example
         reason = str(error).partition(". Ensure")[0]
         raise ValueError(
             f"Ray's token cannot be read: {reason}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, which this "

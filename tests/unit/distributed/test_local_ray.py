@@ -54,14 +54,24 @@ def test_an_address_that_cannot_be_joined_is_refused_with_the_way_in(address: st
     assert re.search(f"ValueError: .*{message}", ended.stderr), ended.stderr
 
 
-@pytest.mark.parametrize("path", ["empty", "missing"])
-def test_a_token_file_that_cannot_be_read_is_one_clear_line(path: str, tmp_path: Path):
+TOKEN = "^ValueError: Ray's token cannot be read: .*{}.* Set RAY_AUTH_TOKEN_PATH"
+
+
+@pytest.mark.parametrize(
+    ("variable", "path", "line"),
+    [
+        ("RAY_AUTH_TOKEN_PATH", "empty", TOKEN.format("empty")),
+        ("RAY_AUTH_TOKEN_PATH", "missing", TOKEN.format("missing")),
+        ("HOME", "/sys", TOKEN.format("/sys/.ray")),
+        ("RAY_TMPDIR", "/sys/ray", "^PermissionError: .*'/sys/ray'$"),
+    ],
+)
+def test_a_file_that_ray_cannot_use_is_named_in_the_last_line(variable: str, path: str, line: str, tmp_path: Path):
     (tmp_path / "empty").touch()
     code = "from nemo_rl.distributed.virtual_cluster import start_local_ray; start_local_ray()"
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / path)}
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", variable: str(tmp_path / path)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    last = ended.stderr.splitlines()[-1]
-    assert re.search(f"^ValueError: Ray's token cannot be read: .*{path}.* Set RAY_AUTH_TOKEN_PATH", last), ended.stderr
+    assert re.search(line, ended.stderr.splitlines()[-1]), ended.stderr
 
 
 def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker(tmp_path: Path):
