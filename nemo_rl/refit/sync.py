@@ -118,8 +118,8 @@ class Refit(WeightSync):
             len(layout.buckets),
             layout.bucket_bytes / 2**20,
         )
-        if num_base := layout.num_base_buckets:
-            repeated = layout.bytes_of(range(num_base, len(layout.buckets)))
+        if self._leaves_out(layout):
+            repeated = layout.bytes_of(range(layout.num_base_buckets, len(layout.buckets)))
             logger.info("after the first sync only what training changes: %.1f MiB", repeated / 2**20)
 
     def announce(self) -> None:
