@@ -77,6 +77,7 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
     group.pixels = {"d": {PREVIEW: np.frombuffer(b"jpeg", np.uint8)}, "e": {}}
     group.samples[1].images = [ImageSpan(digest=digest, start=0, length=1) for digest in "de"]
+    group.samples[1].meta.own_reward = 0.0
     writer.begin([(3, 1)], {3: group})
     train = torch.full((10,), -0.5)
     train[9] = -1.5
@@ -85,6 +86,7 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     (sample,) = written(tmp_path)
     assert (sample["step"], sample["id"], sample["prompt"], sample["reward"]) == (5, "1/0/p:7/1", "p:7", 1.0)
     assert sample["texts"] == [" the", " dog"] * 5 and sample["mask"] == "0000111111"
+    assert sample["own_reward"] == 0.0, "of a row of an agent's episode"
     assert sample["pictures"] == ["data:image/jpeg;base64,anBlZw=="]
     assert sample["advantages"] == 0.25 and sample["values"][-1] == 9.0
     assert sample["outputs"][9] == -1.5 and sample["messages"][0]["content"] == "the dog </script>"

@@ -79,10 +79,9 @@ class SampleWriter:
         for number, index in keys:
             group = groups[number]
             sample = group.rows[index]
-            previews = [group.pixels[span.digest].get(PREVIEW) for span in sample.images]
-            shown = (
-                {"pictures": [_data_url(preview) for preview in previews if preview is not None]} if previews else {}
-            )
+            pixels = [group.pixels[span.digest] for span in sample.images]
+            pictures = [_data_url(made[PREVIEW]) for made in pixels if PREVIEW in made]
+            shown = {"pictures": pictures} if pictures else {}
             if isinstance(sample, Example):
                 self._about[number, index] = {"id": sample.sample_id, **shown}
                 continue
@@ -95,7 +94,7 @@ class SampleWriter:
                 "id": meta.pop("sample_id") + place,
                 "group": group.group_id,
                 "prompt": group.prompt_id,
-                **{name: value for name, value in meta.items() if value not in (None, [], {}, 0) or name == "reward"},
+                **{name: value for name, value in meta.items() if value or name in ("reward", "own_reward")},
                 "messages": sample.messages,
                 "metrics": sample.metrics,
                 **shown,
