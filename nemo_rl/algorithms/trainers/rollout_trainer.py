@@ -251,7 +251,7 @@ class RolloutTrainer(Trainer):
             )
         lengths = (sample.length for sample in trained)
         if num_passes:
-            # The tower sees an image of a group once.
+            # Once for each group: the tower repeats an image only where the group is in several micro-batches.
             seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
             images = [num_pixels for group in seen for num_pixels in group.values()]
             frozen = {"has_adapters": run.policy.adapters.enabled, "freeze": run.policy.freeze}
