@@ -17,6 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +106,8 @@ class Lane:
 
     def give(self, numbers: Sequence[int]) -> None:
         self.left = list(numbers)
-        self.connection.send(self.left)
+        with suppress(BrokenPipeError):  # it has just ended, which `Lanes` hears next
+            self.connection.send(self.left)
 
 
 class Lanes:

@@ -54,7 +54,7 @@ def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[
 
 def build_section(name: str, model: type[M], values: Mapping[str, Any]) -> M:
     """One section, such as `logger`, from a dictionary, also in NeMo RL's form."""
-    whole: type[BaseModel] = create_model("Section", __base__=StrictModel, **{name: (model, ...)})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    whole: type[BaseModel] = create_model("Section", __base__=StrictModel, **{name: (model, ...)})  # pyright: ignore[reportArgumentType]
     return vars(build_config(whole, {name: dict(values)}))[name]
 
 

@@ -16,6 +16,7 @@ the tools in the column `tools` of its row; `examples/agents/mcp_tools.py` write
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from typing import Any
 
 import mcp
 import torch
+from mcp.client.stdio import stdio_client
 from mcp.types import CallToolResult, TextContent
 
 from nemo_rl.environments.code.environment import shorten
@@ -124,10 +126,11 @@ def check_inner(section: AnyEnvironmentConfig) -> None:
 
 
 def target_of(config: McpServerConfig) -> Any:
-    """What the client connects to."""
+    """What the client connects to, once."""
     if config.command is None:
         return config.url
-    return mcp.StdioServerParameters(command=config.command, args=config.args, env=config.env)
+    server = mcp.StdioServerParameters(command=config.command, args=config.args, env=config.env)
+    return stdio_client(server, errlog=sys.stderr)  # by default the stderr of the time of the import
 
 
 class _Lost(str):
@@ -165,7 +168,7 @@ class Servers:
         self._thread.start()
         self.specs: dict[str, dict[str, Any]] = {}  # of the tools, in OpenAI's format
         self._of_tool: dict[str, Connection] = {}
-        self._connections = [Connection(target_of(config), timeout_s) for config in servers.values()]
+        self._connections = [Connection(config, timeout_s) for config in servers.values()]
         for name, connection in zip(servers, self._connections, strict=True):
             try:
                 tools = asyncio.run_coroutine_threadsafe(connection.tools(), self._loop).result(timeout_s)
@@ -201,8 +204,8 @@ class Servers:
 class Connection:
     """A client of one server. Its context is entered and left by one task, as `mcp` wants it."""
 
-    def __init__(self, target: Any, timeout_s: float) -> None:
-        self._target = target
+    def __init__(self, config: McpServerConfig, timeout_s: float) -> None:
+        self._config = config
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._client: mcp.Client | None = None
@@ -252,6 +255,6 @@ class Connection:
             return self._client
 
     async def _run(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
-        async with mcp.Client(self._target) as client:
+        async with mcp.Client(target_of(self._config)) as client:
             connected.set_result(client)
             await ended.wait()

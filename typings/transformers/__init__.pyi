@@ -3,7 +3,6 @@
 The `__init__` of transformers makes a type checker read every model, which takes longer than everything else.
 """
 
-from tokenizers import AddedToken as AddedToken
 from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
 from transformers.feature_extraction_utils import BatchFeature as BatchFeature
@@ -37,6 +36,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Config
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
+from transformers.tokenization_utils_base import AddedToken as AddedToken
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 

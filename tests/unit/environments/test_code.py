@@ -131,9 +131,8 @@ def test_programs_are_compared_by_their_words() -> None:
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
 
 
-def test_what_needs_images_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="environment 'vlm' is not supported yet: use type: composite"):
-        find_env_class("vlm")
+def test_names_of_nemo_rl_are_found_or_refused_with_a_reason() -> None:
+    assert find_env_class("vlm") is find_env_class("composite")
     with pytest.raises(ValueError, match="processor 'nemo_gym_data_processor' is not needed"):
         find_processor("nemo_gym_data_processor")
     for name in ("sft_processor", "helpsteer3_data_processor"):
