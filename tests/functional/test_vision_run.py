@@ -49,7 +49,7 @@ def test_an_evaluation_asks_about_images(tmp_path):
     finished = run(tmp_path, *asked, script=ROOT / "examples" / "run_eval.py", config=EVAL)
     assert finished.status == 0, finished.output[-4000:]
     overall = json.loads((tmp_path / "results.json").read_text())["overall"]
-    assert 0.1 < overall["mean"] < 0.6 and overall["failed"] == 0, overall
+    assert 0.1 < overall["mean"] < 0.6 and overall["num_failed"] == 0, overall
 
 
 def test_pictures_of_a_game_and_prompts_without_an_image_in_one_batch(tmp_path):
