@@ -167,7 +167,8 @@ def continues_bit_for_bit(
     assert again.status == 0, again.output[-4000:]
     assert f"step_{start} after step {start}" in again.output
     repeated = [row for row in before if row["step"] > start]
-    assert comparable(again.metrics)[: len(repeated)] == comparable(repeated) and len(repeated) > save_period
+    assert len(repeated) > save_period
+    assert comparable(again.metrics)[: len(repeated)] == comparable(repeated)
     for model in models:
         got = weights_of(put_aside, model)
         assert want[model].keys() == got.keys(), model

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -385,6 +386,7 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
                 return f"{name} uses {type(method).__name__}"
             if "weight" in module._parameters and module.weight.numel() == 0:
                 return f"{name} keeps a repacked copy of its weight only"
-        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+        is_plain = type(module) is Attention or (isinstance(module, MMEncoderAttention) and not module.fp8_enabled)
+        if hasattr(module, "process_weights_after_loading") and not is_plain:
             return f"{name} ({type(module).__name__}) derives tensors from its weights"
     return None
