@@ -106,7 +106,7 @@ def make_model(directory: Path) -> PreTrainedModel:
     """A random Qwen3-MoE whose second layer is dense, with the tiny model's tokenizer."""
     tokenizer = build_tiny_tokenizer()
     experts = {"num_experts": 8, "mlp_only_layers": [1], "num_hidden_layers": LAYERS}
-    save_model("qwen3-moe", directory, vocab_size=len(tokenizer), **experts)
+    save_model("qwen3-moe", directory, vocab_size=len(tokenizer), head_dim=32, **experts)  # the least of vLLM on CPU
     tokenizer.save_pretrained(directory)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
