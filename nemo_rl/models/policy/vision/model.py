@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import embedding
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
@@ -119,13 +120,14 @@ class VisionLogprobModel(LogprobModel):
         seen = model.get_image_features(**images.pixels, return_dict=True)
         features = _flat_features(seen.pooler_output).to(embedded.dtype)
         is_image = images.features >= 0
-        embedded = torch.where(is_image[..., None], features[images.features.clamp(min=0)], embedded)
+        # Not features[...]: its backward pass on a CPU adds the rows that share an image in the order of threads.
+        embedded = torch.where(is_image[..., None], embedding(images.features.clamp(min=0), features), embedded)
         further = {}
         if (deep := seen.get("deepstack_features")) is not None:  # added after the first layers, Qwen3-VL
             index = images.features[is_image]
             further = {
                 "visual_pos_masks": is_image,
-                "deepstack_visual_embeds": [_flat_features(layer)[index] for layer in deep],
+                "deepstack_visual_embeds": [embedding(index, _flat_features(layer)) for layer in deep],
             }
         positions = images.positions if self.has_grid_positions else images.positions[0]
         return model.get_decoder()(
