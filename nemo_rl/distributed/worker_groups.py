@@ -592,8 +592,9 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
 
 def _hang(late: list[_Call], timeout_s: float) -> WorkerHang:
     first = late[0]
-    names = ", ".join(str(call.worker) for call in late)
-    report = _inspect([call.worker for call in late])
+    workers = list({call.worker.rank: call.worker for call in late}.values())  # each once, whatever it was asked
+    names = ", ".join(str(worker) for worker in workers)
+    report = _inspect(workers)
     return WorkerHang(
         f"no answer from {names} in {first.method} after {timeout_s:.3g} s\n{report}",
         worker=first.worker.name,

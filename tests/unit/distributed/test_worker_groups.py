@@ -215,8 +215,10 @@ def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_
             group.call_all("block_loop", 60, timeout_s=1)
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkerHang, match=rf"policy-0.*(?s:.)*state of process {pid}: T \(stopped\)"):
-            group.call_all("echo", timeout_s=1)
+        refs = [group.start_one(0, "echo") for _ in range(3)]
+        with pytest.raises(WorkerHang, match=rf"policy-0.*(?s:.)*state of process {pid}: T \(stopped\)") as caught:
+            group.wait(refs)
+        assert str(caught.value).count("policy-0") == 2, "in the list of names and above its state"
     assert not alive(pid)
 
 
