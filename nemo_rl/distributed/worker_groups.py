@@ -7,21 +7,19 @@ actor, its rank and the method.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.actor_host import HostIdentity, actor_class, group_memory_gb
+from nemo_rl.distributed.actor_host import HostIdentity, actor_class
 from nemo_rl.distributed.errors import WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
-from nemo_rl.utils.config import ProfileConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +42,12 @@ _MESSAGE_EVERY_S = 60.0
 _INSPECT_S = 5.0
 _ON_NODE_S = 15.0
 _EXIT_S = 3.0
+_LEAST_PULSE_S = 10.0  # a process that loads libraries on a busy machine may be mute for seconds
 _MAX_STACKS = 4  # the other late workers mostly wait in the same collective
 _LOG_TAIL_LINES = 20
 
 LIVE: list[RayWorkerGroup] = []
-"""The groups whose workers run, for what looks at all workers alike: profiles and memory."""
+"""The groups whose workers run, for what looks at all workers alike: `meters`."""
 
 
 class RayWorkerBuilder:
@@ -406,6 +404,7 @@ class RayWorkerGroup:
         calls = {w.handle.identity.remote(): _Call(worker=w, method="start of its process") for w in self._members}
         for ref, identity in wait(calls).items():
             calls[ref].worker.identity = identity
+        self.on_wait = self._watch_pulses()
         first = self._members[0]
         one_node = len({worker.bundles[0].node_id for worker in self._members}) == 1
         address = "127.0.0.1" if one_node else first.bundles[0].node_ip
@@ -428,6 +427,28 @@ class RayWorkerGroup:
             }
             starts[worker.handle.start.remote(env)] = _Call(worker=worker, method="__init__")
         wait(starts)
+        self.on_wait = None
+
+    def _watch_pulses(self) -> Callable[[], None]:
+        """A function that raises WorkerHang once a process has answered no question for `timeout_s`.
+
+        A constructor may take longer than a call (it may load a model for minutes), but its process answers meanwhile.
+        """
+        limit = max(self.timeout_s, _LEAST_PULSE_S) if self.timeout_s is not None else math.inf
+        last = {w.rank: (w.handle.phase.remote(), time.monotonic()) for w in self._members}
+
+        def look() -> None:
+            refs = [ref for ref, _ in last.values()]
+            answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            now = time.monotonic()
+            for worker in self._members:
+                ref, asked = last[worker.rank]
+                if ref in answered:
+                    last[worker.rank] = worker.handle.phase.remote(), now
+                elif now - asked > limit:
+                    raise self._hang([_Call(worker=worker, method="__init__")], limit)
+
+        return look
 
     def _submit(self, worker: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         self.controller_tensor_bytes += tensor_bytes((args, kwargs))
@@ -685,103 +706,6 @@ def _wait_for_exit(members: list[Worker]) -> None:
                 os.kill(pid, signal.SIGKILL)
     if pids:
         logger.warning("processes %s still run after they were killed", pids)
-
-
-# -- all groups of this process
-
-
-@contextmanager
-def profiled_step(cfg: ProfileConfig, folder: Path, step: int) -> Iterator[None]:
-    """Profile the workers that `cfg` names during the block, if it names the step.
-
-    Each writes `<folder>/step_<step>_<worker>.json.gz`, so every node has to see `folder`.
-
-    Raises:
-        ValueError: no worker has a name that `cfg.workers` asks for.
-    """
-    if step not in cfg.steps:
-        yield
-        return
-    groups = list(LIVE)
-    names = [worker.name for group in groups for worker in group.members]
-    chosen = {name for name in names if any(fnmatch(name, pattern) for pattern in cfg.workers)}
-    if not chosen:
-        raise ValueError(f"performance.profile.workers={cfg.workers} names none of the workers: {', '.join(names)}")
-    folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    for group in groups:
-        group.start_profile(chosen)
-    yield
-    for group in groups:
-        group.stop_profile(chosen, str(folder / f"step_{step}"))
-    logger.info("the profile of step %d is in %s: %s", step, folder, ", ".join(sorted(chosen)))
-
-
-class UsageMonitor:
-    """Asks every worker for its `usage` about every `interval_s` seconds, in a thread.
-
-    A worker that cannot answer is left out. `gpus`: GPUs are asked for too. The thread runs inside `with`.
-    """
-
-    def __init__(self, interval_s: float, *, gpus: bool) -> None:
-        """Raises ValueError if NVML's package is needed and not installed."""
-        if gpus and importlib.util.find_spec("pynvml") is None:
-            raise ValueError("logger.monitor_gpus=true: install nvidia-ml-py, or set logger.monitor_gpus=false")
-        self._interval_s = interval_s
-        self._gpus = gpus
-        self._lock = threading.Lock()
-        self._seen: dict[str, list[float]] = {}  # since the last `metrics`
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="usage", daemon=True)
-
-    def __enter__(self) -> UsageMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def metrics(self) -> dict[str, float]:
-        """Since the last call, for each group of workers: the largest `<group>/memory_gb` and `<group>/gpu_memory_gb`
-        of a worker, and the mean of `<group>/gpu_utilization`; and the largest `controller/memory_gb`.
-        """
-        with self._lock:
-            seen, self._seen = self._seen, {}
-        return {
-            name: sum(values) / len(values) if name.endswith("utilization") else max(values)
-            for name, values in seen.items()
-        }
-
-    def _watch(self) -> None:
-        while True:
-            self._note("controller", {"memory_gb": group_memory_gb()})
-            for group in list(LIVE):
-                for usage in self._answers(group):
-                    self._note(group.name_prefix, usage)
-            if self._stop.wait(self._interval_s):
-                return
-
-    def _answers(self, group: RayWorkerGroup) -> list[dict[str, float]]:
-        refs = [
-            worker.handle.usage.remote([b.gpu_id for b in worker.bundles if b.gpu_id is not None and self._gpus])
-            for worker in group.members
-        ]
-        deadline, answers = time.monotonic() + self._interval_s, []
-        ready: list[ray.ObjectRef] = []
-        while len(ready) < len(refs) and time.monotonic() < deadline and not self._stop.is_set():
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
-        for ref in ready:
-            try:
-                answers.append(ray.get(ref))
-            except RayError as error:
-                logger.debug("%s: no usage: %s", group.name_prefix, error)
-        return answers
-
-    def _note(self, owner: str, usage: dict[str, float]) -> None:
-        with self._lock:
-            for name, value in usage.items():
-                self._seen.setdefault(f"{owner}/{name}", []).append(value)
 
 
 def require_shared(group: RayWorkerGroup, folder: Path, key: str) -> None:

@@ -17,8 +17,9 @@ from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, Run
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
+from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_groups import UsageMonitor, require_shared
+from nemo_rl.distributed.worker_groups import require_shared
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy

@@ -19,7 +19,7 @@ import torch
 from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.distributed.worker_groups import UsageMonitor, profiled_step
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.report.recorder import RunRecorder

@@ -15,15 +15,9 @@ import pytest
 import torch
 
 from nemo_rl.distributed.actor_host import BusyTimes, group_memory_gb
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import (
-    LIVE,
-    RayWorkerBuilder,
-    RayWorkerGroup,
-    UsageMonitor,
-    profiled_step,
-    tensor_bytes,
-)
+from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup, tensor_bytes
 from nemo_rl.utils.config import ProfileConfig
 
 ECHO = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")

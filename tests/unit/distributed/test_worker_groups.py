@@ -228,6 +228,14 @@ def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -
         RayWorkerGroup(cluster, builder, name_prefix="slow", start_timeout_s=15)  # a busy machine starts a process in 8
 
 
+def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for_as_long_as_a_constructor(
+    cluster: RayVirtualCluster,
+) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.StoppedWorker")
+    with pytest.raises(WorkerHang, match=r"no answer from still-0 .* in __init__ after 10 s\n.*T \(stopped\)"):
+        RayWorkerGroup(cluster, builder, name_prefix="still", timeout_s=1)
+
+
 def test_failed_starts_and_shutdown_release_what_they_took(
     echo_pair: RayWorkerGroup, cluster: RayVirtualCluster
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 from typing import Any
@@ -67,6 +68,11 @@ class DecoratedWorker(EchoWorker):
 class SlowStartWorker:
     def __init__(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+class StoppedWorker:
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class CollectiveWorker:
