@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nemo_rl.algorithms.async_grpo import GroupOrder, ReplayBuffer
 from nemo_rl.rollouts.records import meta_from, read_index, recorded_steps, step_folder
-from nemo_rl.rollouts.replay_buffer import GroupOrder, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams
 

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import os
+import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from nemo_rl.report.data import replace, script_json, write_data
-from nemo_rl.report.run_files import Run, names_of, read_run, status_of
+from nemo_rl.report.run_files import Run, names_of, read_index, read_lines, read_run, status_of
+from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE
 
 REPORT = "report.html"
 _SOURCES = Path(__file__).parent / "page"
 _SCRIPTS = ("core.js", "overview.js", "curves.js", "time.js", "samples.js", "tables.js")
 _DIGITS = 7
+FOLDER = "report_data"
+BLOCK_BYTES = 400_000
+MAX_PROMPTS = 1000
 
 
 def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
@@ -105,6 +112,195 @@ def escaped(text: str) -> str:
 
 def _source(name: str) -> str:
     return (_SOURCES / name).read_text(encoding="utf-8")
+
+
+# -- the files beside the page, which it loads when they are wanted: samples, groups, times
+#
+# Each is a script, `nemo_rl_data("<name>", <JSON>);`, because a page that is opened from a disk may load nothing else.
+# The samples themselves are not copied: the index names the blocks in the folder of the run.
+
+
+def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
+    """Write the files of a run beside `page`, their names with `prefix`. Returns what the page must know of them."""
+    folder = page.parent / FOLDER
+    folder.mkdir(exist_ok=True)
+    task_of: dict[str, str] = {}
+    summary = GroupSummary()
+
+    def groups() -> Iterable[tuple[dict[str, Any], int]]:
+        latest: dict[int, int] = {}  # where the line of a step begins; of a step that ran twice, the later one
+        begin = 0
+        for line, end in read_lines(run / GROUPS):
+            latest[line["step"]], begin = begin, end
+        for step, begin in sorted(latest.items()):
+            line, end = next(read_lines(run / GROUPS, begin))
+            for group in line["groups"]:
+                summary.add(step, group)
+                task_of[group["id"]] = group["task"]
+            yield line, end - begin
+
+    found: dict[str, Any] = {
+        "groups": _blocks(folder, f"{prefix}groups", groups()),
+        "timeline": _blocks(folder, f"{prefix}timeline", _sized(run / TIMELINE)),
+        "tasks": summary.tasks(),
+        "prompts": summary.prompts(),
+    }
+    rows = read_index(run)
+    if rows:
+        name = f"{prefix}samples"
+        _write(folder, name, sample_columns(rows, task_of))
+        at = os.path.relpath(run / SAMPLES, page.parent)
+        blocks = sorted({row["block"] for row in rows})
+        found["samples"] = {"index": name, "num": len(rows), "blocks": [quote(f"{at}/{block}") for block in blocks]}
+    return found
+
+
+def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The index of samples by column; texts that repeat are numbers, with the texts in `names`."""
+    names: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return names.setdefault(text, len(names))
+
+    blocks = {block: i for i, block in enumerate(sorted({row["block"] for row in rows}))}
+    columns: dict[str, list[Any]] = {
+        "step": [row["step"] for row in rows],
+        "id": [row["id"] for row in rows],
+        "block": [blocks[row["block"]] for row in rows],
+        "task": [number(task_of.get(row.get("group", ""), "")) for row in rows],
+        "status": [number(row.get("status", "")) for row in rows],
+        "prompt": [number(row.get("prompt", "")) for row in rows],
+        "reward": [row.get("reward") for row in rows],
+        "advantage": [row.get("advantage") for row in rows],
+        "length": [row.get("num_generated_tokens", row["length"]) for row in rows],
+        "turns": [row.get("num_turns", 0) for row in rows],
+        "error": [row.get("error") for row in rows],
+        "output": [row.get("output") for row in rows],
+    }
+    return {**columns, "names": list(names)}
+
+
+class GroupSummary:
+    """Numbers of tasks and prompts over all steps. A group is dead if all its rewards are equal."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums of a step
+        self._prompts: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+
+    def add(self, step: int, group: dict[str, Any]) -> None:
+        rewards = [reward for reward in group["rewards"] if reward is not None]
+        sums: Any = self._tasks[group["task"]][step]  # a counter of floats
+        sums["groups"] += 1
+        sums["dead"] += is_dead(group)
+        sums["reward"] += math.fsum(rewards)
+        sums["rewards"] += len(rewards)
+        sums["tokens"] += sum(group["lengths"])
+        sums["lengths"] += len(group["lengths"])
+        sums["samples"] += len(group["status"])
+        sums.update(group["status"])
+        if rewards:
+            self._prompts[group["prompt"]].append((statistics.fmean(rewards), is_dead(group)))
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """A row per task; `first` and `last` are mean rewards of the first and the last tenth of its steps."""
+        rows = []
+        for task, of_steps in sorted(self._tasks.items()):
+            found = [of_steps[step] for step in sorted(of_steps)]
+            tenth = math.ceil(len(found) / 10)
+            early, late, whole = (_added(part) for part in (found[:tenth], found[-tenth:], found))
+            rows.append(
+                {
+                    "task": task,
+                    "groups": whole["groups"],
+                    "samples": whole["samples"],
+                    "first": early["reward"] / early["rewards"] if early["rewards"] else None,
+                    "last": late["reward"] / late["rewards"] if late["rewards"] else None,
+                    "dead": whole["dead"] / whole["groups"],
+                    "tokens": whole["tokens"] / whole["lengths"] if whole["lengths"] else None,
+                    "truncated": whole["t"] / whole["samples"],
+                    "failed": (whole["f"] + whole["l"]) / whole["samples"],
+                }
+            )
+        return rows
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """The prompts that were played most often without a difference, at most `MAX_PROMPTS`."""
+        rows = [
+            {
+                "prompt": prompt,
+                "groups": len(found),
+                "dead": sum(dead for _, dead in found),
+                "reward": _mean([r for r, _ in found]),
+            }
+            for prompt, found in self._prompts.items()
+        ]
+        return sorted(rows, key=lambda row: (-row["dead"], row["reward"]))[:MAX_PROMPTS]
+
+
+def _added(counters: Iterable[Counter[str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)  # `+` would drop a negative sum
+    return total
+
+
+def is_dead(group: Mapping[str, Any]) -> bool:
+    """Whether a group teaches nothing: all its rewards are equal."""
+    return len({reward for reward in group["rewards"] if reward is not None}) < 2
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _sized(path: Path) -> Iterable[tuple[dict[str, Any], int]]:
+    """The objects of a file of JSON lines, each with its bytes."""
+    before = 0
+    for line, position in read_lines(path):
+        yield line, position - before
+        before = position
+
+
+def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
+    """Write lines, each with its bytes, in order into files of `BLOCK_BYTES`. Returns name and steps of each file."""
+    found: list[dict[str, Any]] = []
+    part: list[Mapping[str, Any]] = []
+    size = 0
+
+    def finish() -> None:
+        nonlocal part, size
+        if part:
+            found.append({"name": f"{name}_{len(found):04d}", "from": part[0]["step"], "to": part[-1]["step"]})
+            _write(folder, found[-1]["name"], part)
+        part, size = [], 0
+
+    for line, num_bytes in lines:
+        part.append(line)
+        size += num_bytes
+        if size > BLOCK_BYTES:
+            finish()
+    finish()
+    return found
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element and in a script: ASCII, and no character that ends either."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that readers see whole: the old one or the new one."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write(folder: Path, name: str, value: Any) -> None:
+    replace(folder / f"{name}.js", f"nemo_rl_data({script_json(name)}, {script_json(value)});\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """Answers of the OpenAI-compatible server as clients get them: whole, or as server-sent events while they are sampled.
 
-https://platform.openai.com/docs/api-reference/chat-streaming. A form makes the JSON of one kind of request; that of
-`/v1/responses` is in `responses.py`.
+https://platform.openai.com/docs/api-reference/chat-streaming. A form makes the JSON of one kind of request. Items of
+`/v1/responses` become messages of a chat, so a conversation is the same tokens there as at `/v1/chat/completions`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from nemo_rl.types import Completion
+from pydantic import Field
+
+from nemo_rl.rollouts.openai_requests import RequestError, SamplingRequest
+from nemo_rl.types import Completion, SamplingParams
 
 Event = dict[str, Any]
 CALL_MARKS = ("<tool_call>", "```tool_code")  # where a call of a tool may begin in the model's text
@@ -80,8 +84,7 @@ class ChatForm:
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         choices = [
-            self._choice(index, {"message": choice.message}, choice.tokens, choice)
-            for index, choice in enumerate(answer.choices)
+            self._choice(i, self._said(choice), choice.tokens, choice) for i, choice in enumerate(answer.choices)
         ]
         return self._around(self.kind, choices) | {"usage": _usage(answer), **answer.more}
 
@@ -89,17 +92,27 @@ class ChatForm:
         return iter(())
 
     def delta(self, index: int, text: str, tokens: Sequence[TokenText] | None) -> Iterator[Event]:
-        yield self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": text}}, tokens))
+        yield self._around(self.chunk_kind, [self._choice(index, self._part(text), tokens)])
 
     def end(self, answer: Answer) -> Iterator[Event]:
         for index, choice in enumerate(answer.choices):
-            delta: dict[str, Any] = {"role": "assistant", "content": choice.unsent or None}
-            if "tool_calls" in choice.message:
-                calls = enumerate(choice.message["tool_calls"])
-                delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
-            yield {**self._chunk(self._choice(index, {"delta": delta}, choice.tokens, choice)), **answer.more}
+            last = self._choice(index, self._last_part(choice), choice.tokens, choice)
+            yield {**self._around(self.chunk_kind, [last]), **answer.more}
         if self.streams_usage:
             yield self._around(self.chunk_kind, []) | {"usage": _usage(answer)}
+
+    def _said(self, choice: Choice) -> dict[str, Any]:
+        return {"message": choice.message}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": text}}
+
+    def _last_part(self, choice: Choice) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": choice.unsent or None}
+        if "tool_calls" in choice.message:
+            calls = enumerate(choice.message["tool_calls"])
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
+        return {"delta": delta}
 
     def _choice(
         self, index: int, said: dict[str, Any], tokens: Sequence[TokenText] | None, ended: Choice | None = None
@@ -115,9 +128,6 @@ class ChatForm:
     def _logprobs(self, tokens: Sequence[TokenText] | None) -> dict[str, Any] | None:
         return None if tokens is None else {"content": chat_logprobs(tokens), "refusal": None}
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._around(self.chunk_kind, [choice])
-
     def _around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices}
@@ -130,21 +140,14 @@ class CompletionForm(ChatForm):
     kind: str = "text_completion"
     chunk_kind: str = "text_completion"
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        choices = [
-            self._choice(index, {"text": choice.message["content"]}, choice.tokens, choice)
-            for index, choice in enumerate(answer.choices)
-        ]
-        return self._around(self.kind, choices) | {"usage": _usage(answer), **answer.more}
+    def _said(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.message["content"]}
 
-    def delta(self, index: int, text: str, tokens: Sequence[TokenText] | None) -> Iterator[Event]:
-        yield self._chunk(self._choice(index, {"text": text}, tokens))
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def end(self, answer: Answer) -> Iterator[Event]:
-        for index, choice in enumerate(answer.choices):
-            yield {**self._chunk(self._choice(index, {"text": choice.unsent}, choice.tokens, choice)), **answer.more}
-        if self.streams_usage:
-            yield self._around(self.chunk_kind, []) | {"usage": _usage(answer)}
+    def _last_part(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.unsent}
 
     def _logprobs(self, tokens: Sequence[TokenText] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -224,3 +227,224 @@ class TextStream:
                 found = len(self._text) - next(ends, 0)
             safe = min(safe, found)
         return max(safe, len(self.sent))
+
+
+MAX_REMEMBERED = 4096  # responses of one server that `previous_response_id` can name; the oldest is forgotten first
+LOGPROBS = "message.output_text.logprobs"
+# Items of earlier answers without a text: the chat template renders none of them.
+_SKIPPED_ITEMS = ("reasoning", "item_reference")
+
+
+class ResponsesRequest(SamplingRequest):
+    """The body of `/v1/responses`."""
+
+    input: str | list[dict[str, Any]] = Field(min_length=1)
+    instructions: str | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"  # nothing can force the model to call a tool
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31)
+    previous_response_id: str | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    text: dict[Literal["format"], dict[Literal["type"], Literal["text"]]] = Field(default_factory=dict)
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    n: int = Field(default=1, ge=1, le=1)
+
+    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
+        limited = self.model_copy(update={"max_tokens": self.max_output_tokens or self.max_tokens})
+        return super(ResponsesRequest, limited).sampling(default, room)
+
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """The tools as a chat has them. RequestError for one that is no function."""
+        for tool in self.tools:
+            if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+                raise RequestError(f'a tool must be {{"type": "function", "name": ...}}, got {str(tool)[:200]}')
+        keys = ("name", "description", "parameters", "strict")
+        return [
+            {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
+            for tool in self.tools
+        ]
+
+
+class Conversations:
+    """Messages of earlier responses, by their ids."""
+
+    def __init__(self) -> None:
+        self._messages: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+
+    def messages(self, wanted: ResponsesRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The conversation of a request without its instructions, and with them. RequestError if it cannot be read."""
+        before: list[dict[str, Any]] = []
+        if wanted.previous_response_id is not None:
+            if wanted.previous_response_id not in self._messages:
+                raise RequestError(f"there is no response {wanted.previous_response_id!r}", 404)
+            before = list(self._messages[wanted.previous_response_id])
+        items = [{"role": "user", "content": wanted.input}] if isinstance(wanted.input, str) else wanted.input
+        messages = as_messages(items, before)
+        first = [] if wanted.instructions is None else [{"role": "system", "content": wanted.instructions}]
+        return messages, [*first, *messages]
+
+    def remember(self, response_id: str, messages: list[dict[str, Any]]) -> None:
+        self._messages[response_id] = messages
+        while len(self._messages) > MAX_REMEMBERED:
+            self._messages.popitem(last=False)
+
+
+def as_messages(items: Sequence[Mapping[str, Any]], before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Items of a response's input as messages after `before`. Calls belong to the answer that they follow."""
+    messages = [dict(message) for message in before]
+    for item in items:
+        kind = item.get("type", "message")
+        if kind in _SKIPPED_ITEMS:
+            continue
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+        elif kind == "function_call":
+            call = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            said = {"id": item.get("call_id"), "type": "function", "function": call}
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), said]}
+        elif kind == "function_call_output":
+            content = _text(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise RequestError(
+                f"items of type {kind!r} are not supported: message, function_call, function_call_output"
+            )
+    for message in messages:
+        if not isinstance(message["role"], str):
+            raise RequestError("a message needs a role and a content")
+    return messages
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "text" in part for part in content):
+        raise RequestError(f"the content of an item must be a text or a list of texts, got {str(content)[:200]}")
+    return "".join(str(part["text"]) for part in content)
+
+
+@dataclass(kw_only=True)
+class ResponseForm:
+    """The answer to one request."""
+
+    answer_id: str
+    created: int
+    model: str
+    wanted: ResponsesRequest
+    names_events: bool = True
+    _sequence: int = 0
+    _tokens: list[TokenText] = field(default_factory=list)  # that were streamed
+    _streamed: str = ""
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        [choice] = answer.choices
+        return self._response(choice, answer)
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response(None, None))
+
+    def delta(self, index: int, text: str, tokens: Sequence[TokenText] | None) -> Iterator[Event]:
+        if not self._streamed:
+            item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=0, item=item | {"content": []})
+            yield self._part("response.content_part.added", part=_output_text("", None))
+        self._streamed += text
+        self._tokens += tokens or ()
+        yield self._part("response.output_text.delta", delta=text, logprobs=chat_logprobs(tokens or ()))
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        [choice] = answer.choices
+        if choice.unsent or not (self._streamed or "tool_calls" in choice.message):
+            yield from self.delta(0, choice.unsent, choice.tokens)
+        elif choice.tokens:  # without a text, as the end of the turn
+            self._tokens += choice.tokens
+        response = self._response(choice, answer)
+        for index, item in enumerate(response["output"]):
+            if item["type"] == "message":
+                [part] = item["content"]
+                yield self._part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+                yield self._part("response.content_part.done", part=part)
+            else:
+                begun = item | {"arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", output_index=index, item=begun)
+                for kind, key in (("delta", "delta"), ("done", "arguments")):
+                    place = {"output_index": index, "item_id": item["id"]}
+                    name = f"response.function_call_arguments.{kind}"
+                    yield self._event(name, **place, **{key: item["arguments"], "name": item["name"]})
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    @property
+    def _message_id(self) -> str:
+        return self.answer_id.replace("resp_", "msg_")
+
+    def _event(self, kind: str, **rest: Any) -> Event:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **rest}
+
+    def _part(self, kind: str, **rest: Any) -> Event:
+        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **rest)
+
+    def _response(self, choice: Choice | None, answer: Answer | None) -> dict[str, Any]:
+        wanted = self.wanted
+        response: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": wanted.instructions,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": wanted.previous_response_id,
+            "tool_choice": wanted.tool_choice,
+            "tools": wanted.tools,
+            "usage": None,
+        }
+        if choice is None or answer is None:
+            return response
+        is_cut = choice.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        prompt, sampled = answer.num_prompt_tokens, answer.num_sampled
+        return response | {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items(choice, status),
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + sampled,
+            },
+            **answer.more,
+        }
+
+    def _items(self, choice: Choice, status: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = []
+        text, calls = choice.message["content"], choice.message.get("tool_calls", ())
+        if text or not calls:
+            tokens = None if choice.tokens is None else (self._tokens or choice.tokens)
+            content = [_output_text(text or "", tokens)]
+            items.append({"id": self._message_id, "type": "message", "role": "assistant", "content": content})
+        for call in calls:
+            items.append(
+                {
+                    "id": call["id"].replace("call_", "fc_"),
+                    "type": "function_call",
+                    "call_id": call["id"],
+                    **call["function"],
+                }
+            )
+        return [item | {"status": status} for item in items]
+
+
+def _output_text(text: str, tokens: Sequence[TokenText] | None) -> dict[str, Any]:
+    logprobs = [] if tokens is None else chat_logprobs(tokens)
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -27,12 +27,16 @@ from aiohttp import web
 
 from nemo_rl.rollouts.answer_forms import (
     CALL_MARKS,
+    LOGPROBS,
     Answer,
     ChatForm,
     Choice,
     CompletionForm,
+    Conversations,
     Event,
     Form,
+    ResponseForm,
+    ResponsesRequest,
     TextStream,
     TokenText,
     as_server_sent,
@@ -45,7 +49,6 @@ from nemo_rl.rollouts.openai_requests import (
     SamplingRequest,
     parse_request,
 )
-from nemo_rl.rollouts.responses import LOGPROBS, Conversations, ResponseForm, ResponsesRequest
 from nemo_rl.types import Completion, OnTokens, SampledTokens, SamplingParams, StopReason
 
 CLIENT_ID = "openai-server"

@@ -1,7 +1,12 @@
-"""From the configuration of a run of any algorithm to the rows that a preview shows. Starts nothing."""
+"""A preview of the data of a run: the tokens of its rows, which of them carry loss, and a summary of lengths.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
+import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from PIL import Image
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
@@ -20,13 +31,12 @@ from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.rows.dataloader import PromptDataset
-from nemo_rl.data.rows.preview import PromptPreview
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.vision.families import sees_images
-from nemo_rl.types import MakeExample, Prompt
+from nemo_rl.types import PREVIEW, Example, ExampleMeta, MakeExample, Prompt
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
 
@@ -107,3 +117,146 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
     indices = np.linspace(0, total - 1, min(total, num_rows)).round().astype(int)
     prompts = [dataset[int(index)] for index in indices]
     return PreviewInputs(prompts=prompts, total=total, make=make, tokenizer=tokenizer, note=note)
+
+
+QUANTILES = {0.0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1.0: "longest"}
+CONTEXT_TOKENS = 5  # tokens decoded before a token, on which its text may depend
+# Neighbouring tokens alternate, so that their borders are visible.
+CONTEXT_STYLES = ("grey62", "grey62 on grey19")
+LOSS_STYLES = ("black on green3", "black on pale_green1")
+PICTURE_WIDTH = 48  # characters
+SPECIAL_STYLE = " bold underline"
+
+
+@dataclass(frozen=True)
+class PromptPreview:
+    """The `MakeExample` of prompts, whose tokens carry no loss."""
+
+    process: PromptProcessor
+
+    def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+        """The tokens of a prompt. Raises ValueError if the row lacks what its processor needs."""
+        datum = self.process(prompt)
+        ids = np.concatenate([np.asarray(message["token_ids"], dtype=np.int32) for message in datum["message_log"]])
+        is_out = datum["loss_multiplier"] == 0.0
+        limit = self.process.max_input_seq_length
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=(datum["length"],),
+            num_loss_tokens=0,
+            problem=f"row {prompt.prompt_id} has {datum['length']} tokens, more than data.max_input_seq_length={limit}"
+            if is_out
+            else None,
+            problem_kind="too_long" if is_out else "",
+        )
+        images = {"images": datum.get("images", []), "pixels": datum.get("pixels", {})}
+        mask = np.zeros(len(ids), dtype=bool)
+        return [Example(sample_id=prompt.prompt_id, token_ids=ids, token_mask=mask, **images)], meta
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token, special tokens included; the token's name if it is only part of a character."""
+    names = tokenizer.convert_ids_to_tokens(list(token_ids))
+    texts = []
+    for end in range(1, len(token_ids) + 1):
+        begin = max(0, end - 1 - CONTEXT_TOKENS)
+        before, after = (
+            str(tokenizer.decode(list(token_ids[begin:stop]), clean_up_tokenization_spaces=False))
+            for stop in (end - 1, end)
+        )
+        whole = after.startswith(before) and "\ufffd" not in after[len(before) :] and len(after) > len(before)
+        texts.append(after[len(before) :] if whole else str(names[end - 1]))
+    return texts
+
+
+def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool) -> Text:
+    """A sequence token by token. Tokens that carry loss are green, or in [ ] without colours."""
+    ids = example.token_ids.tolist()
+    special = set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    text = Text()
+    learned_before = True
+    for position, (piece, number, learned) in enumerate(
+        zip(token_texts(tokenizer, ids), ids, example.token_mask.tolist(), strict=True)
+    ):
+        shown = piece.replace("\n", "↵\n")
+        if coloured:
+            style = (LOSS_STYLES if learned else CONTEXT_STYLES)[position % 2]
+            text.append(shown, style + SPECIAL_STYLE * (number in special))
+        else:
+            text.append(f"[{shown}]" if learned else shown if learned_before else f"|{shown}")
+        learned_before = learned
+    return text
+
+
+def picture(jpeg: np.ndarray) -> Text:
+    """An image in colours, two pixels in each character. `jpeg`: uint8 [bytes] of the file."""
+    with Image.open(io.BytesIO(jpeg.tobytes())) as image:
+        width = min(PICTURE_WIDTH, image.width)
+        rows = np.asarray(image.convert("RGB").resize((width, max(1, image.height * width // image.width // 2) * 2)))
+    text = Text()
+    for upper, lower in zip(rows[::2].tolist(), rows[1::2].tolist(), strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=Color.from_rgb(*above), bgcolor=Color.from_rgb(*below)))
+        text.append("\n")
+    return text
+
+
+def show_summary(console: Console, metas: Sequence[ExampleMeta], total: int | None) -> None:
+    """Print quantiles of the rows' lengths, and how many are left out and why. `total`: size of the dataset."""
+    bad = [meta for meta in metas if meta.problem is not None]
+    lengths = [length for meta in metas if meta.problem is None for length in meta.lengths]
+    of_all = "" if total is None else f" of {total}"
+    console.print(Text(f"{len(metas)}{of_all} rows, {len(lengths)} sequences", style="bold"))
+    if lengths:
+        table = Table("tokens", *QUANTILES.values(), "mean", "sum")
+        values = np.quantile(lengths, list(QUANTILES), method="inverted_cdf")
+        table.add_row("per sequence", *map(str, values), f"{np.mean(lengths):.1f}", str(sum(lengths)))
+        console.print(table)
+        num_loss_tokens = sum(meta.num_loss_tokens for meta in metas if meta.problem is None)
+        console.print(Text(f"{num_loss_tokens} tokens carry loss, {num_loss_tokens / sum(lengths):.1%} of all"))
+    console.print(Text(f"{len(bad)} rows are left out" + (":" if bad else "")))
+    first = {meta.problem_kind: meta.problem for meta in reversed(bad)}
+    for kind, number in Counter(meta.problem_kind for meta in bad).most_common():
+        console.print(Text(f"  {number} {kind}, e.g. {first[kind]}", style="yellow"), soft_wrap=True)
+
+
+def show_rows(
+    console: Console,
+    prompts: Sequence[Prompt],
+    make: MakeExample,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_shown: int,
+    total: int | None,
+    note: str = "",
+) -> None:
+    """Print the first `num_shown` rows token by token, then a summary of all `prompts` and the `note`.
+
+    Raises:
+        ValueError: if a row lacks something and `make` does not count that as a problem (`PromptPreview`).
+    """
+    metas = []
+    for number, prompt in enumerate(prompts):
+        examples, meta = make(prompt)
+        metas.append(meta)
+        if number >= num_shown:
+            continue
+        console.rule(Text(f"row {meta.prompt_id}"))
+        if meta.problem is not None:
+            console.print(Text(f"left out ({meta.problem_kind}): {meta.problem}", style="yellow"), soft_wrap=True)
+            continue
+        for example in examples:
+            counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
+            margin = f", margin {example.margin:g}" if example.margin else ""
+            images = f", images: {len(example.images)}" if example.images else ""
+            console.print(Text(f"{example.sample_id}: {counts}{margin}{images}", style="bold"), soft_wrap=True)
+            for pixels in example.pixels.values() if console.is_terminal else ():
+                console.print(picture(pixels[PREVIEW]))
+            console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)
+    console.rule()
+    show_summary(console, metas, total)
+    if note:
+        console.print(Text(note))

@@ -1,4 +1,4 @@
-"""Well-known datasets of the Hugging Face hub, for training and evaluation: path, columns, conversion of a row.
+"""Well-known datasets of the Hugging Face hub, for training and evaluation, and folders of images.
 
 A converted row has `problem` and `expected_answer`; multiple choice also has `options`, {"A": text, ...}, and the
 letter of the right option as its answer. Conversations have `messages`; preferences `prompt`, `chosen` and `rejected`.
@@ -7,9 +7,12 @@ letter of the right option as its answer. Conversations have `messages`; prefere
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Literal
 
@@ -17,13 +20,7 @@ import numpy as np
 import xxhash
 
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
-from nemo_rl.data.datasets.examples import (
-    chat_row,
-    columns_row,
-    conversations_row,
-    helpsteer3_row,
-    squad_row,
-)
+from nemo_rl.data.datasets.examples import chat_row, columns_row, conversations_row, helpsteer3_row, squad_row
 from nemo_rl.data.datasets.files import (
     FORMATS,
     MappedRows,
@@ -38,6 +35,8 @@ from nemo_rl.data.datasets.files import (
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
+IMAGE_MARK = "<image>"  # where an image stands in a text
+METADATA_FILE = "metadata.jsonl"
 AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice"]
 """What an answer is; these are the `verifier_type`s of the math environment."""
 
@@ -174,6 +173,22 @@ class EvalDataset(HubTable):
         return MappedRows(table, convert, str(cfg.dataset_name))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PictureSet(HubTable):
+    """Questions about images, in `problem` with the images; the first column holds the image or the images.
+
+    Images stay as the table has them, the bytes of a file or its path: the process that tokenises the row reads them.
+    """
+
+    columns: tuple[str, ...]
+    convert: Callable[[Row], Row]  # -> {"problem", "expected_answer", ...}
+
+    def load(self, cfg: TableConfig) -> Rows | StreamedTable:
+        require_used_keys(cfg, (), "the dataset has columns of its own")
+        table = self.table(cfg, self.columns)
+        return converted(undecoded(table, self.columns[0]), _for(cfg, self.convert))
+
+
 # -- Conversions of rows. Their errors follow the words "row 3 ...".
 
 
@@ -255,6 +270,123 @@ def _choices(problem: str, options: Mapping[str, str], letter: str, column: str)
     return {"problem": problem, "options": dict(options), "expected_answer": letter}
 
 
+def clevr_row(row: Row) -> Row:
+    """CLEVR-CoGenT writes its answers as `<answer> 5 </answer>`."""
+    found = re.findall(r"<answer>(.*?)</answer>", row["solution"], re.DOTALL)
+    if not found:
+        raise ValueError("has no answer: column 'solution' has no <answer>...</answer>")
+    return {"problem": with_images(row["problem"], [row["image"]]), "expected_answer": found[-1].strip()}
+
+
+def geometry_row(row: Row) -> Row:
+    """Geometry3K marks the places of its images with `<image>`."""
+    return {"problem": with_images(row["problem"], row["images"]), "expected_answer": str(row["answer"])}
+
+
+def refcoco_row(row: Row) -> Row:
+    """RefCOCO has descriptions of an object and its box [left, top, width, height] in pixels.
+
+    The expected answer is [left, top, right, bottom], for the reward `box_overlap`.
+    """
+    left, top, width, height = (float(number) for number in row["bbox"])
+    described = row["answer"][0] if isinstance(row["answer"], Sequence) and row["answer"] else row["answer"]
+    question = f"Where is this in the image: {described}? Answer with its box in pixels: [left, top, right, bottom]"
+    box = [left, top, left + width, top + height]
+    return {"problem": with_images(question, [row["image"]]), "expected_answer": json.dumps(box)}
+
+
+def okvqa_row(row: Row) -> Row:
+    """OK-VQA has ten answers of people; the expected answer lists all of them, for the reward `vqa_agreement`."""
+    answers = [str(answer) for answer in row["answers"]]
+    if not answers:
+        raise ValueError("has no answer: column 'answers' is empty")
+    return {"problem": with_images(row["question"], [row["image"]]), "expected_answer": json.dumps(answers)}
+
+
+def undecoded(table: Any, column: str) -> Any:
+    """The table with the bytes or path of each image in place of its pixels, which no controller should hold."""
+    import datasets
+
+    as_file = datasets.Image(decode=False)
+    feature = table.features[column] if table.features is not None else None
+    if isinstance(feature, datasets.Image):
+        return table.cast_column(column, as_file)
+    if isinstance(feature, datasets.List | datasets.LargeList) and isinstance(feature.feature, datasets.Image):
+        return table.cast_column(column, type(feature)(as_file))
+    return table  # paths or URLs
+
+
+def _for(cfg: TableConfig, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
+    """Rows to learn from (SFT) have `messages`."""
+
+    def with_messages(row: Row) -> Row:
+        made = convert(row)
+        answer = {"role": "assistant", "content": str(made["expected_answer"])}
+        return {**made, "messages": [{"role": "user", "content": made["problem"]}, answer]}
+
+    return with_messages if isinstance(cfg, ExampleDatasetConfig) else convert
+
+
+def with_images(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """The parts of a content: images where the text has `<image>`, or before a text without it.
+
+    Raises:
+        ValueError: the text has another number of marks than there are images.
+    """
+    pieces = text.split(IMAGE_MARK)
+    if len(pieces) == 1:
+        pieces = [""] * len(images) + pieces
+    if len(pieces) != len(images) + 1:
+        raise ValueError(f"has {len(images)} images and {len(pieces) - 1} times {IMAGE_MARK} in its text")
+    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+    for image, piece in zip(images, pieces[1:], strict=True):
+        parts += [{"type": "image", "image": image}, {"type": "text", "text": piece}]
+    return [part for part in parts if part["type"] == "image" or part["text"]]
+
+
+def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
+    """A folder `data_path` of images with `metadata.jsonl`, whose lines are {"file_name" or "images", "problem",
+    "answer"} or {"messages"}; names of files are relative to the folder.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such file; or as `load_table`.
+    """
+    require_used_keys(cfg, (), "the file has columns of its own")
+    folder = Path(cfg.data_path or "")
+    if cfg.data_path is None or not (folder / METADATA_FILE).is_file():
+        raise FileNotFoundError(
+            f"dataset {cfg.dataset_name!r}: data_path {cfg.data_path!r} is no folder with a {METADATA_FILE} (looked in "
+            f"{Path.cwd()})"
+        )
+    path, cache = str(folder / METADATA_FILE), cfg.download_dir
+    table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=cfg.is_streamed)
+
+    def convert(row: Row) -> Row:
+        if row.get("messages") is not None:
+            said = row["messages"]
+            return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
+        names = row["images"] if row.get("images") is not None else [row["file_name"]]
+        images = [str(folder / name) for name in names]
+        return {"problem": with_images(row["problem"], images), "expected_answer": str(row["answer"])}
+
+    as_asked = _for(cfg, convert)
+    return converted(table, lambda row: (convert if row.get("messages") is not None else as_asked)(row))
+
+
+def _inside(folder: Path, content: Any) -> Any:
+    """The content with paths of images below `folder`; a URL stays as it is."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        part = {key: value for key, value in part.items() if value is not None}
+        source = part.get("image")
+        if isinstance(source, str) and ":" not in source:
+            part["image"] = str(folder / source)
+        parts.append(part)
+    return parts
+
+
 # -- The datasets.
 
 MMLU_LANGUAGES = (
@@ -317,6 +449,25 @@ HUB_SETS: dict[str, HubProblems | HubExamples] = {
         columns=("chosen", "rejected"),
         convert=conversations_row,
         preferences=True,
+    ),
+}
+
+
+PICTURE_SETS = {
+    "clevr-cogent": PictureSet(
+        path="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+        split="train",
+        columns=("image", "problem", "solution"),
+        convert=clevr_row,
+    ),
+    "geometry3k": PictureSet(
+        path="hiyouga/geometry3k", split="train", columns=("images", "problem", "answer"), convert=geometry_row
+    ),
+    "refcoco": PictureSet(
+        path="lmms-lab/RefCOCO", split="val", columns=("image", "answer", "bbox"), convert=refcoco_row
+    ),
+    "okvqa": PictureSet(
+        path="lmms-lab/OK-VQA", split="val2014", columns=("image", "question", "answers"), convert=okvqa_row
     ),
 }
 
@@ -387,5 +538,8 @@ EVAL_DATASETS: dict[str, EvalDataset] = {
     },
 }
 """By name; `gsm8k` is the test split here."""
-LOADERS = {name: dataset.load for sets in (EVAL_DATASETS, HUB_SETS) for name, dataset in sets.items()}
+LOADERS = {
+    **{name: known.load for sets in (EVAL_DATASETS, HUB_SETS, PICTURE_SETS) for name, known in sets.items()},
+    "image_folder": load_image_folder,
+}
 """By name; `gsm8k` is the training split here."""

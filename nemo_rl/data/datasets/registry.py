@@ -34,10 +34,6 @@ DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
     "ResponseDataset": _LOAD_FILE,
     "nemo_gym": f"{_PACKAGE}.files:load_gym_tasks",
-    **{
-        name: f"{_PACKAGE}.pictures:load_{name.replace('-', '_')}"
-        for name in ("clevr-cogent", "geometry3k", "refcoco", "okvqa", "image_folder")
-    },
     "openai_format": f"{_PACKAGE}.examples:load_conversations",
     "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
     "PreferenceDataset": _LOAD_PREFERENCES,

@@ -30,7 +30,7 @@ from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.attention import OTHER_MIXERS, attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-from nemo_rl.models.policy.experts import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames, mxfp4_shapes, plain_config
 from nemo_rl.models.policy.head.scalar import (
     HEAD_WEIGHT,
     auto_class,
@@ -111,15 +111,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:
     """config.json of the model with `overrides` applied. ValueError for weights in a format that cannot be read."""
-    return _of_plain_weights(AutoConfig.from_pretrained(model_path, **overrides), model_path)
-
-
-def _of_plain_weights(config: Any, name: str) -> Any:
-    if "quantization_config" not in config.to_dict():
-        return config
-    from nemo_rl.models.policy.mxfp4 import plain_config
-
-    return plain_config(config, name)
+    return plain_config(AutoConfig.from_pretrained(model_path, **overrides), model_path)
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -164,7 +156,7 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "rope_parameters: {rope_type: default, rope_theta: ...}"
         )
     try:
-        model = _of_plain_weights(model, name)
+        model = plain_config(model, name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if sees_images(model):
@@ -259,9 +251,7 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
             if parameter in stored.names:
                 wanted[parameter] = shape
             elif f"{parameter}_blocks" in stored.names:
-                from nemo_rl.models.policy.mxfp4 import stored_shapes
-
-                wanted |= stored_shapes(parameter, shape)
+                wanted |= mxfp4_shapes(parameter, shape)
             else:
                 wanted |= dict(names.split_meta(parameter, shape))
         found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows
 from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import ImageReader, image_digest, read_image
 from nemo_rl.data.chat.messages import ObservationRenderer
@@ -16,7 +17,6 @@ from nemo_rl.data.datasets import shapes
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.example_processors import sft_processor
 from nemo_rl.data.rows.examples import ExampleMaker
-from nemo_rl.data.rows.preview import PromptPreview, show_rows
 from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer

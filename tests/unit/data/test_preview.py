@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows, token_text
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.rows.preview import PromptPreview, show_rows, token_text
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from nemo_rl.data.chat.images import small_jpeg
-from nemo_rl.report.data import script_json
-from nemo_rl.report.page import write_report
+from nemo_rl.report.page import script_json, write_report
 from tests.chromium import Browser, chromium
 from tests.unit.report.runs import append, write_run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.report.data import write_data
+from nemo_rl.report.page import write_data
 from nemo_rl.report.recorder import RunRecorder, machine
 from nemo_rl.report.run_files import Run, read_run, status_of
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RankPlan, SampleStatus

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.rollouts.replay_buffer import GroupOrder, OpenGroup, ReplayBuffer
+from nemo_rl.algorithms.async_grpo import GroupOrder, OpenGroup, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams
 
