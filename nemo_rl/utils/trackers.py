@@ -10,8 +10,7 @@ import logging
 import os
 import re
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,37 +32,45 @@ def start_trackers(cfg: LoggerConfig, run_dir: Path, run_ids: Mapping[str, str])
     }
 
 
-class Tracker(ABC):
-    """One service. With `run_id`, of an earlier tracker of the same kind, it writes into that tracker's run."""
+class Tracker:
+    """One service. With `run_id`, of an earlier tracker of the same kind, it writes into that tracker's run.
+
+    The methods are those of a package that has an object for the run, `_run`.
+    """
 
     run_id: str | None = None
+    _run: Any
 
-    @abstractmethod
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         """Raises an error of `failures` if the service cannot be reached."""
+        raise NotImplementedError
 
     @staticmethod
-    @abstractmethod
     def failures() -> tuple[type[Exception], ...]:
         """Errors of a service that is gone or refuses."""
+        return (OSError,)  # base of the errors of `requests`
 
-    @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the metrics of a step, after its samples and histograms."""
+        self._run.log(dict(metrics), step=step)
 
-    @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         """Send the configuration, which is `text` as YAML."""
+        self._run.config.update(dict(params))
 
-    @abstractmethod
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Send a table. All rows have the same columns."""
+        self._run.log({SAMPLES: self.table(rows)}, step=step)
 
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:  # noqa: B027
+    def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """The rows as a table of the service."""
+        raise NotImplementedError
+
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
         """Send a distribution, if the service draws one."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._run.finish()
 
 
 class GuardedTracker:
@@ -111,28 +118,6 @@ class GuardedTracker:
         log.warning("%s %s; metrics.jsonl has every metric (%s: %s)", self._name, what, type(error).__name__, reason)
 
 
-class RunTracker(Tracker):
-    """A service whose package has an object for the run."""
-
-    _run: Any
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
-        self._run.config.update(dict(params))
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._run.log({SAMPLES: self.table(rows)}, step=step)
-
-    @abstractmethod
-    def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """The rows as a table of the service."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class TensorBoard(Tracker):
     """Event files in the folder of the run."""
 
@@ -166,7 +151,7 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-class Wandb(RunTracker):
+class Wandb(Tracker):
     """Weights & Biases. A step that runs again after a resume keeps its first values there."""
 
     FINISH_S = 300.0  # what is not sent by then stays in the run's folder, for `wandb sync`
@@ -250,8 +235,8 @@ class MLflow(Tracker):
 
         now_ms = int(time.time() * 1000)
         entries = [Metric(_mlflow_name(name), value, now_ms, step) for name, value in metrics.items()]
-        for chunk in _chunks(entries, self.MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=chunk)
+        for start in range(0, len(entries), self.MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=entries[start : start + self.MAX_METRICS])
 
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         from mlflow.entities import Param
@@ -262,8 +247,8 @@ class MLflow(Tracker):
         entries = [
             Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARS]) for key, value in flatten_dict(params).items()
         ]
-        for chunk in _chunks(entries, self.MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=chunk)
+        for start in range(0, len(entries), self.MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=entries[start : start + self.MAX_PARAMS])
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -273,7 +258,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self.run_id)
 
 
-class SwanLab(RunTracker):
+class SwanLab(Tracker):
     """SwanLab: its server, or files for `swanlab sync`, which joins the parts of a resumed run."""
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
@@ -301,18 +286,17 @@ class SwanLab(RunTracker):
             raise ValueError(f"logger.swanlab: {error}; {log_in}") from error
         self.run_id = self._run.id
 
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        return (OSError,)  # base of the errors of `requests`
-
     def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         table = self._swanlab.echarts.Table()
         table.add(list(rows[0]), [list(row.values()) for row in rows])
         return table
 
 
-class Trackio(RunTracker):
-    """trackio: SQLite in TRACKIO_DIR, or the server or Space of TRACKIO_SERVER_URL or TRACKIO_SPACE_ID."""
+class Trackio(Tracker):
+    """trackio: SQLite in TRACKIO_DIR, or the server or Space of TRACKIO_SERVER_URL or TRACKIO_SPACE_ID.
+
+    After the start, the package warns of errors and raises none.
+    """
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import trackio
@@ -328,10 +312,6 @@ class Trackio(RunTracker):
             auto_log_cpu=False,
         )
         self.run_id = self._run.name
-
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        return (OSError,)  # after the start, trackio warns of errors and raises none
 
     def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
         self._run.log({name: self._trackio.Histogram(list(values))}, step=step)
@@ -352,11 +332,6 @@ TRACKERS: dict[str, type[Tracker]] = {
 def _indented(text: str) -> str:
     """A block of code in Markdown."""
     return "    " + text.replace("\n", "\n    ")
-
-
-def _chunks(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(entries), size):
-        yield entries[start : start + size]
 
 
 def _mlflow_name(name: str) -> str:
