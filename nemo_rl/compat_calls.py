@@ -212,7 +212,7 @@ class _Estimator:
         self.cfg = AdvEstimatorConfig.model_validate({"std": "leave_one_out" if is_relative else "group", **given})
         if loss_config is not None and loss_config.get("use_kl_in_reward"):
             raise TypeError(
-                "the KL in the reward is applied on the workers; see algorithms.plan.token_advantages.KLInReward"
+                "the KL in the reward is applied on the workers; see algorithms.plan.advantages.KLInReward"
             )
 
     def compute_advantage(

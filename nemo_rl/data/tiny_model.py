@@ -3,7 +3,7 @@
     tiny:arithmetic          Qwen2, 0.3M parameters, embeddings and head tied
     tiny:arithmetic-moe      Qwen3-MoE, 0.6M parameters, 4 experts of which each token uses 2, embeddings and head apart
     tiny:arithmetic-teacher  the first without mistakes at the end of its warm-up: right nearly always
-    tiny:shapes              Qwen2.5-VL, which sees images (`tiny_vision.py`)
+    tiny:shapes              Qwen2.5-VL, which sees images
 
 Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its
 byte-level tokenizer. A short supervised warm-up ends on demonstrations of which a part is off by one. So the model
@@ -47,6 +47,18 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VISION_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    f"{{%- if part['type'] == 'image' -%}}{IMAGE}{{%- else -%}}{{{{- part['text'] -}}}}{{%- endif -%}}"
+    "{%- endfor -%}{%- endif -%}{{- '<eos>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+MAX_SIDE = 256  # pixels; larger images are made smaller
 
 
 # Task -> function `(rng, mistake_probability)` that returns one conversation of {"role", "content"}, roles as in
@@ -62,7 +74,6 @@ DEMONSTRATIONS = {
     "sliding_puzzle": "nemo_rl.data.datasets.sliding_puzzle:demonstrate_sliding_puzzle",
     "shapes": "nemo_rl.data.datasets.shapes:demonstrate_shapes",
 }
-TINY_VISION = "nemo_rl.data.tiny_vision"  # loads only for models that see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +196,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
             model = build_untrained_model(recipe, tokenizer)
             processor = tokenizer
             if isinstance(recipe, TinyVisionRecipe):
-                processor = import_object(f"{TINY_VISION}:build_processor", "model")(recipe, tokenizer)
+                processor = build_processor(recipe, tokenizer)
             _warm_up(model, processor, recipe)
             model.generation_config.temperature = 1.0
             model.save_pretrained(work)
@@ -207,7 +218,7 @@ def build_tiny_tokenizer(recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> Pre
     from transformers import AddedToken, Qwen2Tokenizer
 
     is_vision = isinstance(recipe, TinyVisionRecipe)
-    marks = import_object(f"{TINY_VISION}:VISION_TOKENS", "model") if is_vision else ()
+    marks = VISION_TOKENS if is_vision else ()
     special = ["<pad>", "<eos>", *(f"<|{role}|>" for role in ROLES), *marks]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
@@ -221,7 +232,7 @@ def build_tiny_tokenizer(recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> Pre
         model_max_length=recipe.max_position_embeddings,
     )
     tokenizer.add_tokens([AddedToken(BOXED, special=False, normalized=False)])
-    tokenizer.chat_template = import_object(f"{TINY_VISION}:CHAT_TEMPLATE", "model") if is_vision else CHAT_TEMPLATE
+    tokenizer.chat_template = VISION_CHAT_TEMPLATE if is_vision else CHAT_TEMPLATE
     return tokenizer
 
 
@@ -244,7 +255,7 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
         "dtype": "float32",
     }
     if isinstance(recipe, TinyVisionRecipe):
-        return import_object(f"{TINY_VISION}:vision_config", "model")(recipe, tokenizer, common)
+        return vision_config(recipe, tokenizer, common)
     if recipe.num_experts == 0:
         return Qwen2Config(**common, intermediate_size=2 * recipe.hidden_size, tie_word_embeddings=True)
     return Qwen3MoeConfig(
@@ -262,13 +273,19 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
 def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
     """An untrained float32 model whose weights depend on `recipe.seed` only."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3MoeForCausalLM,
+    )
 
     config = untrained_config(recipe, tokenizer)
-    if isinstance(recipe, TinyVisionRecipe):
-        return import_object(f"{TINY_VISION}:build_model", "model")(recipe, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
+        if isinstance(config, Qwen2_5_VLConfig):
+            return Qwen2_5_VLForConditionalGeneration(config)
         return Qwen2ForCausalLM(config) if isinstance(config, Qwen2Config) else Qwen3MoeForCausalLM(config)
 
 
@@ -288,36 +305,33 @@ def _warm_up(model: Any, processor: Any, recipe: TinyModelRecipe) -> None:
 
     rng = random.Random(recipe.seed)
     num_steps = recipe.num_clean_steps + recipe.num_doubtful_steps
-    loss_of = _loss
-    if isinstance(recipe, TinyVisionRecipe):
-        loss_of = import_object(f"{TINY_VISION}:loss", "model")
+    encode = encode_with_images if isinstance(recipe, TinyVisionRecipe) else _encode_demonstrations
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 20) * max(0.05, 1 - step / num_steps)
         mistakes = recipe.mistake_probability if step >= recipe.num_clean_steps else 0.0
-        loss_of(model, _demonstrations(recipe, rng, mistakes), processor).backward()
+        _loss(model, encode(_demonstrations(recipe, rng, mistakes), processor)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
 
 
-def _loss(model: Any, conversations: list[Any], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+def _loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean negative log-likelihood of the assistant's turns of a batch."""
     import torch.nn.functional as F
 
-    input_ids, labels = _encode_demonstrations(conversations, tokenizer)
-    hidden = model.model(input_ids).last_hidden_state[:, :-1]
-    targets = labels[:, 1:]
+    targets = inputs.pop("labels")[:, 1:]
+    hidden = model.model(**inputs).last_hidden_state[:, :-1]
     learned = targets != -100
     return F.cross_entropy(model.lm_head(hidden[learned]), targets[learned])
 
 
 def _encode_demonstrations(
     conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> dict[str, torch.Tensor]:
     """Right-padded `input_ids` and `labels` (-100 on all but the assistant's turns and their ends), int64 [B, S]."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -338,4 +352,78 @@ def _encode_demonstrations(
         rows.append(torch.tensor(ids))
         row_labels.append(torch.tensor(learned))
     pad = tokenizer.get_vocab()["<pad>"]
-    return pad_sequence(rows, True, pad), pad_sequence(row_labels, True, -100)
+    return {"input_ids": pad_sequence(rows, True, pad), "labels": pad_sequence(row_labels, True, -100)}
+
+
+# -- models that see
+
+
+def build_processor(recipe: TinyVisionRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """The processor around a tokenizer that has `VISION_TOKENS`: 16 x 16 pixels become one token."""
+    from transformers import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    token = recipe.patch_size * recipe.merge_size
+    sizes: dict[str, Any] = {"patch_size": recipe.patch_size, "merge_size": recipe.merge_size}
+    return Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(size={"shortest_edge": token**2, "longest_edge": MAX_SIDE**2}, **sizes),
+        tokenizer,
+        Qwen2VLVideoProcessor(**sizes),  # never used; the class requires it
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def vision_config(recipe: TinyVisionRecipe, tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> Any:
+    """The configuration of the recipe's model; `text` are the settings of its language model.
+
+    The first layer of the vision tower sees windows of 2 x 2 tokens, the last all of them.
+    """
+    from transformers import Qwen2_5_VLConfig
+
+    ids = tokenizer.get_vocab()
+    quarter = recipe.head_dim // 8  # time gets a quarter of the rotary frequencies, height and width the rest
+    half = (recipe.head_dim // 2 - quarter) // 2
+    positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [quarter, half, half]}
+    return Qwen2_5_VLConfig(
+        text_config={**text, "intermediate_size": 2 * recipe.hidden_size, "rope_parameters": positions},
+        vision_config={
+            "depth": recipe.vision_layers,
+            "hidden_size": recipe.vision_size,
+            "intermediate_size": 2 * recipe.vision_size,
+            "num_heads": recipe.vision_size // recipe.head_dim,
+            "patch_size": recipe.patch_size,
+            "spatial_merge_size": recipe.merge_size,
+            "window_size": 2 * recipe.merge_size * recipe.patch_size,
+            "fullatt_block_indexes": [recipe.vision_layers - 1],
+            "out_hidden_size": recipe.hidden_size,
+            "initializer_range": recipe.initializer_range,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def encode_with_images(conversations: list[list[dict[str, Any]]], processor: Any) -> dict[str, torch.Tensor]:
+    """Inputs of the model for conversations of a question with images and an answer, right-padded; `labels` are -100
+    on all but the answer and its end."""
+    import torch
+
+    from nemo_rl.data.chat.images import image_parts, read_image, text_of
+
+    texts, images, answers = [], [], []
+    for user, assistant in conversations:
+        parts = image_parts(user["content"])
+        images += [read_image(part["image"]) for part in parts]
+        answer = f"{assistant['content']}<eos>"
+        texts.append(f"<|user|>{IMAGE * len(parts)}{text_of(user['content'])}<eos><|assistant|>{answer}")
+        answers.append(len(processor.tokenizer(answer, add_special_tokens=False)["input_ids"]))
+    made = processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+    labels = torch.full_like(made["input_ids"], -100)
+    for row, (length, answer) in enumerate(zip(made["attention_mask"].sum(1).tolist(), answers, strict=True)):
+        labels[row, length - answer : length] = made["input_ids"][row, length - answer : length]
+    return {**made, "labels": labels}

@@ -18,9 +18,7 @@ import torch.distributed as dist
 from nemo_rl.utils.registry import import_object
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
-# Imported by scripts that divide batches; runs do not.
-DYNAMIC = "nemo_rl.distributed.micro_batching:dynamic"
-PACKED = "nemo_rl.distributed.micro_batching:packed"
+PACKER = "nemo_rl.data.packing:get_packer"  # of the package above this one, for scripts that divide batches
 
 
 @dataclass
@@ -168,9 +166,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for start in range(0, num_batches * size, max(1, size)):
             batch = range(start, start + size)
             if dynamic_batching_args is not None:
-                parts = import_object(DYNAMIC, "function")(self, batch, shards, micro, **dynamic_batching_args)
+                parts = _dynamic(self, batch, shards, micro, **dynamic_batching_args)
             elif sequence_packing_args is not None:
-                parts = import_object(PACKED, "function")(self, batch, shards, micro, **sequence_packing_args)
+                parts = _packed(self, batch, shards, micro, **sequence_packing_args)
             else:
                 longest = -(-size // shards)
                 parts = [list(batch[i * longest : (i + 1) * longest]) for i in range(shards)]
@@ -267,3 +265,76 @@ def _equal_parts(number: int, parts: int, of: str, what: str) -> int:
     if number % parts:
         raise ValueError(f"{number} {of} {parts} {what}: {number} is no multiple of {parts}")
     return number // parts
+
+
+# -- the rows of a global batch on each shard, and their micro-batches
+
+
+def _row_lengths(batch: BatchedDataDict[Any], rows: Sequence[int], key: str, multiple: int, limit: int) -> list[int]:
+    """Lengths of `rows`, rounded up. ValueError for one above `limit`."""
+    lengths = [-(-int(batch[key][row]) // multiple) * multiple for row in rows]
+    if (longest := max(lengths, default=0)) > limit:
+        raise ValueError(f"a row of {longest} tokens does not fit: raise max_tokens_per_microbatch above {limit}")
+    return lengths
+
+
+def _dynamic(
+    batch: BatchedDataDict[Any],
+    rows: Sequence[int],
+    shards: int,
+    micro: list[MicroBatches],
+    *,
+    max_tokens_per_microbatch: int,
+    sequence_length_round: int,
+    input_key: str,
+    input_lengths_key: str,
+) -> list[list[int]]:
+    """The rows of each shard, and their micro-batches, of a global batch."""
+    width = batch[input_key].shape[1]
+    _row_lengths(batch, rows, input_lengths_key, 1, max_tokens_per_microbatch)
+    in_order = sorted(rows, key=lambda row: int(batch[input_lengths_key][row]))
+    parts = [in_order[i::shards] for i in range(shards)]
+    ranges: list[list[int]] = []
+    lengths: list[int] = []
+    for position, together in enumerate(zip(*parts, strict=True)):
+        longest = max(int(batch[input_lengths_key][row]) for row in together)
+        longest = min(width, -(-longest // sequence_length_round) * sequence_length_round)
+        if ranges and (position + 1 - ranges[-1][0]) * longest <= max_tokens_per_microbatch:
+            ranges[-1][1], lengths[-1] = position + 1, longest
+        else:
+            ranges.append([position, position + 1])
+            lengths.append(longest)
+    for own in micro:
+        own.indices.append(copy.deepcopy(ranges))
+        own.lengths.append(list(lengths))
+        own.num_rows.append(len(parts[0]))
+    return parts
+
+
+def _packed(
+    batch: BatchedDataDict[Any],
+    rows: Sequence[int],
+    shards: int,
+    micro: list[MicroBatches],
+    *,
+    max_tokens_per_microbatch: int,
+    algorithm: str,
+    input_key: str,
+    input_lengths_key: str,
+    sequence_length_pad_multiple: int,
+) -> list[list[int]]:
+    """The rows of each shard, bin after bin, and the bins, of a global batch."""
+    lengths = _row_lengths(batch, rows, input_lengths_key, sequence_length_pad_multiple, max_tokens_per_microbatch)
+    packer = import_object(PACKER, "packer")(
+        algorithm, max_tokens_per_microbatch, min_bin_count=shards, bin_count_multiple=shards
+    )
+    bins = packer.pack(lengths)
+    parts = []
+    for shard, own in enumerate(micro):
+        mine = bins[shard::shards]
+        ends = [sum(map(len, mine[: i + 1])) for i in range(len(mine))]
+        own.indices.append([[end - len(bin_), end] for end, bin_ in zip(ends, mine, strict=True)])
+        own.lengths.append([sum(lengths[i] for i in bin_) for bin_ in mine])
+        own.num_rows.append(sum(map(len, mine)))
+        parts.append([rows[i] for bin_ in mine for i in bin_])
+    return parts

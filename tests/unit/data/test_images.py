@@ -10,7 +10,6 @@ from PIL import Image
 from rich.console import Console
 
 from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows
-from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import ImageReader, image_digest, read_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.datasets import shapes
@@ -19,7 +18,7 @@ from nemo_rl.data.rows.example_processors import sft_processor
 from nemo_rl.data.rows.examples import ExampleMaker
 from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
 from nemo_rl.types import Prompt
 
 SCENE = "red circle 0,blue square 4"
@@ -32,7 +31,7 @@ def model(tmp_path_factory) -> str:
     recipe = RECIPES["shapes"]
     assert isinstance(recipe, TinyVisionRecipe)
     directory = str(tmp_path_factory.mktemp("model"))
-    tiny_vision.build_processor(recipe, build_tiny_tokenizer(recipe)).save_pretrained(directory)
+    build_processor(recipe, build_tiny_tokenizer(recipe)).save_pretrained(directory)
     return directory
 
 

@@ -22,10 +22,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import process_image
 from nemo_rl.data.datasets.shapes import draw
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.data.tiny_model import (
+    RECIPES,
+    TinyVisionRecipe,
+    build_processor,
+    build_tiny_tokenizer,
+    build_untrained_model,
+)
 from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 
 SHAPE = {
@@ -70,7 +75,7 @@ def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
     assert isinstance(recipe, TinyVisionRecipe)
     tokenizer = build_tiny_tokenizer(recipe)
     model = build_untrained_model(recipe, tokenizer)
-    made, _ = process_image(tiny_vision.build_processor(recipe, tokenizer), draw("red circle 0"))  # 36 patches
+    made, _ = process_image(build_processor(recipe, tokenizer), draw("red circle 0"))  # 36 patches
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.get_image_features(**{name: torch.from_numpy(value) for name, value in made.items()})
     flops = ModelFlops.of(model.config)

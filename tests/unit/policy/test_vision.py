@@ -12,10 +12,15 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
-from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.data.tiny_model import (
+    RECIPES,
+    TinyVisionRecipe,
+    build_processor,
+    build_tiny_tokenizer,
+    build_untrained_model,
+)
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, named_parts
@@ -62,7 +67,7 @@ def tiny(request):
     build = build_untrained_model if request.param == "qwen2_5_vl" else qwen3_vl
     ours, theirs = (build(recipe, tokenizer).eval() for _ in range(2))
     ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
-    return ours, theirs, tiny_vision.build_processor(recipe, tokenizer)
+    return ours, theirs, build_processor(recipe, tokenizer)
 
 
 Row = tuple[torch.Tensor, list[tuple[ImageSpan, Pixels]]]

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.data import tiny_vision
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_tiny_tokenizer, build_untrained_model
+from nemo_rl.data.tiny_model import (
+    RECIPES,
+    TinyVisionRecipe,
+    build_processor,
+    build_tiny_tokenizer,
+    build_untrained_model,
+)
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -36,7 +41,7 @@ def model(tmp_path_factory) -> tuple[Path, Any, int]:
     path = tmp_path_factory.mktemp("model")
     untrained = build_untrained_model(recipe, tokenizer)
     untrained.save_pretrained(path)
-    return path, tiny_vision.build_processor(recipe, tokenizer), untrained.config.image_token_id
+    return path, build_processor(recipe, tokenizer), untrained.config.image_token_id
 
 
 def groups_with_images(processor: Any, token: int) -> Any:
