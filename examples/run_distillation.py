@@ -23,7 +23,7 @@ def main() -> int:
         description="On-policy distillation: the student samples, and learns the teacher's distributions there.",
         default_config=str(CONFIGS / "distillation_math.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     # torch and Ray load here, after the configuration is known good

@@ -22,7 +22,7 @@ def main() -> int:
         description="Direct preference optimisation: prefer the chosen answers of a dataset of pairs.",
         default_config=str(CONFIGS / "dpo.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.supervised import run_dpo  # torch and Ray load here, after the configuration is good

@@ -24,7 +24,7 @@ def main(what: str = "GRPO on math problems", default_config: str = "grpo_math_1
         description=f"{what}: sample answers, verify them, reinforce the right ones.",
         default_config=str(CONFIGS / default_config),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good

@@ -23,7 +23,7 @@ def main() -> int:
         description="GRPO on the sliding puzzle: play games move by move, learn from those that were solved.",
         default_config=str(CONFIGS / "grpo_sliding_puzzle.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good

@@ -23,7 +23,7 @@ def main() -> int:
         description="PPO on math problems: a value model predicts rewards, the policy learns to exceed them.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.ppo import run_ppo  # torch and Ray load here, after the configuration is known good

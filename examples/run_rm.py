@@ -22,7 +22,7 @@ def main() -> int:
         description="Reward model: give the chosen answers of a dataset of pairs the higher score.",
         default_config=str(CONFIGS / "rm.yaml"),
         placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.supervised import run_rm  # torch and Ray load here, after the configuration is good

@@ -22,7 +22,7 @@ def main(what: str = "a dataset of conversations", default_config: str = "sft.ya
         description=f"Supervised fine-tuning on the assistant's messages in {what}.",
         default_config=str(CONFIGS / default_config),
         placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.memory:propose_layout",
+        plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
     from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good

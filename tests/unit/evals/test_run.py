@@ -12,9 +12,8 @@ from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.inputs import EvalData, load_eval_data
 from nemo_rl.evals.metrics import show_results
-from nemo_rl.evals.run import Inputs, _Writer, make_results, outcomes_by_dataset
+from nemo_rl.evals.run import EvalData, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams

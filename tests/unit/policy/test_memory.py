@@ -14,7 +14,7 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig
-from nemo_rl.algorithms.setup import memory as setup
+from nemo_rl.algorithms.setup import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory
