@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
@@ -47,7 +47,7 @@ class EpisodeFailure(RuntimeError):
 
 
 class KeeperLost(RuntimeError):
-    """The process that holds finished groups is gone or does not answer."""
+    """The process that holds finished groups is gone, fails or does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +282,8 @@ class RolloutWorker:
             raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
         except RayActorError as error:
             raise KeeperLost(str(error)) from error
+        except RayTaskError as error:
+            raise KeeperLost(f"{type(error.cause).__name__}: {error.cause}") from error
         return {group.group_id: ref for group, ref in zip(groups, refs, strict=True)}
 
     async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:

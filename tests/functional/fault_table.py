@@ -81,7 +81,8 @@ def is_possible(cell: Cell) -> bool:
     if what == "disk":
         return who in WRITERS and when in ("train", "validation", "checkpoint")
     if what == "nonsense":
-        return who not in ("driver", "node", "verifier") and when not in ("start-up", "resume")
+        # A keeper has neither weights nor rewards, and what it returns is Ray's.
+        return who not in ("driver", "node", "verifier", "keeper") and when not in ("start-up", "resume")
     if what == "exception":
         return who not in WITHOUT_METHODS and when not in ("start-up", "resume")
     if who == "driver":

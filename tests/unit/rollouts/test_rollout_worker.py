@@ -9,10 +9,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import GroupRequest, KeeperLost, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
@@ -52,6 +53,7 @@ class Keeper:
     def __init__(self) -> None:
         self.groups: list[RolloutGroup] = []
         self.num_calls = 0
+        self.failure: Exception | None = None
 
     @property
     def keep(self) -> Keeper:
@@ -59,6 +61,8 @@ class Keeper:
 
     async def remote(self, groups: Sequence[RolloutGroup]) -> list[Any]:
         self.num_calls += 1
+        if self.failure is not None:
+            raise self.failure
         self.groups += groups
         return [None] * len(groups)
 
@@ -212,3 +216,13 @@ def test_its_process_loads_neither_models_nor_what_shards_them() -> None:
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils', 'transformers.models.auto'}"
     program = f"import sys, nemo_rl.algorithms.setup.rollout_parts; print(*({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == ""
+
+
+def test_a_keeper_that_fails_is_named() -> None:
+    async def test() -> None:
+        playing, keeper = worker(FakeReplica())
+        keeper.failure = RayTaskError("GroupKeeper.keep", "", MemoryError("the store is full")).as_instanceof_cause()
+        with pytest.raises(KeeperLost, match=r"^MemoryError: the store is full$"):
+            await playing.collect(group())
+
+    run(test())
