@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -198,18 +199,34 @@ def contains(
 def box_overlap(messages: Messages, metadata: Any, *, key: Text = "ground_truth") -> float:
     """The intersection of two boxes over their union, 0 to 1: the last four numbers in [...] of the response, and those
     of `metadata[key]`; each left, top, right, bottom."""
+    return _overlap_and_gap(messages, metadata, key)[0]
+
+
+def box_giou(messages: Messages, metadata: Any, *, key: Text = "ground_truth") -> float:
+    """`box_overlap` less the part of the smallest box around both that neither covers, -1 to 1; -1 without a box.
+
+    The generalised intersection over union (Rezatofighi et al. 2019, arXiv 1902.09630): of boxes that do not meet, the
+    nearer get more.
+    """
+    overlap, gap = _overlap_and_gap(messages, metadata, key)
+    return overlap - gap
+
+
+def _overlap_and_gap(messages: Messages, metadata: Any, key: str) -> tuple[float, float]:
     number = r"\s*(-?\d+(?:\.\d+)?)\s*"
     pattern = rf"\[{number},{number},{number},{number}\]"
     found, expected = (re.findall(pattern, text) for text in (response_text(messages), _expected(metadata, key)))
     if not expected:
         raise ValueError(f"metadata[{key!r}] is no box [left, top, right, bottom]: {_expected(metadata, key)[:80]!r}")
     if not found:
-        return 0.0
+        return 0.0, 1.0
     a, b = ([float(text) for text in box] for box in (found[-1], expected[-1]))
     sides = [max(0.0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1)]
     areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (a, b)]
     shared = sides[0] * sides[1]
-    return shared / (sum(areas) - shared) if shared else 0.0
+    union = sum(areas) - shared
+    around = math.prod(max(a[i::2] + b[i::2]) - min(a[i::2] + b[i::2]) for i in (0, 1))
+    return (shared / union if shared else 0.0), (1 - union / around if around > 0 else 1.0)
 
 
 def vqa_agreement(
@@ -237,6 +254,7 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "length": length_reward,
     "contains": contains,
     "box_overlap": box_overlap,
+    "box_giou": box_giou,
     "vqa_agreement": vqa_agreement,
 }
 

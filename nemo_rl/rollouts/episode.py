@@ -43,7 +43,7 @@ class RenderFn(Protocol):
     The tokens also end the sampled turn if it does not end itself, as after a stop string.
     """
 
-    def __call__(
+    async def __call__(
         self, observation: dict[str, Any], *, sampled: Sequence[int], num_images: int
     ) -> RenderedObservation: ...
 
@@ -185,7 +185,7 @@ async def run_episode(
             status = SampleStatus.COMPLETED
             break
         if len(turns) < limits.max_turns:
-            seen = render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
+            seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
             if len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens:
                 hit_total_token_limit = True
                 break

@@ -13,7 +13,15 @@ import ray
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import run_episode
 from nemo_rl.rollouts.rollout_worker import RolloutWorker
-from nemo_rl.types import DatumSpec, EnvironmentStep, GroupHandle, RolloutGroup, Sample, SamplingParams
+from nemo_rl.types import (
+    DatumSpec,
+    EnvironmentStep,
+    GroupHandle,
+    RenderedObservation,
+    RolloutGroup,
+    Sample,
+    SamplingParams,
+)
 from nemo_rl.utils.seeds import sample_seed
 
 
@@ -86,11 +94,15 @@ async def _complete(
         generate=partial(worker.generate, pixels=pixels) if pixels else worker.generate,
         env_step=_end,
         decode=worker.settings.decode,
-        render=worker.settings.render,
+        render=_no_observation,
         sampling=request.sampling,
         limits=replace(worker.settings.limits, max_turns=1),
         seed_of_turn=partial(sample_seed, worker.settings.run_seed, -2, request.group_id, number),
     )
+
+
+async def _no_observation(observation: dict[str, Any], **_: Any) -> RenderedObservation:
+    raise AssertionError("an episode of one turn has no observation")
 
 
 async def _end(message_log: Sequence[Mapping[str, str]], metadata: Any) -> EnvironmentStep:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -125,6 +125,8 @@ class RolloutWorkerSettings:
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
+    # A row of the dataset, with open images in the place of their sources; ValueError for one that cannot be read.
+    open_images: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]] | None = None  # None: a model of text
     connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict  # by task name; called inside the worker
     engine_timeout_s: float = 900.0  # an engine without a sign of life for so long counts as dead
 
@@ -196,15 +198,21 @@ class RolloutWorker:
         self._playing = {}
 
     async def _play(self, request: GroupRequest) -> GroupHandle:
-        datum = self.settings.process(request.prompt)
+        prompt = request.prompt
+        if self.settings.open_images is not None:
+            try:
+                prompt = replace(prompt, row=await self.settings.open_images(prompt.row))
+            except ValueError as error:
+                raise ValueError(f"row {prompt.prompt_id}: {error}") from error
+        datum = self.settings.process(prompt)
         images = _Images()
         images.add(datum.pop("pixels", {}))
         play = (self._sample(request, datum, i, images) for i in range(request.num_generations))
         samples = await asyncio.gather(*play)
         group = RolloutGroup(
-            group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples, pixels=images.pixels
+            group_id=request.group_id, prompt_id=prompt.prompt_id, samples=samples, pixels=images.pixels
         )
-        return await self.keep(group, request.prompt.task_name)
+        return await self.keep(group, prompt.task_name)
 
     async def keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
         """Store a finished group in the keeper. `task_name` goes into the handle."""
@@ -258,12 +266,14 @@ class RolloutWorker:
             failure = f"episode {sample_id} was not over after {limits.timeout_s:g} s"
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.TIMED_OUT, failure=failure)
 
-    def _render(
+    async def _render(
         self, sample_id: str, images: _Images, observation: dict[str, Any], **known: Any
     ) -> RenderedObservation:
         """`settings.render`; images that are new to the group join `images`."""
         new: dict[str, Pixels] = {}
         try:
+            if self.settings.open_images is not None:
+                observation = (await self.settings.open_images({"messages": [observation]}))["messages"][0]
             rendered = self.settings.render(observation, pixels=new, **known)
         except ValueError as error:
             raise EpisodeFailure(f"sample {sample_id}: {error}") from error

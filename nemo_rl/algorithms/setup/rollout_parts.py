@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_rl.data.chat.images import open_images
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -66,6 +67,7 @@ def worker_settings(
         decode=partial(decode, process.tokenizer),
         survives_text=partial(survives_text, process.tokenizer),
         render=ObservationRenderer(process.tokenizer, process.images),
+        open_images=None if process.images is None else open_images,
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
         run_seed=seed,

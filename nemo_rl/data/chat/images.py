@@ -10,12 +10,13 @@ bytes of a file, a PIL image, a value of the `Image` feature of datasets, or an 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import io
 import urllib.request
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,13 +69,51 @@ def as_text(content: Any) -> str:
 def row_contents(row: Row) -> Iterator[Any]:
     """The contents of all messages of a row."""
     yield row.get("problem")
+    for _, messages in _conversations(row):
+        yield from (message.get("content") for message in messages if isinstance(message, Mapping))
+
+
+def map_contents(row: Row, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The row with each content changed."""
+    changed = dict(row)
+    if isinstance(row.get("problem"), list):
+        changed["problem"] = change(row["problem"])
+    for column, messages in _conversations(row):
+        changed[column] = [{**message, "content": change(message.get("content"))} for message in messages]
+    return changed
+
+
+def _conversations(row: Row) -> Iterator[tuple[str, Sequence[Any]]]:
     for column in CONVERSATIONS:
         messages = row.get(column)
         if isinstance(messages, Sequence) and not isinstance(messages, str):
-            yield from (message.get("content") for message in messages if isinstance(message, Mapping))
+            yield column, messages
 
 
 # -- reading
+
+
+async def open_images(row: Row) -> Row:
+    """The row with PIL images in the place of their sources, read in a thread: URLs are slow. ValueError as `read`."""
+
+    def opened(content: Any) -> Any:
+        if not image_parts(content):
+            return content
+        return [
+            {"type": "image", "image": read_image(_source(part))} if image_parts([part]) else part for part in content
+        ]
+
+    has_images = any(map(image_parts, row_contents(row)))
+    return await asyncio.to_thread(map_contents, row, opened) if has_images else row
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    source = part.get("image") if part["type"] == "image" else part.get("image_url")
+    if part["type"] == "image_url" and isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None:
+        raise ValueError("an image part without an image")
+    return source
 
 
 def read_image(source: Any) -> Image:
@@ -169,18 +208,9 @@ class ImageReader:
             ValueError: for an image that cannot be read, too many of them, or a text with the model's mark of an image.
         """
         pixels: dict[str, Pixels] = {}
-        count, changed = 0, dict(row)
-        if isinstance(row.get("problem"), list):
-            changed["problem"] = self.read_content(row["problem"], pixels)
-            count = len(image_parts(row["problem"]))
-        for column in CONVERSATIONS:
-            messages = row.get(column)
-            if not isinstance(messages, Sequence) or isinstance(messages, str):
-                continue
-            count = max(count, sum(len(image_parts(message.get("content"))) for message in messages))
-            changed[column] = [
-                {**message, "content": self.read_content(message.get("content"), pixels)} for message in messages
-            ]
+        changed = map_contents(row, lambda content: self.read_content(content, pixels))
+        conversations = [[{"content": row.get("problem")}], *(messages for _, messages in _conversations(row))]
+        count = max(sum(len(image_parts(message.get("content"))) for message in said) for said in conversations)
         if self.max_images is not None and count > self.max_images:
             raise ValueError(f"{count} images, more than data.max_images={self.max_images}")
         return changed, pixels
@@ -202,12 +232,7 @@ class ImageReader:
         ]
 
     def _read_part(self, part: Mapping[str, Any], pixels: dict[str, Pixels]) -> dict[str, Any]:
-        source = part.get("image") if part["type"] == "image" else part.get("image_url")
-        if part["type"] == "image_url" and isinstance(source, Mapping):
-            source = source.get("url")
-        if source is None:
-            raise ValueError("an image part without an image")
-        image = read_image(source)
+        image = read_image(_source(part))
         digest, processor = image_digest(image), load_processor(self.processor_path)
         made, expansion = process_image(processor, image)
         pixels[digest] = {**made, PREVIEW: small_jpeg(image)}

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
-from nemo_rl.models.policy.vision.families import FAMILIES, LANGUAGE_MODEL, part_of, sees_images
+from nemo_rl.models.policy.vision.families import FAMILIES, language_modules, sees_images
 from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +40,8 @@ class ModelShape:
     layer_parameters: int  # of one layer, experts left out
     expert_parameters: int  # of one layer
     num_layers: int
-    root_parameters: int  # embeddings, head and last norm; a vision tower
+    root_parameters: int  # embeddings, head and last norm
+    tower_parameters: int  # of a vision tower and its projector, whole on every tensor rank
     largest_parameter: int
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
@@ -63,10 +64,11 @@ class ModelShape:
         with torch.device("meta"):  # the experts of a layer may be larger than this machine's memory
             model = build_on_meta(config if sees_images(config) else text, torch.float32)
         settings, layers = text.to_dict(), decoder_layers(model)
-        if sees_images(config):
-            parts = {module: part_of(f"{name}.", FAMILIES[config.model_type]) for name, module in model.named_modules()}
-            layers = [layer for layer in layers if parts[layer] == LANGUAGE_MODEL]
+        of_language = set(language_modules(model, config).values())
+        layers = [layer for layer in layers if layer in of_language]
         inside = [parameter for layer in layers for parameter in layer.parameters()]
+        language = {parameter for module in of_language for parameter in module.parameters(recurse=False)}
+        language_parameters = sum(parameter.numel() for parameter in language)
         experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
         heads, hidden = text.num_attention_heads, text.hidden_size
         width = settings.get("head_dim") or hidden // heads
@@ -76,7 +78,8 @@ class ModelShape:
             layer_parameters=(sum(parameter.numel() for parameter in inside) - experts) // len(layers),
             expert_parameters=experts // len(layers),
             num_layers=len(layers),
-            root_parameters=sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in inside),
+            root_parameters=language_parameters - sum(p.numel() for p in inside),
+            tower_parameters=sum(p.numel() for p in model.parameters()) - language_parameters,
             largest_parameter=max(parameter.numel() for parameter in model.parameters()),
             hidden=hidden,
             intermediate=narrow * routed if experts else settings.get("intermediate_size") or 4 * hidden,
@@ -87,7 +90,8 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.root_parameters + self.num_layers * (self.layer_parameters + self.expert_parameters)
+        layers = self.num_layers * (self.layer_parameters + self.expert_parameters)
+        return self.root_parameters + self.tower_parameters + layers
 
     def saved_numbers(self, compute_bytes: int, tensor_parallel: int) -> float:
         """Bytes that one layer keeps of one token for its backward pass.
@@ -188,6 +192,7 @@ def training_phases(
     tp, pp, ep = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
     layers = -(-model.num_layers // pp)
     whole = (layers * model.layer_parameters + model.root_parameters) / tp + layers * model.expert_parameters / ep
+    whole += model.tower_parameters
     shards = 1 if shape.is_megatron else sizes.dp_shard * sizes.context_parallel
     own = whole / shards
     cut = (
@@ -269,7 +274,7 @@ def _gathered(model: ModelShape, shape: TrainingShape, whole: float, shards: int
         return whole * shape.compute_bytes
     sizes = shape.sizes
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
-    return (model.root_parameters / sizes.tensor_parallel + 2 * layer) * shape.compute_bytes
+    return (model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer) * shape.compute_bytes
 
 
 def predict_training(

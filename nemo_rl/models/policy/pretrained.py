@@ -195,11 +195,12 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
         config.megatron_cfg.key("enabled"): config.megatron_cfg.enabled,
         config.reward_model_cfg.key("enabled"): config.reward_model_cfg.enabled,
         sizes.key("pipeline_parallel_size"): sizes.pipeline_parallel_size > 1,
-        sizes.key("tensor_parallel_size"): sizes.tensor_parallel_size > 1,
         sizes.key("expert_parallel_size"): sizes.expert_parallel_size > 1,
+        # Features of images join after layers too, whose states each rank would have for its own positions.
+        sizes.key("sequence_parallel"): sizes.sequence_parallel and kind == "qwen3_vl",
     }
     if asked := [name for name, is_on in refused.items() if is_on]:
-        raise ValueError(f"{asked[0]}: not with vision-language models, such as {config.model_name!r}; switch it off")
+        raise ValueError(f"{asked[0]}: not with {kind} models, such as {config.model_name!r}; switch it off")
 
 
 def _check_files(model: str, directory: Path) -> None:

@@ -215,13 +215,15 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
 
 
 def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:
-    rewards = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
+    rewards = [{"name": name, "weight": 0.25} for name in ("format", "exact_alnum", "math_expr", "bbox_giou")]
     tree = merged(MINIMAL, {"data": {"default": {"env_name": "clevr-cogent", "processor": "vlm_hf_data_processor"}}})
     tree["env"] = {"clevr-cogent": {"num_workers": 4, "reward_functions": rewards}}
     with caplog.at_level(logging.WARNING):
         section = build_config(GRPOMasterConfig, tree).env["clevr-cogent"]
     assert isinstance(section, CompositeEnvironmentConfig) and section.num_workers == 4
-    assert [part.function for part in section.reward_functions] == ["format", "exact_answer_alphanumeric"]
+    assert [part.function for part in section.reward_functions] == [
+        *("format", "exact_answer_alphanumeric", "math_expression", "box_giou")
+    ]
     assert "env.clevr-cogent: is of type vlm" in remarks_of(caplog)
 
 

@@ -19,6 +19,8 @@ from nemo_rl.environments.composite import CompositeEnvironment, combine
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.rewards import (
+    box_giou,
+    box_overlap,
     exact_answer,
     exact_answer_alphanumeric,
     format_reward,
@@ -228,6 +230,16 @@ def test_exact_answers():
     assert exact_answer_alphanumeric(log("new york"), known) == 0.0
     with pytest.raises(ValueError, match=r"no 'ground_truth' \(it has nothing\)"):
         exact_answer(log("x"), {})
+
+
+def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
+    known = {"ground_truth": "[0, 0, 2, 2]"}
+    assert box_overlap(log("at first [9, 9, 9, 9], then [1, 0, 3, 2]"), known) == pytest.approx(2 / 6)
+    found = [box_giou(log(f"[{left}, 0, {left + 2}, 2]"), known) for left in (0, 1, 2, 6)]
+    assert found == pytest.approx([1.0, 2 / 6, 0.0, -0.5])
+    assert box_giou(log("[1, 1, 3, 3]"), known) == pytest.approx(1 / 7 - 2 / 9)
+    assert box_giou(log("nowhere"), known) == box_giou(log("[2, 2, 2, 2]"), {"ground_truth": "[2, 2, 2, 2]"}) == -1.0
+    assert box_overlap(log("nowhere"), known) == 0.0
 
 
 def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):

@@ -22,10 +22,14 @@ from nemo_rl.data.tiny_model import (
     build_untrained_model,
 )
 from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.dtensor.tensor_parallel import Colwise, Rowwise, styles
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.vision.families import FAMILIES, named_parts
+from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
+from nemo_rl.models.policy.vision.families import FAMILIES, named_parts, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
 from nemo_rl.types import ImageSpan, Pixels
+from tests.unit.policy.steps import policy_config
 
 
 def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGeneration:
@@ -184,6 +188,27 @@ def test_every_parameter_belongs_to_one_part(tiny):
     }
     assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18}[model.config.model_type]
     assert sum(counts.values()) == len(list(model.parameters()))
+
+
+def test_tensor_parallelism_cuts_the_language_model_alone(tiny):
+    for hf in (tiny[0], smolvlm()):
+        cut = styles(build_on_meta(hf.config, torch.float32), DTensorConfig(tensor_parallel_size=2))
+        linear = {name for name, module in hf.named_modules() if isinstance(module, torch.nn.Linear)}
+        tower = {name for name in linear if part_of(name, FAMILIES[hf.config.model_type]) != "language_model"}
+        assert tower and linear - tower == linear & {
+            name for name, style in cut.items() if isinstance(style, Colwise | Rowwise)
+        }
+        assert not tower & cut.keys()
+
+
+def test_features_that_join_after_layers_are_not_split_by_position(tiny):
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    policy = policy_config(dtensor_cfg=DTensorConfig(**settings))
+    if tiny[0].config.model_type == "qwen2_5_vl":
+        check_vision_model(policy, tiny[0].config)
+        return
+    with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.sequence_parallel: not with qwen3_vl models"):
+        check_vision_model(policy, tiny[0].config)
 
 
 def smolvlm() -> SmolVLMForConditionalGeneration:

@@ -29,6 +29,11 @@ from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
 
+# DTensor takes seconds to plan the operators for lengths that it has not seen.
+TENSOR = {
+    "sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96),
+    "make_sequence_length_divisible_by": 96,
+}
 SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
 
 
@@ -90,6 +95,8 @@ def whole(model) -> tuple[float, float, dict[str, torch.Tensor]]:
         (2, {"train_micro_batch_size": 1, "padding_free": False}),  # most micro-batches have no image
         (1, {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)}),
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
+        (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}),
+        (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)}),
     ],
 )
 def test_the_split_does_not_matter(model, whole, world, changes):
@@ -98,6 +105,16 @@ def test_the_split_does_not_matter(model, whole, world, changes):
     assert norm == pytest.approx(whole[1], rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, whole[2][name], atol=2e-6, rtol=0, msg=name)
+    assert weights.keys() == whole[2].keys()
+
+
+def test_adapters_are_cut_with_the_language_model_and_whole_in_the_tower(model):
+    adapters = LoRAConfig(enabled=True, dim=4)
+    loss, norm, weights = step(model, 1, dtensor_cfg=DTensorConfig(lora_cfg=adapters))
+    cut = step(model, 2, **TENSOR, dtensor_cfg=DTensorConfig(tensor_parallel_size=2, lora_cfg=adapters))
+    assert cut[:2] == pytest.approx((loss, norm), rel=1e-5)
+    for name, weight in cut[2].items():
+        torch.testing.assert_close(weight, weights[name], atol=2e-6, rtol=0, msg=name)
 
 
 def test_a_frozen_part_stays_as_it_is(model, whole):

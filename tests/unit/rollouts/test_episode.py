@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
+from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, ends_in_loop, run_episode
 from nemo_rl.types import (
     Completion,
     DatumSpec,
@@ -61,6 +61,13 @@ class FakeEnvironment:
         return self.outcomes[len(self.seen) - 1]
 
 
+def shown_as(*token_ids: int) -> RenderFn:
+    async def render(observation: dict[str, Any], **_: Any) -> RenderedObservation:
+        return RenderedObservation(list(token_ids), [], observation["content"])
+
+    return render
+
+
 def play(
     engine: FakeEngine,
     env: FakeEnvironment,
@@ -89,7 +96,7 @@ def play(
             generate=engine,
             env_step=env,
             decode=lambda ids: " ".join(map(str, ids)),
-            render=lambda observation, **_: RenderedObservation([90, 91], [], observation["content"]),
+            render=shown_as(90, 91),
             sampling=SamplingParams(max_new_tokens=max_new_tokens, stop_strings=("end",)),
             limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total, image_token_id=image_token_id),
             seed_of_turn=lambda turn: 1000 + turn,
@@ -237,7 +244,7 @@ def play_with_experts(silent_turns: set[int]) -> Sample:
             generate=EngineWithExperts(FakeEngine(turns), silent_turns),
             env_step=FakeEnvironment([outcome(0.0, False), outcome(0.0, False), outcome(1.0, True)]),
             decode=lambda tokens: " ".join(map(str, tokens)),
-            render=lambda observation, **_: RenderedObservation([21, 22], [], observation["content"]),
+            render=shown_as(21, 22),
             sampling=SamplingParams(max_new_tokens=8),
             limits=EpisodeLimits(max_turns=3, max_total_tokens=100),
             seed_of_turn=lambda turn: turn,

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from ray.exceptions import RayTaskError
 
+from nemo_rl.data.chat.images import image_parts, open_images, read_image
+from nemo_rl.data.datasets.shapes import draw
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest, KeeperLost, RolloutWorker, RolloutWorkerSettings
@@ -72,15 +78,18 @@ def process(prompt: Prompt) -> DatumSpec:
     return DatumSpec(message_log=[message], length=2, extra_env_info=None, loss_multiplier=1.0, idx=prompt.idx)
 
 
-def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[RolloutWorker, Keeper]:
+def worker(
+    *replicas: FakeReplica, timeout_s: float | None = None, environment: Game | None = None
+) -> tuple[RolloutWorker, Keeper]:
     settings = RolloutWorkerSettings(
         process=process,
         survives_text=bool,
         decode=lambda ids: " ".join(map(str, ids)),
         render=lambda observation, **_: RenderedObservation([4], [], "go on"),
-        connect_environments=lambda: {"t": Game()},
+        connect_environments=lambda: {"t": environment or Game()},
         limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
         run_seed=1,
+        open_images=open_images,
     )
     keeper = Keeper()
     return RolloutWorker(settings, replicas, keeper), keeper
@@ -210,6 +219,69 @@ def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_a
             assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
 
     run(test())
+
+
+@contextmanager
+def image_server(released: threading.Event) -> Iterator[str]:
+    """The address of an image that comes when `released` is set."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert released.wait(30)
+            self.send_response(200)
+            self.end_headers()
+            draw("red circle 0").save(self.wfile, format="PNG")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/image.png"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("place", ["prompt", "observation"])
+def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
+    released, seen = threading.Event(), []
+
+    def read(content: Any) -> None:
+        seen.extend(read_image(part["image"]).size for part in image_parts(content))
+
+    def read_prompt(prompt: Prompt) -> DatumSpec:
+        read(prompt.row.get("problem"))
+        return process(prompt)
+
+    def render(observation: Any, **_: Any) -> RenderedObservation:
+        read(observation["content"])
+        return RenderedObservation([4], [], "go on")
+
+    async def test(address: str) -> None:
+        picture = [{"type": "image", "image": address}]
+
+        class Shows(Game):
+            async def step(self, *args: Any, **known: Any) -> EnvironmentStep:
+                step = await super().step(*args, **known)
+                return replace(step, observation={"role": "environment", "content": picture})
+
+        playing, _ = worker(FakeReplica(), environment=Shows() if place == "observation" else Game())
+        playing.settings.process, playing.settings.render = read_prompt, render
+        playing.environments = {"t": playing.environments["t"], "other": Game()}
+        slow, other = group(0, 1), group(1, 1)
+        if place == "prompt":
+            slow = replace(slow, prompt=replace(slow.prompt, row={"problem": picture}))
+        late = asyncio.create_task(playing.collect(slow))
+        await playing.collect(replace(other, prompt=replace(other.prompt, task_name="other")))
+        assert not seen and not late.done()
+        released.set()
+        handle = await late
+        assert handle.samples[0].num_turns == TURNS and set(seen) == {(48, 48)}
+
+    with image_server(released) as address:
+        run(test(address))
 
 
 def test_its_process_loads_neither_models_nor_what_shards_them() -> None:

@@ -29,6 +29,7 @@ from nemo_rl.models.policy.attention import STATEFUL
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.models.policy.vision.families import language_modules
 from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.utils.registry import import_object
 
@@ -364,6 +365,7 @@ class VocabularyParallelEmbedding(_Style):
 #       regions     attention and MLPs that the plan names: input whole, output reduced by their row-parallel matrix
 #       experts     unchanged, routers too
 #     final norm    whole parameters, whole output
+#     vision tower  unchanged: whole parameters
 #     head          split by vocabulary, logits never gathered; a head with one output is whole
 #
 # With sequence parallelism hidden states are split by position from the first block to the final norm, outside regions.
@@ -376,6 +378,7 @@ HOW_TO_WRITE = (
 
 # Added to transformers' own plans, which leave attention whole where heads are fused or compressed.
 _ATTENTION = "model.layers.*.self_attn."
+_QWEN3_VL = "model.language_model.layers.*."
 _WHOLE = "whole"  # takes a module out of transformers' plan
 _OWN_WORDS: dict[str, dict[str, str]] = {
     "phi3": {
@@ -399,6 +402,12 @@ _OWN_WORDS: dict[str, dict[str, str]] = {
     # The layer adds to the output of its shared expert in place.
     "llama4_text": {
         f"model.layers.*.feed_forward.shared_expert.{name}_proj": _WHOLE for name in ("gate", "up", "down")
+    },
+    "qwen3_vl_text": {
+        **dict.fromkeys((_QWEN3_VL + f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        **dict.fromkeys((_QWEN3_VL + f"self_attn.{name}_norm" for name in "qk"), "replicated_with_grad_allreduce"),
+        **dict.fromkeys((_QWEN3_VL + f"mlp.{name}_proj" for name in ("gate", "up")), "colwise"),
+        **dict.fromkeys((_QWEN3_VL + name for name in ("self_attn.o_proj", "mlp.down_proj")), "rowwise"),
     },
     "nemotron_h": {
         **dict.fromkeys((f"model.layers.*.mixer.{name}_proj" for name in ("q", "k", "v", "up")), "colwise"),
@@ -499,7 +508,8 @@ class _Planner:
         self.hf = hf
         self.settings = settings
         self.config = hf.config.get_text_config()
-        self.modules = dict(hf.named_modules())
+        # A tower and its projector, small beside the language model, are whole on every rank.
+        self.modules = language_modules(hf, hf.config)
         self.ends = [hf.get_input_embeddings(), output_module(hf)]
         layers = {id(layer) for layer in decoder_layers(hf)}
         self.layers = [name for name, module in self.modules.items() if id(module) in layers]

@@ -75,6 +75,16 @@ def part_of(name: str, family: VisionFamily) -> str:
     return VISION_TOWER if inner.startswith(family.tower) else LANGUAGE_MODEL
 
 
+def language_modules(model: nn.Module, config: PretrainedConfig) -> dict[str, nn.Module]:
+    """The modules of the model of `config` by name, without those of a tower and its projector."""
+    family = FAMILIES.get(config.model_type)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if family is None or part_of(f"{name}.", family) == LANGUAGE_MODEL
+    }
+
+
 def named_parts(model: nn.Module, family: VisionFamily, parts: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of some parts of a whole model."""
     return ((name, value) for name, value in model.named_parameters() if part_of(name, family) in parts)
