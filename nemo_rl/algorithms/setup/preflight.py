@@ -71,6 +71,7 @@ ENVIRONMENT_INPUTS = {
     "mcp": ("environment", "nemo_rl.environments.mcp:check_inner"),
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
+FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
 LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
@@ -123,6 +124,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
         )
     adapters = "peft" if policy.megatron_cfg.enabled else "lora_cfg"
     processor_path = tokenizer_path if sees_images(model) else None
+    frozen = import_object(FROZEN_PARTS, policy.key("freeze"))(policy, model) if sees_images(model) else ()
     return ModelInputs(
         model_path=model_path,
         tokenizer_path=tokenizer_path,
@@ -133,7 +135,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
             policy.key(f"{policy.backend_key}.{adapters}"): _adapters(policy),
             policy.key("tokenizer"): tokenizer_identity(tokenizer),
         },
-        flops=ModelFlops.of(model),
+        flops=ModelFlops.of(model, frozen),
         processor_path=processor_path,
         blank_image=blank_image(processor_path) if processor_path is not None else None,
     )

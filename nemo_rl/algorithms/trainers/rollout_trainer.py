@@ -254,8 +254,8 @@ class RolloutTrainer(Trainer):
             # Once for each group: the tower repeats an image only where the group is in several micro-batches.
             seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
             images = [num_pixels for group in seen for num_pixels in group.values()]
-            frozen = {"has_adapters": run.policy.adapters.enabled, "freeze": run.policy.freeze}
-            train_flops = num_passes * self.flops.train(lengths, images, **frozen)
+            has_adapters = run.policy.adapters.enabled
+            train_flops = num_passes * self.flops.train(lengths, images, has_adapters=has_adapters)
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 

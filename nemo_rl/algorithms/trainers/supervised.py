@@ -143,8 +143,7 @@ class SupervisedTrainer(Trainer):
             "average_token_imbalance": token_imbalance(plan),
         }
         images = [num_pixels for row in rows for num_pixels in row.images.values()]
-        frozen = {"has_adapters": self.run.policy.adapters.enabled, "freeze": self.run.policy.freeze}
-        train_flops = self.flops.train(lengths, images, **frozen)
+        train_flops = self.flops.train(lengths, images, has_adapters=self.run.policy.adapters.enabled)
         throughput |= flops_metrics(train_flops, training, workers, self.policy.gpu)
         self.record("performance", throughput)
 

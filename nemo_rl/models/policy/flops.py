@@ -127,9 +127,10 @@ class ModelFlops:
     num_parameters: int
     cache_size: int  # numbers that a token has in the KV cache
     tower: TowerFlops | None = None  # of a vision-language model
+    frozen: Collection[str] = ()  # its parts in which nothing is trained, not even an adapter
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelFlops:
+    def of(cls, config: PretrainedConfig, frozen: Collection[str] = ()) -> ModelFlops:
         """Count the layers of the model that `config` describes. Allocates nothing."""
         text = config.get_text_config()
         model: nn.Module = build_on_meta(config if sees_images(config) else text, torch.float32)
@@ -151,6 +152,7 @@ class ModelFlops:
             "per_token": 2.0 * weights,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
             "tower": tower,
+            "frozen": frozen,
         }
         if text.attribute_map.get("num_attention_heads", "num_attention_heads") not in settings:
             return cls(**counted, per_pair=0.0, windows=(), cache_size=0)  # Mamba, RWKV
@@ -192,14 +194,7 @@ class ModelFlops:
             attention += num_layers * self.per_pair * pairs
         return self.per_token * length + attention
 
-    def train(
-        self,
-        lengths: Iterable[int],
-        images: Iterable[int] = (),
-        *,
-        has_adapters: bool = False,
-        freeze: Collection[str] = (),
-    ) -> float:
+    def train(self, lengths: Iterable[int], images: Iterable[int] = (), *, has_adapters: bool = False) -> float:
         """Operations of forward and backward passes over sequences of these lengths, and images of so many pixels.
 
         Base weights under adapters and frozen weights get no gradient, which saves one product of each layer. Nothing
@@ -207,11 +202,11 @@ class ModelFlops:
         """
         lengths = list(lengths)
         whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
-        if has_adapters or LANGUAGE_MODEL in freeze:
+        if has_adapters or LANGUAGE_MODEL in self.frozen:
             whole -= self.per_token * sum(lengths)
         if self.tower is None:
             return whole
-        passes = 1 if VISION_TOWER in freeze else BACKWARD_FACTOR if has_adapters else 1 + BACKWARD_FACTOR
+        passes = 1 if VISION_TOWER in self.frozen else BACKWARD_FACTOR if has_adapters else 1 + BACKWARD_FACTOR
         return whole + passes * sum(self.tower.forward(num_pixels) for num_pixels in images)
 
 

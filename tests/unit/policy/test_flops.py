@@ -31,7 +31,10 @@ from nemo_rl.data.tiny_model import (
     build_tiny_tokenizer,
     build_untrained_model,
 )
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
+from nemo_rl.models.policy.dtensor.lora import frozen_parts
 from nemo_rl.models.policy.flops import ModelFlops, find_gpu
+from tests.unit.policy.steps import policy_config
 
 SHAPE = {
     "vocab_size": 64,
@@ -86,8 +89,21 @@ def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
     assert seen == tower.per_patch * patches + tower.per_pair * patches * (16 + 36)  # a window, and the whole image
     text = flops.train([50])
     assert flops.train([50], [patches * 64]) == text + 3 * seen
-    assert flops.train([50], [patches * 64], freeze=["vision_tower"]) == text + seen
-    assert flops.train([50], freeze=["language_model"]) == text - 50 * flops.per_token
+
+    def trained(**policy: Any) -> float:
+        config = policy_config(**policy)
+        counted = ModelFlops.of(model.config, frozen_parts(config, model.config))
+        return counted.train([50], [patches * 64], has_adapters=config.adapters.enabled)
+
+    def adapted(*layers: str) -> float:
+        adapters = LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=list(layers))
+        return trained(dtensor_cfg=DTensorConfig(lora_cfg=adapters))
+
+    of_weights = 50 * flops.per_token  # their gradient
+    assert trained(freeze=["vision_tower"]) == text + seen
+    assert trained(freeze=["language_model"]) == text - of_weights + 3 * seen
+    assert adapted("*language_model*") == text - of_weights + seen, "nothing goes back through the tower"
+    assert adapted("*visual.blocks*") == text - of_weights + 2 * seen
     assert flops.cost_weights["pixel_weight"] == tower.per_patch / 64 / flops.per_token
 
 

@@ -26,8 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.errors import nearest_key
-from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, is_scalar, output_module
+from nemo_rl.models.policy.vision.families import FAMILIES, PARTS, part_of
 from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
 from nemo_rl.refit.layout import merge
 
@@ -99,6 +100,16 @@ def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> None:
     """ValueError, as `apply_lora`, unless `cfg` fits the model of `config`. Needs no weights."""
     with torch.device("meta"):
         _choose(auto_class(config).from_config(config), cfg)
+
+
+def frozen_parts(policy: PolicyConfig, config: PretrainedConfig) -> list[str]:
+    """The parts of the vision-language model of `config` in which nothing is trained."""
+    cfg = policy.dtensor_cfg.lora_cfg
+    if not cfg.enabled:
+        return list(policy.freeze)
+    with torch.device("meta"):
+        chosen = _choose(auto_class(config).from_config(config), cfg)
+    return sorted(set(PARTS) - {part_of(name, FAMILIES[config.model_type]) for name in chosen})
 
 
 def adapters(hf: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
