@@ -1,6 +1,7 @@
 """What a vLLM replica keeps of weight updates, without vLLM."""
 
 import asyncio
+import math
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.salts: list[str] = []
         self.told: list[Any] = []
+        self.logprob = -0.5
 
     async def finish_weight_update(self, version: str) -> None: ...
 
@@ -44,7 +46,7 @@ class Engine:
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
         self.salts.append(prompt["cache_salt"])
-        answer = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=SimpleNamespace(logprobs=[-0.5]))
+        answer = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=SimpleNamespace(logprobs=[self.logprob]))
         yield SimpleNamespace(outputs=[answer])
 
 
@@ -61,6 +63,7 @@ class Worker(VllmWorker):
         self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
         self._sleep_mode, self._asleep, self._has_weights = True, set(), True
         self._records = self._returns_experts = False
+        self._name = "generation-0"
 
     def _sampling_params(self, *args: Any, **how: Any) -> Any:
         return None
@@ -104,6 +107,17 @@ async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: Non
     await worker.onload(["kv_cache"])
     assert (await asyncio.wait_for(waiting, 60)).weight_version == 7
     assert engine.told[-2:] == ["kv_cache", "resume"]
+
+
+@in_loop
+async def test_a_token_without_a_probability_is_no_answer(without_vllm: None) -> None:
+    """Losses that see no logprobs of the engine, and evaluations, would take it for a sample."""
+    engine = Engine()
+    worker = Worker(engine)
+    await worker.finish_weight_update(0)
+    engine.logprob = math.nan
+    with pytest.raises(RuntimeError, match="generation-0 sampled a token with the logprob nan or inf"):
+        await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
 
 
 @in_loop

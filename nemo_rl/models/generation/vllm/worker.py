@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -154,10 +155,13 @@ class VllmWorker:
                 raise self._death() from error
         if answer.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{self._name} ended a request early: {answer.finish_reason}")
+        logprobs = list(answer.logprobs.logprobs)
+        if not math.isfinite(sum(logprobs)):
+            raise RuntimeError(f"{self._name} sampled a token with the logprob nan or inf: its logits are not finite")
         num_tokens = len(prompt_token_ids) + len(answer.token_ids) - 1
         return Completion(
             token_ids=list(answer.token_ids),
-            logprobs=list(answer.logprobs.logprobs),
+            logprobs=logprobs,
             stop_reason=StopReason(answer.finish_reason),
             weight_version=weight_version,
             routed_experts=await self._experts(request_id, answer, num_tokens) if self._returns_experts else None,
