@@ -18,7 +18,7 @@ WHO = {  # the loops that have the process
     "environment": ("grpo", "async", "ppo"),
     "verifier": ("grpo", "async", "ppo"),
     "engine": SAMPLING,  # the worker that hosts it
-    "core": SAMPLING,  # the process in which the engine computes
+    "core": SAMPLING,  # the engine's own thread
     "rollout": SAMPLING,
     "keeper": SAMPLING,
     "tokenizer": ("sft",),
@@ -33,7 +33,7 @@ WHAT = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, for good",
     "pause": "SIGSTOP for 20 s",
-    "exception": "the next call of one of its methods raises",
+    "exception": "the next call of one of its methods raises, or the next step of the core",
     "nonsense": "its weights, or its rewards, become NaN; without either, its next call returns None",
     "disk": "the disk becomes full",
     "memory": "it can allocate no more memory (RLIMIT_AS)",
@@ -51,7 +51,7 @@ WHEN = {  # the loops that have the phase
     "resume": LOOPS,
 }
 WRITERS = ("policy-0", "policy-1", "critic", "driver")  # who keeps files of a checkpoint
-WITHOUT_METHODS = ("core", "verifier", "driver", "node")  # what "exception" and "None" reach only from outside
+WITHOUT_METHODS = ("verifier", "driver", "node")  # what "exception" and "None" reach only from outside
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -76,6 +76,8 @@ def is_possible(cell: Cell) -> bool:
     who, what, when = cell.who, cell.what, cell.when
     if cell.loop not in WHO[who] or cell.loop not in WHEN[when]:
         return False
+    if who == "core":
+        return what == "exception" and when not in ("start-up", "resume")
     if what == "truncated":  # checkpoints; other files that a start reads: test_bad_models.py, test_bad_input.py
         return who in WRITERS and when == "resume"
     if what == "disk":
@@ -94,8 +96,6 @@ def is_possible(cell: Cell) -> bool:
         return what in ("kill", "stop", "pause", "memory") and when not in ("start-up", "resume")
     if who in ("environment", "keeper") and when == "start-up":
         return what in ("kill", "pause")
-    if who == "core" and when == "start-up":
-        return what in ("kill", "stop", "pause")
     return True
 
 

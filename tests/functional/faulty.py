@@ -33,7 +33,12 @@ COMMANDS = {
     "verifier": "math.verification",
     "node": "raylet/raylet",
 }
-GROUPS = {"engine": "generation-0", "tokenizer": "tokenizer-0", "critic": "value"}  # where they are called otherwise
+GROUPS = {  # where they are called otherwise
+    "engine": "generation-0",
+    "core": "generation-0",
+    "tokenizer": "tokenizer-0",
+    "critic": "value",
+}
 PHASES = {
     "generation": ("generation", "exposed_generation"),
     "logprobs": ("policy_and_reference_logprobs", "teacher_logprob_inference"),
@@ -169,7 +174,7 @@ class _Faults:
             truncate_checkpoint(Path.cwd(), cell["who"])
         else:
             order = self.folder / str(pid)
-            order.with_suffix(".new").write_text(what)
+            order.with_suffix(".new").write_text(f"core {what}" if cell["who"] == "core" else what)
             order.with_suffix(".new").rename(order)
             deadline = time.monotonic() + 30
             while order.exists():
@@ -192,10 +197,6 @@ class _Faults:
         below = processes_below(os.getpid())
         if who in COMMANDS:
             return max((pid for pid, (_, command) in below.items() if COMMANDS[who] in command), default=None)
-        if who == "core":
-            engine = self._process("engine")
-            cores = (pid for pid, (parent, args) in below.items() if parent == engine and "EngineCore" in args)
-            return max(cores, default=None)
         name, _, rank = who.partition("-")
         group = self.groups.get(GROUPS.get(name, name))
         members = group.members if group is not None else []

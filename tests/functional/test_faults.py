@@ -28,7 +28,7 @@ SFT_SAMPLE = """
 """
 ASYNC_SAMPLE = """
     async: environment, kill, generation
-    async: core, kill, validation
+    async: core, exception, validation
     async: driver, kill, train
 """
 

@@ -21,7 +21,7 @@ GENERATION = "generation"
 
 
 class EngineDied(RuntimeError):
-    """The engine process of a generation worker is gone. The worker must be restarted and receive the weights again."""
+    """The engine of a generation worker has ended. The worker must be restarted and receive the weights again."""
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Hurts the process that imports it when told to, from inside: what no signal can do.
 
 On the module path of a run whose variable `FAULTS_FOLDER` is set, every Python process of it imports this file when it
-starts. A file `<pid>` in that folder names what to do: "exception" or "nonsense" (`fault_table.WHAT`).
+starts. A file `<pid>` in that folder names what to do: "exception" or "nonsense" (`fault_table.WHAT`), or "core
+exception".
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ def _watch(folder: Path) -> None:
     order = folder / str(os.getpid())
     while not order.exists():
         time.sleep(POLL_S)
-    {"exception": _raise_once, "nonsense": _return_nonsense}[order.read_text()]()
+    {"exception": _raise_once, "nonsense": _return_nonsense, "core exception": _break_core}[order.read_text()]()
     order.unlink()
 
 
 def _raise_once() -> None:
     _replace_once(_target(), lambda: InjectedFault("injected by the tests"))
+
+
+def _break_core() -> None:
+    def step() -> None:
+        raise InjectedFault("injected by the tests")
+
+    (core,) = (found for found in _objects() if type(found).__name__ == "ThreadedCore")
+    core.step_fn = step
 
 
 def _return_nonsense() -> None:
@@ -60,11 +69,12 @@ def _return_nonsense() -> None:
 
 
 def _objects() -> list[object]:
+    gc.unfreeze()  # an engine hides from the collector what there is when it has started
     return gc.get_objects()
 
 
 def _target() -> object:
-    """A worker, an environment's pool of verifiers, a keeper's module; None in an engine."""
+    """A worker, an environment's pool of verifiers, a keeper's module."""
     for found in _objects():
         name = type(found).__name__
         if name == "ActorHost":

@@ -88,11 +88,9 @@ def difference(policy: OneRankPolicy, generation: VllmGeneration, version: int) 
     return max(logprob_difference(policy.model, generation, version, n) for n in range(len(generation.workers)))
 
 
-def engine_process(generation: VllmGeneration, replica: int) -> int:
-    """The process of vLLM's engine, a child of the replica's worker."""
+def worker_process(generation: VllmGeneration, replica: int) -> int:
     identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=60)
-    (engine,) = [pid for pid, (_, command) in processes_below(identity.pid).items() if "EngineCore" in command]
-    return engine
+    return identity.pid
 
 
 def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
 
         def kill(bucket: int, sender: Any) -> None:
             if bucket == 2:
-                os.kill(engine_process(generation, 0), signal.SIGKILL)
+                os.kill(worker_process(generation, 0), signal.SIGKILL)
 
         policy.damage = kill
         change(policy.model, 2)
@@ -142,6 +140,14 @@ def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) 
         policy.train(1)
         assert refit.sync(1)["bytes"] < everything / 4
         assert difference(policy, generation, 1) < 1e-5
+
+        worker = worker_process(generation, 0)
+        (core,) = [pid for pid, (_, command) in processes_below(worker).items() if "EngineCore" in command]
+        os.kill(worker, signal.SIGKILL)  # an engine of several ranks must not outlive it
+        deadline = time.monotonic() + 60
+        while os.path.exists(f"/proc/{core}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{core}")
 
 
 @pytest.mark.parametrize("recompute", [True, False])

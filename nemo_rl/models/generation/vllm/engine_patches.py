@@ -7,7 +7,7 @@ computes:
   `RowInvariantLinear` computes linear layers with weights packed for one kernel, and checks each number of rows.
 * Attention: in a small batch the keys of one sequence are split over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and with
   several threads the tile of queries depends on the work of the step. Both move the boundaries of the online softmax.
-  `CPU_ENVIRONMENT` therefore asks for one thread and no split.
+  `ENGINE_ENVIRONMENT` therefore asks for one thread and no split.
 * Chunks of prompts: past roughly a thousand tokens, a query in another chunk has other tile boundaries. `VllmWorker`
   therefore prefills prompts whole: no chunked prefill, no prefix cache, no preemption.
 
@@ -29,9 +29,6 @@ import torch
 ROW_BLOCKS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a product if their real number does not serve, largest first. All products have a multiple of the smallest,
 which is above the sizes for which BLAS has special kernels."""
-
-CPU_ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment variables with which an engine process on a CPU must start."""
 
 _NUM_DRAWN = 64  # random numbers that are drawn for a request at once
 

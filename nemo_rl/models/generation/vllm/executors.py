@@ -1,13 +1,13 @@
-"""Subclasses of vLLM's executors and scheduler, which vLLM makes inside the engine's process.
+"""Subclasses of vLLM's executors and scheduler, which vLLM makes beside the engine.
 
-**Executors.** vLLM starts the engine as a child process and stops it on an orderly shutdown only. If the parent is
-killed, the engine stays and keeps its memory. These executors ask the kernel to kill the process with its parent. The
-other ranks of an engine watch the engine's process themselves.
+**Executors.** On a GPU, and with several ranks, vLLM starts the engine as a child process and stops it on an orderly
+shutdown only. If the parent is killed, the engine stays and keeps its memory. These executors ask the kernel to kill
+the process with its parent. The other ranks of an engine watch the engine's process themselves.
 
-**Scheduler.** vLLM sends each sampled token, with its logprob in three arrays, to the process of `AsyncLLM`, which
-decodes and joins them. With a small model on a CPU, messages take more time than the forward passes. Nothing here reads
-a completion before it ends, so a token that does not end its request is only noted until then. Requests with stop
-strings, which `AsyncLLM` looks for, streamed ones, images and drafts go vLLM's own way.
+**Scheduler.** vLLM hands each sampled token, with its logprob in three arrays, to `AsyncLLM`, which decodes and joins
+them. With a small model on a CPU, this takes more time than the forward passes. Nothing here reads a completion before
+it ends, so a token that does not end its request is only noted until then. Requests with stop strings, which `AsyncLLM`
+looks for, streamed ones, images and drafts go vLLM's own way.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
 WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
 # Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
+# What the bits of a sample depend on; see `engine_patches`.
+ENGINE_ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class VllmGeneration(GenerationInterface):
@@ -133,14 +135,15 @@ class VllmGeneration(GenerationInterface):
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         nodes = self._bundle_groups[index]
+        on_gpus, own = self._cluster.use_gpus, self._settings.cfg.vllm_cfg.env_vars
+        env_vars = own if on_gpus else CPU_ENVIRONMENT | host_copy_environment() | own | ENGINE_ENVIRONMENT
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
             name_prefix=f"{self.name_prefix}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
-            env_vars=({} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment())
-            | self._settings.cfg.vllm_cfg.env_vars,
+            env_vars=env_vars,
             timeout_s=self._timeout_s,
         )
 

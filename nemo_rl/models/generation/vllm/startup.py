@@ -15,9 +15,9 @@ from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig as EngineConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -62,10 +62,9 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
     if device == "cpu":
-        os.environ.update(CPU_ENVIRONMENT)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
-        # An engine of one rank computes in its scheduler's process, which saves a process and its messages.
+        # An engine of one rank computes in the thread of its scheduler, which is one of the worker (`in_process`).
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
     elif cfg.dtype == "float32":
         # Triton computes products of float32 in TF32 by default; vLLM's attention in float32 is a kernel of Triton.
@@ -160,6 +159,36 @@ def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
     config.update(overrides)
     config.__dict__.pop("quantization_config", None)  # vLLM also asks about an empty configuration
     return config
+
+
+def start_engine(config: EngineConfig, stat_loggers: list[Any] | None, name: str) -> AsyncLLM:
+    """Start the engine: on a CPU in a thread of this process if it has one rank, else in processes.
+
+    Raises RuntimeError, with the engine's `name` and the error that kept it from starting.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    from nemo_rl.models.generation.vllm.executors import executor_class
+
+    how: dict[str, Any] = {"log_stats": False, "log_requests": False, "stat_loggers": stat_loggers}
+    chosen = Executor.get_class(config)
+    if current_platform.is_cpu() and chosen is UniProcExecutor:
+        from nemo_rl.models.generation.vllm.in_process import EngineStartError, use_threads
+
+        use_threads()
+        try:
+            return AsyncLLM(config, chosen, **how)
+        except EngineStartError as error:
+            raise RuntimeError(f"the engine of {name} did not start: {error}") from error.__cause__
+    before = {path: path.stat().st_size for path in own_logs()}
+    try:
+        return AsyncLLM(config, executor_class(config), **how)
+    except RuntimeError as error:  # which only says that one of the engine's processes has failed
+        logs = "".join(path.read_text(errors="replace")[size:] for path, size in before.items())
+        raise RuntimeError(f"the engine of {name} did not start: {start_failure(logs) or error}") from error
 
 
 def own_logs() -> list[Path]:

@@ -24,9 +24,8 @@ from nemo_rl.models.generation.vllm.startup import (
     engine_args,
     join_nodes,
     num_admitted,
-    own_logs,
     prepare_environment,
-    start_failure,
+    start_engine,
 )
 from nemo_rl.types import (
     Completion,
@@ -53,7 +52,7 @@ _SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class VllmWorker:
-    """Hosts one `AsyncLLM`. vLLM itself starts the processes of further ranks.
+    """Hosts one `AsyncLLM`. On a CPU an engine of one rank is a thread of this process, any other one has its own.
 
     On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine does (see
     `engine_patches`). For this each engine computes on one thread, prefills prompts whole and has no prefix cache, and
@@ -82,9 +81,6 @@ class VllmWorker:
         prepare_environment(device, cfg.vllm_cfg)
 
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from nemo_rl.models.generation.vllm.executors import executor_class
 
         self._returns_experts = settings.return_routed_experts
         self._records = settings.return_routed_experts and device == "cpu"
@@ -93,14 +89,7 @@ class VllmWorker:
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
         loggers = [_draft_logger(self._draft_counts)] if cfg.speculates else None
-        before = {path: path.stat().st_size for path in own_logs()}
-        try:
-            self._engine = AsyncLLM(
-                config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
-            )
-        except RuntimeError as error:  # which only says that one of the engine's processes has failed
-            logs = "".join(path.read_text(errors="replace")[size:] for path, size in before.items())
-            raise RuntimeError(f"the engine of {self._name} did not start: {start_failure(logs) or error}") from error
+        self._engine = start_engine(config, loggers, self._name)
         self._images = None
         if settings.max_images is not None:
             from nemo_rl.models.generation.vllm.image_prompts import ImagePrompts
@@ -127,7 +116,7 @@ class VllmWorker:
 
         Raises:
             ValueError: for an empty prompt, or one that leaves no room for a token.
-            EngineDied: the engine's process is gone.
+            EngineDied: the engine has ended.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -144,7 +133,8 @@ class VllmWorker:
             # vLLM shares KV only between requests of the same salt. The version would not separate weights: after a
             # return to a checkpoint the same version comes again with other weights.
             salt = f"update {self._num_updates}"
-            prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
+            # The type tells vLLM that there is nothing to tokenise, for which it would hand the prompt to a thread.
+            prompt: Any = {"type": "token", "prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
             if images:
                 assert self._images is not None, "the model sees no images"
                 prompt = await self._images.prompt(prompt, images, salt)
@@ -346,15 +336,15 @@ class VllmWorker:
     # -- health
 
     async def check_health(self) -> None:
-        """Return once the engine's process has answered. Raises EngineDied if it is gone."""
+        """Return once the engine has answered. Raises EngineDied if it has ended."""
         await self._engine_call(self._engine.is_sleeping())
 
     def shutdown(self) -> None:
-        """Stop the engine's processes."""
+        """Stop the engine's thread, or its processes."""
         self._engine.shutdown(timeout=5.0)
 
     async def _engine_call(self, call: Awaitable[T]) -> T:
-        """Await `call`. Raises EngineDied if the engine's process is gone, as vLLM's own calls then never return."""
+        """Await `call`. Raises EngineDied if the engine has ended, as vLLM's own calls then never return."""
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait([task], timeout=_LIVENESS_S))[0]:
             if self._engine.errored:
