@@ -206,7 +206,7 @@ def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
             os.kill(pid, signal.SIGCONT)
             asked.cancel()
 
-    assert asyncio.run(ask_stopped()) == "generation worker 0 (drain) gave no sign of life within 2 s"
+    assert asyncio.run(ask_stopped()) == "generation worker 0 (submit) gave no sign of life within 2 s"
     assert one(generation, [60], max_new_tokens=4).token_ids
 
 
