@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -27,8 +27,6 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
-
-logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
 
@@ -95,22 +93,21 @@ class ThreadClient(AsyncMPClient):
             raise EngineStartError(f"{type(error).__name__}: {reason}") from error
 
     def _run(self, make: Callable[[], ThreadedCore], started: Future[ThreadedCore]) -> None:
-        """The engine's thread."""
+        """The engine's thread. An exception that ends it is written to the log."""
         torch.set_num_threads(1)  # of this thread; see `engine_patches`
         try:
             core = make()
-        except BaseException as error:  # raised again in the thread that waits for it
+        except BaseException as error:
             started.set_exception(error)
-            return
+            raise
         started.set_result(core)
         try:
-            core.run_busy_loop()
-        except BaseException:  # SystemExit if the loop was told to end
-            if core.shutdown_state is EngineShutdownState.RUNNING:
-                logger.exception("vLLM's engine core ended with an error")
+            with suppress(SystemExit):  # which is how the loop ends when it is told to
+                core.run_busy_loop()
+        finally:
+            if core.shutdown_state is EngineShutdownState.RUNNING:  # nobody has told it to end
                 self.resources.engine_dead = True
                 self._in_loop(self._fail)
-        finally:
             core.shutdown()
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
