@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from nemo_rl.environments.registry import new_environment
-from nemo_rl.environments.remote.server import check_address, serve
+from nemo_rl.environments.remote import check_address, serve
 
 
 def main() -> None:

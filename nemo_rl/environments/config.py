@@ -29,7 +29,7 @@ ENV_REGISTRY: dict[str, str] = {
     "math_default": "nemo_rl.environments.math.environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math.environment.MathMultiRewardEnvironment",
     "python_tools": "nemo_rl.environments.code.tools.PythonToolEnvironment",
-    "remote": "nemo_rl.environments.remote.environment.RemoteEnvironment",
+    "remote": "nemo_rl.environments.remote.RemoteEnvironment",
     "retrieval": "nemo_rl.environments.retrieval.RetrievalEnvironment",
     "reward_model": "nemo_rl.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle_game": "nemo_rl.environments.sliding_puzzle.SlidingPuzzleEnv",
@@ -239,7 +239,7 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
 
 
 class RemoteEnvironmentConfig(ActorsConfig):
-    """An environment behind HTTP, by the protocol of `nemo_rl/environments/remote/protocol.py`."""
+    """An environment behind HTTP, by the protocol of `nemo_rl/environments/remote.py`."""
 
     type: Literal["remote"] = "remote"
     """Registry name of the environment."""

@@ -26,8 +26,7 @@ from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, lo
 from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.remote.environment import RemoteEnvironment
-from nemo_rl.environments.remote.server import EnvironmentServer
+from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
 from nemo_rl.rollouts.answer_forms import ResponsesRequest, as_messages
 from nemo_rl.rollouts.openai_requests import ChatRequest, CompletionRequest, RequestError, parse_request
 from nemo_rl.utils.checkpoint.manager import CheckpointError

@@ -15,8 +15,7 @@ from aiohttp import web
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.math.environment import MathEnvironment
-from nemo_rl.environments.remote.environment import RemoteEnvironment
-from nemo_rl.environments.remote.server import EnvironmentServer, check_address, serve
+from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
 
 MATH = {"num_workers": 1}
