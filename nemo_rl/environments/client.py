@@ -285,6 +285,30 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
     return outcomes
 
 
+def as_return(outcomes: Sequence[Outcome]) -> EnvironmentReturn[Any]:
+    """Inverse of `split_return`. Beside conversations with several rewards, a single one is the first of several."""
+    ended = EnvironmentStep(
+        observation={"role": "environment", "content": ""},
+        reward=0.0,
+        terminated=True,
+        metadata=None,
+        next_stop_strings=None,
+    )
+    steps = [ended if isinstance(outcome, EnvironmentFailure) else outcome for outcome in outcomes]
+    width = max((len(step.reward_parts) for step in steps), default=0)
+    rewards = [step.reward_parts or [step.reward] + [0.0] * (width - 1) for step in steps]
+    return EnvironmentReturn(
+        observations=[step.observation for step in steps],
+        metadata=[step.metadata for step in steps],
+        next_stop_strings=[None if step.next_stop_strings is None else [*step.next_stop_strings] for step in steps],
+        rewards=torch.tensor(rewards if width else [step.reward for step in steps], dtype=torch.float64),
+        terminateds=torch.tensor([step.terminated for step in steps]),
+        answers=[step.answer for step in steps],
+        failures=[str(outcome) if isinstance(outcome, EnvironmentFailure) else None for outcome in outcomes],
+        metrics=[step.metrics for step in steps],
+    )
+
+
 def _content(content: Any, name: str) -> Any:
     """A text, or a list of parts, of which some may be images. StepRefused for parts of neither kind."""
     if not isinstance(content, list | tuple):

@@ -23,10 +23,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import mcp
-import torch
 from mcp.client.stdio import stdio_client
 from mcp.types import CallToolResult, TextContent
 
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import shorten
 from nemo_rl.environments.code.tools import ToolCall, find_calls, problem_of
 from nemo_rl.environments.config import AnyEnvironmentConfig, McpEnvironmentConfig, McpServerConfig
@@ -58,13 +58,15 @@ class McpEnvironment(EnvironmentInterface[Any]):
         """Results of calls, or the answer of the environment."""
         calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
         is_ours = [any(call.name in self.servers.specs for call in of_turn) for of_turn in calls]
-        asked = [[self._start(call) for call in calls[i][: self.cfg.max_calls_per_turn]] for i in _where(is_ours)]
-        others = [i for i in range(len(calls)) if not is_ours[i]]
-        given = None
-        if others:
+        limit, outcomes = self.cfg.max_calls_per_turn, dict[int, Outcome]()
+        asked = {i: [self._start(call) for call in calls[i][:limit]] for i, ours in enumerate(is_ours) if ours}
+        if others := [i for i, ours in enumerate(is_ours) if not ours]:
             given = self.environment.step([message_log_batch[i] for i in others], [metadata[i] for i in others])
-        results = [[_text(future) for future in of_turn] for of_turn in asked]
-        return self._joined(calls, metadata, others, given, dict(zip(_where(is_ours), results, strict=True)))
+            steps = split_return(given, len(others), self.cfg.environment.type)
+            outcomes |= zip(others, steps, strict=True)
+        for i, of_turn in asked.items():
+            outcomes[i] = self._answer([_text(future) for future in of_turn], len(calls[i]), metadata[i])
+        return as_return([outcomes[i] for i in range(len(calls))])
 
     def _start(self, call: ToolCall) -> Future[CallToolResult] | str:
         self.num_calls += 1
@@ -73,40 +75,18 @@ class McpEnvironment(EnvironmentInterface[Any]):
             return f"error: {problem}"
         return self.servers.call(call.name, call.arguments)
 
-    def _joined(
-        self,
-        calls: Sequence[Sequence[ToolCall]],
-        metadata: list[Any],
-        others: Sequence[int],
-        given: EnvironmentReturn[Any] | None,
-        results: Mapping[int, list[str | _Lost]],
-    ) -> EnvironmentReturn[Any]:
-        size, place = len(calls), {i: number for number, i in enumerate(others)}
-        observations, known = [{"role": "tool", "content": ""} for _ in range(size)], list(metadata)
-        failures: list[str | None] = [None] * size
-        answers: list[str | None] = [None] * size
-        stops: list[Any] = [None] * size
-        metrics: list[Any] = [None] * size
-        rewards, ended = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
-        if given is not None:
-            rewards = torch.zeros((size, *given.rewards.shape[1:]), dtype=given.rewards.dtype)
-        for i in range(size):
-            if i in place and given is not None:
-                n = place[i]
-                observations[i], known[i], rewards[i] = given.observations[n], given.metadata[n], given.rewards[n]
-                stops[i], ended[i] = given.next_stop_strings[n], bool(given.terminateds[n])
-                answers[i] = given.answers[n] if given.answers is not None else None
-                failures[i] = given.failures[n] if given.failures is not None else None
-                metrics[i] = given.metrics[n] if given.metrics is not None else None
-                continue
-            texts = [str(result) for result in results[i]]
-            failures[i] = next((str(result) for result in results[i] if isinstance(result, _Lost)), None)
-            self.num_errors += sum(isinstance(result, _ToolError) for result in results[i])
-            if len(calls[i]) > len(texts):
-                texts.append(f"error: only the first {len(texts)} calls of a turn are answered")
-            text = texts[0] if len(texts) == 1 else "\n".join(f"[{n}] {t}" for n, t in enumerate(texts, 1))
-            observations[i]["content"] = shorten(text, self.cfg.max_result_characters)
-        return EnvironmentReturn(observations, known, stops, rewards, ended, answers, failures, metrics)
+    def _answer(self, results: Sequence[str | _Lost], num_calls: int, metadata: Any) -> Outcome:
+        texts = [str(result) for result in results]
+        self.num_errors += sum(isinstance(result, _ToolError) for result in results)
+        if (lost := next((result for result in results if isinstance(result, _Lost)), None)) is not None:
+            return EnvironmentFailure(str(lost))
+        if num_calls > len(texts):
+            texts.append(f"error: only the first {len(texts)} calls of a turn are answered")
+        text = texts[0] if len(texts) == 1 else "\n".join(f"[{n}] {t}" for n, t in enumerate(texts, 1))
+        observation = {"role": "tool", "content": shorten(text, self.cfg.max_result_characters)}
+        return EnvironmentStep(
+            observation=observation, reward=0.0, terminated=False, metadata=metadata, next_stop_strings=None
+        )
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Those of the environment, the calls since the last time, and the share of them that were errors."""
@@ -139,10 +119,6 @@ class _Lost(str):
 
 class _ToolError(str):
     """The result of a call that the tool refused."""
-
-
-def _where(flags: Sequence[bool]) -> list[int]:
-    return [i for i, flag in enumerate(flags) if flag]
 
 
 def _text(asked: Future[CallToolResult] | str) -> str:

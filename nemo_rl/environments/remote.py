@@ -32,7 +32,7 @@ from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt, step_each
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, excerpt, step_each
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
@@ -321,27 +321,8 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """The server's answer, in requests of at most `batch_size` conversations, all at once."""
-        outcomes = _equally_many_rewards(asyncio.run(self.connection.steps(message_log_batch, metadata)), self.cfg)
-        num_parts = max((len(one.reward_parts) for one in outcomes if isinstance(one, EnvironmentStep)), default=0)
-        placeholder = EnvironmentStep(
-            observation={"role": "environment", "content": ""},
-            reward=0.0,
-            terminated=True,
-            metadata=None,
-            next_stop_strings=None,
-            reward_parts=[0.0] * num_parts,
-        )
-        steps = [placeholder if isinstance(outcome, EnvironmentFailure) else outcome for outcome in outcomes]
-        return EnvironmentReturn(
-            observations=[step.observation for step in steps],
-            metadata=[step.metadata for step in steps],
-            next_stop_strings=[None if step.next_stop_strings is None else [*step.next_stop_strings] for step in steps],
-            rewards=torch.tensor([step.reward_parts or step.reward for step in steps], dtype=torch.float64),
-            terminateds=torch.tensor([step.terminated for step in steps]),
-            answers=[step.answer for step in steps],
-            failures=[str(outcome) if isinstance(outcome, EnvironmentFailure) else None for outcome in outcomes],
-            metrics=[step.metrics for step in steps],
-        )
+        outcomes = asyncio.run(self.connection.steps(message_log_batch, metadata))
+        return as_return(_equally_many_rewards(outcomes, self.cfg))
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """The server's metrics of a batch of finished samples. Its corrections of the batch stay there.

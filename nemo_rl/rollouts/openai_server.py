@@ -25,28 +25,26 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from nemo_rl.rollouts.answer_forms import (
+from nemo_rl.rollouts.engine_client import Engines, RequestFailed
+from nemo_rl.rollouts.openai_forms import (
     CALL_MARKS,
     LOGPROBS,
     Answer,
     ChatForm,
+    ChatRequest,
     Choice,
     CompletionForm,
+    CompletionRequest,
     Conversations,
     Event,
     Form,
+    RequestError,
     ResponseForm,
     ResponsesRequest,
+    SamplingRequest,
     TextStream,
     TokenText,
     as_server_sent,
-)
-from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.rollouts.openai_requests import (
-    ChatRequest,
-    CompletionRequest,
-    RequestError,
-    SamplingRequest,
     parse_request,
 )
 from nemo_rl.types import Completion, OnTokens, SampledTokens, SamplingParams, StopReason

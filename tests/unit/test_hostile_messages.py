@@ -27,8 +27,14 @@ from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
-from nemo_rl.rollouts.answer_forms import ResponsesRequest, as_messages
-from nemo_rl.rollouts.openai_requests import ChatRequest, CompletionRequest, RequestError, parse_request
+from nemo_rl.rollouts.openai_forms import (
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    ResponsesRequest,
+    as_messages,
+    parse_request,
+)
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt

@@ -28,7 +28,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_rl.rollouts.agents.tree import Branch, Call, CallTree
-from nemo_rl.rollouts.openai_requests import RequestError
+from nemo_rl.rollouts.openai_forms import RequestError
 from nemo_rl.rollouts.openai_server import (
     MAX_BODY_BYTES,
     Answers,
