@@ -138,18 +138,20 @@ class Answers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
         token_ids = self._prompt(wanted.prompt)
-        form = CompletionForm(
-            answer_id=f"cmpl-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=self.settings.model,
-            shows_tokens=self.shows_tokens,
-            streams_usage=wanted.streams_usage,
-        )
+        form = CompletionForm(**self._head("cmpl-"), shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage)
         asked = {"role": "user", "content": self.settings.decode(token_ids)}
         question = _Question(
             token_ids=token_ids, messages=[asked], tools=None, retokenized=None, logprobs=wanted.logprobs is not False
         )
         return await self._respond(request, wanted, question, form)
+
+    def _head(self, prefix: str) -> dict[str, Any]:
+        """The beginning of every form."""
+        return {
+            "answer_id": f"{prefix}{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.settings.model,
+        }
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and prompt:
@@ -163,25 +165,14 @@ class Answers:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ChatRequest, await request.read())
         question = self._chat(wanted.messages, wanted.tools, wanted.tool_choice, logprobs=wanted.logprobs)
-        form = ChatForm(
-            answer_id=f"chatcmpl-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=self.settings.model,
-            shows_tokens=self.shows_tokens,
-            streams_usage=wanted.streams_usage,
-        )
+        form = ChatForm(**self._head("chatcmpl-"), shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage)
         return await self._respond(request, wanted, question, form)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ResponsesRequest, await request.read())
         before, messages = self._conversations.messages(wanted)
         question = self._chat(messages, wanted.chat_tools(), wanted.tool_choice, logprobs=LOGPROBS in wanted.include)
-        form = ResponseForm(
-            answer_id=f"resp_{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=self.settings.model,
-            wanted=wanted,
-        )
+        form = ResponseForm(**self._head("resp_"), wanted=wanted)
 
         def remember(message: dict[str, Any]) -> None:
             self._conversations.remember(form.answer_id, [*before, message])
@@ -221,7 +212,7 @@ class Answers:
             )
         sampling = wanted.sampling(self.sampling, room)
         holds = (*sampling.stop_strings, *(CALL_MARKS if question.calls_of is not None else ()))
-        streams = [_ChoiceStream(TextStream(self.settings.decode, holds)) for _ in range(wanted.n)]
+        streams = [_ChoiceStream(self.settings.decode, holds) for _ in range(wanted.n)]
 
         def answer(completions: Sequence[Completion]) -> Answer:
             choices = [
@@ -257,10 +248,10 @@ class Answers:
         calls = question.calls_of(text) if question.calls_of is not None else []
         message = answer_message(text, calls)
         if stream.num_tokens and "tool_calls" in message:
-            message["content"] = stream.text.sent or None  # what the client has read, white space included
-        unsent = stream.text.rest(message["content"] or "")
+            message["content"] = stream.sent or None  # what the client has read, white space included
+        unsent = stream.rest(message["content"] or "")
         if stream.num_tokens:
-            message["content"] = stream.text.sent or message["content"]
+            message["content"] = stream.sent or message["content"]
         rest = zip(completion.token_ids[stream.num_sent :], completion.logprobs[stream.num_sent :], strict=True)
         tokens = self._token_texts(rest) if question.logprobs else None
         return Choice(completion=completion, message=message, unsent=unsent, tokens=tokens)
@@ -328,10 +319,11 @@ class Answers:
             while (part := await come.get()) is not None:
                 index, (token_ids, logprobs) = part
                 stream = streams[index]
-                stream.take(token_ids, logprobs)
-                if text := stream.text.add(token_ids):
+                stream.num_tokens += len(token_ids)
+                stream.waiting += zip(token_ids, logprobs, strict=True)
+                if text := stream.add(token_ids):
                     tokens = self._token_texts(stream.waiting) if question.logprobs else None
-                    stream.has_sent()
+                    stream.waiting = []
                     await send(form.delta(index, text, tokens))
             await send(form.end(answer(await sampling)))
         except (RequestError, RequestFailed) as error:
@@ -360,24 +352,17 @@ class _Question:
     calls_of: Callable[[str], Sequence[Any]] | None = None
 
 
-class _ChoiceStream:
+class _ChoiceStream(TextStream):
     """What was streamed of one choice."""
 
-    def __init__(self, text: TextStream) -> None:
-        self.text = text
+    def __init__(self, decode: Callable[[Sequence[int]], str], holds: Sequence[str]) -> None:
+        super().__init__(decode, holds)
         self.num_tokens = 0  # that came
         self.waiting: list[tuple[int, float]] = []  # token ids and logprobs that came and were not sent
 
     @property
     def num_sent(self) -> int:
         return self.num_tokens - len(self.waiting)
-
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.num_tokens += len(token_ids)
-        self.waiting += zip(token_ids, logprobs, strict=True)
-
-    def has_sent(self) -> None:
-        self.waiting = []
 
 
 def _put(queue: asyncio.Queue[tuple[int, SampledTokens] | None], index: int, tokens: SampledTokens) -> None:
@@ -426,10 +411,7 @@ class OpenAIServer:
             shows_tokens=True,
         )
         self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
-        self.app.router.add_get("/v1/models", self.answers.models)
-        self.app.router.add_post("/v1/completions", self.answers.completions)
-        self.app.router.add_post("/v1/chat/completions", self.answers.chat_completions)
-        self.app.router.add_post("/v1/responses", self.answers.responses)
+        add_routes(self.app.router, "", lambda request: self.answers)
         # With handler_cancellation, sampling stops when the client disconnects.
         self._runner = web.AppRunner(
             self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
@@ -458,6 +440,14 @@ class OpenAIServer:
         if not has_token(request, self.settings.token):
             return error_response("a token is needed: Authorization: Bearer <token>", 401)
         return await guarded(request, handler)
+
+
+def add_routes(router: web.UrlDispatcher, prefix: str, answers: Callable[[web.Request], Answers]) -> None:
+    """Answer the requests below `<prefix>/v1`, each by the `answers` of its request."""
+    router.add_get(f"{prefix}/v1/models", lambda request: answers(request).models(request))
+    router.add_post(f"{prefix}/v1/completions", lambda request: answers(request).completions(request))
+    router.add_post(f"{prefix}/v1/chat/completions", lambda request: answers(request).chat_completions(request))
+    router.add_post(f"{prefix}/v1/responses", lambda request: answers(request).responses(request))
 
 
 def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:

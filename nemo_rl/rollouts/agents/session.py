@@ -34,6 +34,7 @@ from nemo_rl.rollouts.openai_server import (
     Answers,
     AnswerSettings,
     Handler,
+    add_routes,
     error_response,
     guarded,
     has_token,
@@ -245,10 +246,7 @@ class SessionServer:
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         router = self._app.router
         for prefix in ("/s/{session}/r/{role}", "/s/{session}", "/r/{role}", ""):
-            router.add_get(f"{prefix}/v1/models", lambda r: _answers(r).models(r))
-            router.add_post(f"{prefix}/v1/completions", lambda r: _answers(r).completions(r))
-            router.add_post(f"{prefix}/v1/chat/completions", lambda r: _answers(r).chat_completions(r))
-            router.add_post(f"{prefix}/v1/responses", lambda r: _answers(r).responses(r))
+            add_routes(router, prefix, _answers)
         for prefix in ("/s/{session}", ""):
             router.add_post(f"{prefix}/reward", self._reward)
         self._runner = web.AppRunner(
