@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import sqlite3
-import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,15 +16,16 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from safetensors.numpy import load, save
 
 from nemo_rl.types import Example, ExampleMeta, Prompt
 from nemo_rl.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # raise it when the layout of values changes
+FORMAT_VERSION = 2  # raise it when the layout of values changes
 BUSY_TIMEOUT_S = 60.0
-_PREFIX = struct.Struct("<QI")  # digest of what follows, bytes of the JSON header
+_DIGEST_BYTES = 8
 _PLACEHOLDER = "\x00id\x00"  # stands for the prompt id: rows of equal content share an entry
 _AS_REPR = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, bytes)
 
@@ -168,61 +168,46 @@ def check_cache_dir(directory: str | Path | None = None) -> Path:
 
 
 def encode_row(made: MadeRow, prompt_id: str) -> bytes:
-    """A tokenised row as bytes: digest, JSON, token ids of all sequences, their masks. The inverse of `decode_row`."""
+    """A tokenised row as bytes: a digest, then safetensors of a JSON header, token ids and masks."""
     examples, meta = made
-    assert all(len(example.token_ids) == len(example.token_mask) for example in examples), prompt_id
     header = {
-        "examples": [
-            [example.sample_id.replace(prompt_id, _PLACEHOLDER), len(example.token_ids), example.margin]
-            for example in examples
-        ],
+        "examples": [[example.sample_id.replace(prompt_id, _PLACEHOLDER), example.margin] for example in examples],
         "lengths": meta.lengths,
         "num_loss_tokens": meta.num_loss_tokens,
         "problem": None if meta.problem is None else meta.problem.replace(prompt_id, _PLACEHOLDER),
         "problem_kind": meta.problem_kind,
     }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 4)  # the token ids are aligned
-    ids = [example.token_ids.astype("<i4").tobytes() for example in examples]
-    masks = [example.token_mask.astype("?").tobytes() for example in examples]
-    body = b"".join([text, *ids, *masks])
-    return _PREFIX.pack(xxhash.xxh3_64_intdigest(body), len(text)) + body
+    arrays: dict[str, np.ndarray] = {"header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)}
+    for number, example in enumerate(examples):
+        arrays[f"ids_{number}"] = np.ascontiguousarray(example.token_ids, dtype=np.int32)
+        arrays[f"mask_{number}"] = np.ascontiguousarray(example.token_mask, dtype=bool)
+    body = save(arrays)
+    return xxhash.xxh3_64_digest(body) + body
 
 
 def decode_row(value: bytes, prompt: Prompt) -> MadeRow:
-    """The row that `encode_row` was given, with read-only arrays, under the id of `prompt`.
-
-    Raises:
-        DamagedCache: if the bytes have changed.
-    """
-    if len(value) < _PREFIX.size:
-        raise DamagedCache("a value is too short")
-    digest, num_header = _PREFIX.unpack_from(value)
-    body = memoryview(value)[_PREFIX.size :]
-    if xxhash.xxh3_64_intdigest(body) != digest:
+    """The row that `encode_row` was given, under the id of `prompt`. DamagedCache if the bytes have changed."""
+    digest, body = value[:_DIGEST_BYTES], value[_DIGEST_BYTES:]
+    if xxhash.xxh3_64_digest(body) != digest:
         raise DamagedCache("a value is not what was written")
-    header = json.loads(bytes(body[:num_header]))
-    counts = [count for _, count, _ in header["examples"]]
-    first_mask = num_header + 4 * sum(counts)
-    examples, before = [], 0
-    for sample_id, count, margin in header["examples"]:
-        examples.append(
-            Example(
-                sample_id=sample_id.replace(_PLACEHOLDER, prompt.prompt_id),
-                token_ids=np.frombuffer(body, dtype="<i4", count=count, offset=num_header + 4 * before),
-                token_mask=np.frombuffer(body, dtype="?", count=count, offset=first_mask + before),
-                margin=margin,
-            )
+    arrays = load(body)
+    header = json.loads(arrays["header"].tobytes())
+    examples = [
+        Example(
+            sample_id=sample_id.replace(_PLACEHOLDER, prompt.prompt_id),
+            token_ids=arrays[f"ids_{number}"],
+            token_mask=arrays[f"mask_{number}"],
+            margin=margin,
         )
-        before += count
-    problem = header["problem"]
+        for number, (sample_id, margin) in enumerate(header.pop("examples"))
+    ]
+    problem = header.pop("problem")
     meta = ExampleMeta(
         prompt_id=prompt.prompt_id,
         index=0,
-        lengths=tuple(header["lengths"]),
-        num_loss_tokens=header["num_loss_tokens"],
+        lengths=tuple(header.pop("lengths")),
         problem=None if problem is None else problem.replace(_PLACEHOLDER, prompt.prompt_id),
-        problem_kind=header["problem_kind"],
+        **header,
     )
     return examples, meta
 
