@@ -522,7 +522,7 @@ def propose_layout(cfg: TrainingConfig, text: str) -> str:
         peak = max(phase.num_bytes for phase in phases)
         cache = min((p.num_bytes for phase in phases for p in phase.parts if p.name == "KV cache"), default=1.0)
         if peak <= FULL * machine.memory and cache > 0:
-            lines = [f"{key}={_yaml(value)}" for key, value in overrides.items()]
+            lines = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
             memory = [f"  {line}" for line in describe_memory(phases, machine)]
             return "\n".join([f"layout for {text}, as overrides:", *(f"  {line}" for line in lines), "", *memory])
         least = min(peak, least) if least is not None else peak
@@ -565,7 +565,3 @@ def _with(cfg: TrainingConfig, overrides: dict[str, int | bool]) -> TrainingConf
             section = vars(section)[part]
         vars(section)[name] = value
     return copy
-
-
-def _yaml(value: int | bool) -> str:
-    return str(value).lower()

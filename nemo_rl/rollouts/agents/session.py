@@ -106,7 +106,7 @@ class Session:
             role: Answers(
                 settings,
                 chat=settings.make_chat(),
-                generate=self.generate if frozen is None else partial(self._generate_frozen, frozen),
+                generate=self.generate if frozen is None else partial(self._seeded, frozen),
                 sampling=sampling,
                 ended=self.ended,
                 shows_tokens=False,
@@ -147,7 +147,7 @@ class Session:
         self.num_begun += 1
         started = time.perf_counter()
         try:
-            completion = await self._seeded(self._generate, prompt_token_ids, sampling, on_tokens)
+            completion = await self._seeded(self._generate, prompt_token_ids, sampling, on_tokens=on_tokens)
         except BaseException:
             self.num_begun -= 1
             raise
@@ -155,24 +155,16 @@ class Session:
         self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
         return completion
 
-    async def _generate_frozen(
-        self,
-        generate: GenerateFn,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        *,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        return await self._seeded(generate, prompt_token_ids, sampling, on_tokens)
-
     async def _seeded(
         self,
         generate: GenerateFn,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        on_tokens: OnTokens | None,
+        seed: int = 0,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
+        """Sample under the distribution of the run, with a seed of the episode in place of `seed`."""
         prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
         if self._given_back[prompt]:
             repetition = heappop(self._given_back[prompt])

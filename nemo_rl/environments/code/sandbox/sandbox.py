@@ -99,10 +99,12 @@ class _Server(LineWorker[Program, SandboxResult]):
         paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if cfg.site_packages else []
         self.directory = directory
         self.patience_s = cfg.time_limit_s + GRACE_S
+        # Drawn at random, as pools of other processes and containers draw from the same ranges.
+        uids = [FIRST_UID + secrets.randbelow(NUM_UIDS), FIRST_SMALL_UID + secrets.randbelow(NUM_SMALL_UIDS)]
         self.config = {
             "directory": directory,
             "limits": vars(cfg),
-            "uids": draw_uids(),
+            "uids": uids,
             "mechanisms": list(mechanisms),
             "preload": [*PRELOAD, *cfg.preload],
             "library_paths": [PACKAGE_ROOT, *dict.fromkeys(paths)],
@@ -151,11 +153,6 @@ class _Server(LineWorker[Program, SandboxResult]):
             self.lines.end(END_TIMEOUT_S)  # with the server its program dies: PR_SET_PDEATHSIG
             self.lines = None
             _remove_when_quiet(self.directory)
-
-
-def draw_uids() -> list[int]:
-    """Users of one server, drawn at random: pools of other processes and containers draw from the same ranges."""
-    return [FIRST_UID + secrets.randbelow(NUM_UIDS), FIRST_SMALL_UID + secrets.randbelow(NUM_SMALL_UIDS)]
 
 
 def _remove_when_quiet(directory: str) -> None:
