@@ -124,8 +124,9 @@ class _Faults:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.left: list[tuple[int, dict[str, str]]] = json.loads((folder / "cells.json").read_text())
-        self.steps_since = STEPS_BETWEEN
         self.every_s = float(os.environ.get("FAULTS_EVERY_S", "0"))  # at least, between two faults
+        # A run that is to heal has a checkpoint before the first fault, however slow its steps are.
+        self.steps_since = 0 if self.every_s else STEPS_BETWEEN
         self.last = time.monotonic()
         self.is_young = True  # nothing has been played and no step finished
         self.groups: dict[str, Any] = {}  # the newest of each name
