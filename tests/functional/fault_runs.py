@@ -7,8 +7,9 @@ fault that it does not heal, and the next life resumes. What holds of every cell
 - ended: status 1 within `cluster.worker_timeout_s` and 30 s, with one message that names process, phase and remedy, and
   the next life goes on. What is hurt in a start may be waited for when the other processes have started.
 
-After each life nothing is left of it. In the end every step has the metrics of a run without faults, to the bit; of an
-asynchronous run, which samples beside training, every prompt was trained once.
+After each life nothing is left of it. In the end every step has the metrics of a run without faults, or every step
+that was taken again those of the first time, to the bit; of an asynchronous run, which samples beside training, every
+prompt was trained once.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class Chain:
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     while_running: Callable[[], None] = lambda: None  # called about twice a second
+    after: int = 0  # steps before the first fault
+    goes_on: bool = False  # to the end of the run, after the last fault
     lives: int = 0
     endings: list[Ending] = field(default_factory=list)
 
@@ -169,7 +172,7 @@ class Chain:
             cell = by_number[entry["number"]]
             until = following["time"] if following is not None else ended_at
             ending = Ending(cell=cell, how="healed", seconds=until - entry["time"])
-            if following is None:
+            if following is None and status != 0:
                 ending.how = "ended"
                 ending.message = self._check_end(cell, status, ending.seconds)
             self.endings.append(ending)
@@ -196,6 +199,8 @@ class Chain:
             "RAY_TMPDIR": str(temporary),
             "TMPDIR": str(temporary / "t"),
             **self.environment,
+            **({"FAULTS_AFTER": str(self.after)} if self.lives == 1 else {}),
+            **({"FAULTS_GO_ON": "1"} if self.goes_on else {}),
         }
         command = [sys.executable, faulty.__file__, str(script), "--config", str(config)]
         shared = temporary / "shm"  # its own /dev/shm: other runs beside this one use the machine's
@@ -257,7 +262,7 @@ class Chain:
 
     def check_metrics(self, at_least: int = 0) -> Finished:
         """Every step has the metrics of a run without faults, to the bit. Returns that run, of `at_least` steps."""
-        rows = self._rows(self.folder)
+        rows = rows_in(self.folder)
         last = max(*rows, at_least - 1) + 1  # the last step may be validated whatever the period
         script, config, overrides = RUNS[self.loop]
         section = "grpo" if self.loop == "async" else self.loop
@@ -274,19 +279,19 @@ class Chain:
             timeout_s=LIFE_S + last * 10,
         )
         assert whole.status == 0, whole.output[-4000:]
-        want = self._rows(folder)
+        want = rows_in(folder)
         for step, several in rows.items():
             for row in several:
                 assert row == want[step][0], f"step {step}: {difference(row, want[step][0])}"
         return whole
 
-    def _rows(self, folder: Path) -> dict[int, list[dict[str, float]]]:
-        files = sorted(folder.glob("logs/exp_*/metrics.jsonl"))
-        found = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.endswith("}")]
-        rows: dict[int, list[dict[str, float]]] = {}
-        for row in comparable(found):
-            rows.setdefault(row["step"], []).append(row)
-        return rows
+    def check_repeated(self) -> list[dict[str, float]]:
+        """Every step that was taken again has the same metrics, to the bit. Returns those of each step once."""
+        rows = rows_in(self.folder)
+        for step, several in rows.items():
+            for row in several[1:]:
+                assert row == several[0], f"step {step}: {difference(row, several[0])}"
+        return [rows[step][0] for step in sorted(rows)]
 
     def check_prompts(self) -> None:
         """Every prompt once in each finished epoch, none twice and none missing."""
@@ -303,6 +308,16 @@ class Chain:
         assert all(count == 1 for prompts in epochs.values() for count in prompts.values())
         whole = len(steps) // per_epoch
         assert all(len(epochs[epoch]) == NUM_PROMPTS for epoch in range(whole))
+
+
+def rows_in(folder: Path) -> dict[int, list[dict[str, float]]]:
+    """The metrics of every step of a run in `folder`, as often as it was taken."""
+    files = sorted(folder.glob("logs/exp_*/metrics.jsonl"))
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.endswith("}")]
+    rows: dict[int, list[dict[str, float]]] = {}
+    for row in comparable(found):
+        rows.setdefault(row["step"], []).append(row)
+    return rows
 
 
 def difference(row: dict[str, float], want: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:

@@ -6,6 +6,7 @@ possible cell has is in a chosen one.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections.abc import Sequence
@@ -112,12 +113,18 @@ def draw(seed: int) -> list[Cell]:
     rng = random.Random(seed)
     left = possible()
     rng.shuffle(left)
-    missing = {pair for cell in left for pair in cell.pairs}
+    pairs = [cell.pairs for cell in left]
+    missing = frozenset().union(*pairs)
     drawn = []
+    heap = [(-len(own), number) for number, own in enumerate(pairs)]  # what a cell brings only becomes less
+    heapq.heapify(heap)
     while missing:
-        best = max(left, key=lambda cell: len(cell.pairs & missing))
-        drawn.append(best)
-        missing -= best.pairs
+        found, number = heap[0]
+        brings = len(pairs[number] & missing)
+        if -found == brings:
+            drawn.append(left[number])
+            missing -= pairs[number]
+        heapq.heapreplace(heap, (-len(pairs[number] & missing), number))
     return drawn
 
 

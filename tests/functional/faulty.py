@@ -3,7 +3,8 @@
 As a script it takes an example script and its command line. It reads `cells.json` in `$FAULTS_FOLDER`, a list of
 [number, cell] of `fault_table`, and plays them one after another: the next one waits until steps have been finished
 after the last. `played.jsonl` gets a line for each. A cell of the start or of a resume that is not the first ends the
-run with SIGINT, as the end of the list does: whoever reads the file starts the run again.
+run with SIGINT, as the end of the list does, unless `$FAULTS_GO_ON` is set: whoever reads the file starts the run
+again.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Faults:
         self.left: list[tuple[int, dict[str, str]]] = json.loads((folder / "cells.json").read_text())
         self.every_s = float(os.environ.get("FAULTS_EVERY_S", "0"))  # at least, between two faults
         # A run that is to heal has a checkpoint before the first fault, however slow its steps are.
-        self.steps_since = 0 if self.every_s else STEPS_BETWEEN
+        self.steps_since = 0 if self.every_s else STEPS_BETWEEN - int(os.environ.get("FAULTS_AFTER", "0"))
         self.last = time.monotonic()
         self.is_young = True  # nothing has been played and no step finished
         self.groups: dict[str, Any] = {}  # the newest of each name
@@ -143,7 +144,7 @@ class _Faults:
     def finish_step(self) -> None:
         self.steps_since += 1
         self.is_young = False
-        ends = not self.left or self.left[0][1]["when"] in ("start-up", "resume")
+        ends = self.left[0][1]["when"] in ("start-up", "resume") if self.left else "FAULTS_GO_ON" not in os.environ
         if ends and self.steps_since >= STEPS_BETWEEN + 2 * bool(self.left):  # a resume finds a checkpoint of its own
             print("FAULTS: the run ends here", flush=True)
             self.note(None, None)

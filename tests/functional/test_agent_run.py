@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl.environments.agents.interfaces import AgentTask
 from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run
+from tests.functional.test_megatron_runs import trained_by_megatron
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,25 +64,36 @@ async def branches(task: AgentTask) -> dict[str, Any]:
     return {"reward": sum(found) / len(found), "metrics": {"num_calls": len(answers)}}
 
 
-def assert_whole(finished: Finished) -> list[dict[str, Any]]:
+def assert_whole(finished: Finished, num_steps: int = 2) -> list[dict[str, Any]]:
     """The steps of a run in which every episode had an outcome and three rows."""
     assert finished.status == 0, finished.output[-4000:]
     steps = [row for row in finished.metrics if "train/reward" in row]
-    assert [row["step"] for row in steps] == [1, 2]
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     for row in steps:
         assert row["train/failed_sample_rate"] == row["train/arithmetic_agent/num_late_calls"] == 0
         assert row["train/agents/rows_per_episode"] == 3 and row["train/arithmetic_agent/num_calls"] == 4
     return steps
 
 
-@pytest.mark.over_20s("a start of a run: agents meet a real engine, a policy and a refit nowhere else")
-def test_rows_of_agents_are_exact(tmp_path: Path) -> None:
+@pytest.mark.over_20s("a start of a run: agents, and Megatron, meet a real engine and a refit nowhere else")
+def test_rows_of_agents_are_exact_and_megatron_learns_from_them(tmp_path: Path) -> None:
     """The policy gives every token of every row the logprob that it was sampled with."""
-    finished = run(tmp_path, *SMALL, script=SCRIPT, config=CONFIG)
-    steps = assert_whole(finished)
+    megatron = trained_by_megatron("policy", 3e-4)
+    larger = (
+        "grpo.num_prompts_per_step=16",
+        "grpo.num_generations_per_prompt=8",
+        "policy.train_global_batch_size=128",
+        "policy.train_micro_batch_size=64",
+        "grpo.max_num_steps=6",
+    )
+    finished = run(tmp_path, *SMALL, *larger, *megatron, script=SCRIPT, config=CONFIG)
+    steps = assert_whole(finished, num_steps=6)
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps), steps
-    assert any(row["train/grad_norm"] > 0 for row in steps)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+    rewards = [row["train/reward"] for row in steps]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
     assert any("validation/reward" in row or "validation/accuracy" in row for row in finished.metrics)
+    assert "Warning" not in finished.output and "Apex" not in finished.output, "as of a run with PyTorch"
 
 
 @pytest.mark.slow

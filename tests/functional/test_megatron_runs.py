@@ -42,17 +42,6 @@ def series(finished: Finished, name: str) -> list[float]:
     return [row[name] for row in finished.metrics if name in row]
 
 
-@pytest.mark.over_20s("a run with an engine, trained with Megatron")
-def test_it_learns_arithmetic(tmp_path):
-    """The README's command, the first steps of it; nothing is said that a run with PyTorch does not say."""
-    finished = succeeded(run(tmp_path, *BARE, "grpo.max_num_steps=6", config=MEGATRON_CONFIG))
-    rewards = series(finished, "train/reward")
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
-    assert max(series(finished, "train/token_mult_prob_error")) <= 1.00001
-    assert max(series(finished, "performance/controller_token_bytes")) == 0
-    assert "Warning" not in finished.output and "Apex" not in finished.output
-
-
 @pytest.mark.slow
 def test_the_curve_is_that_of_the_pytorch_backend(tmp_path):
     """20 steps on the same seeds: rewards, losses and accuracy within 1e-3, validation included."""

@@ -1,6 +1,7 @@
 """Whole runs of SFT, DPO and reward models on the real command line: learning, resuming, more ranks, streams."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def finished(folder: Path, kind: str, *overrides: str) -> Finished:
     return done
 
 
-def values(done: Finished, name: str) -> list[float]:
-    return [row[name] for row in done.metrics if name in row]
+def values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
 
 
 @pytest.mark.over_20s("a start of a run")
@@ -73,22 +74,22 @@ LEARNS: dict[str, tuple[str, float, float]] = {
 }
 
 
-def assert_learned(done: Finished, kind: str) -> None:
+def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
     name, reached, change = LEARNS[kind]
-    curve = values(done, name)
+    curve = values(rows, name)
     sign = math.copysign(1.0, change)
     assert sign * curve[-1] >= sign * reached and sign * (curve[-1] - curve[0]) >= abs(change), curve
-    losses = values(done, "train/loss")
+    losses = values(rows, "train/loss")
     fifth = len(losses) // 5
     assert sum(losses[-fifth:]) < 0.8 * sum(losses[:fifth]), losses
-    assert not any(values(done, "train/num_left_out"))
+    assert not any(values(rows, "train/num_left_out"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LEARNS)
 def test_the_first_command_of_the_guide_learns(tmp_path, kind):
     """That of SFT on two ranks: test_faults.py, by default."""
-    assert_learned(finished(tmp_path, kind), kind)
+    assert_learned(finished(tmp_path, kind).metrics, kind)
 
 
 @pytest.mark.slow
@@ -115,7 +116,9 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
             with torch.no_grad():
                 scores.append(float(model(**ids).logits[0, 0]))
         right += scores[0] > scores[1]
-    assert right / len(rows) == pytest.approx(values(done, "validation/validation-default_accuracy")[-1], abs=1e-6)
+    assert right / len(rows) == pytest.approx(
+        values(done.metrics, "validation/validation-default_accuracy")[-1], abs=1e-6
+    )
 
 
 @pytest.mark.slow

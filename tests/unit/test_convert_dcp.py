@@ -16,12 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 from examples.converters import convert_dcp_to_hf
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.models.policy.checkpoint import (
-    PolicyState,
-    policy_tensors,
-    save_model_files,
-    save_tensors,
-)
+from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_model_files, save_tensors
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.convert import find_source
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager

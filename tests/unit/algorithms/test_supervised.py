@@ -22,15 +22,7 @@ from nemo_rl.config.loader import dump_config
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.fakes import keys_of_plan, run_tools
-from tests.unit.algorithms.example_runs import (
-    ScoringPolicy,
-    dpo_config,
-    go,
-    handles,
-    parts,
-    prompts,
-    sft_config,
-)
+from tests.unit.algorithms.example_runs import ScoringPolicy, dpo_config, go, handles, parts, prompts, sft_config
 
 LN2 = math.log(2)
 BASE = (

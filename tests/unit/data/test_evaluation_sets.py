@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.datasets.hub import (
-    EVAL_DATASETS,
-    answer_kind,
-    load_problem_table,
-)
+from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind, load_problem_table
 from nemo_rl.data.interfaces import Rows
 
 GPQA = {

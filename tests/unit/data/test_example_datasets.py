@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
-from nemo_rl.data.datasets.examples import (
-    chat_row,
-    helpsteer3_row,
-    squad_row,
-    tree_conversations,
-    trees_of_messages,
-)
+from nemo_rl.data.datasets.examples import chat_row, helpsteer3_row, squad_row, tree_conversations, trees_of_messages
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import BAD_ROW
 

@@ -4,11 +4,7 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import in_split
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.datasets.sliding_puzzle import load_sliding_puzzle
-from nemo_rl.utils.sliding_puzzle import (
-    parse_grid,
-    render,
-    solve,
-)
+from nemo_rl.utils.sliding_puzzle import parse_grid, render, solve
 
 
 def dataset(**kwargs):

@@ -18,13 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.composite import CompositeEnvironment, combine
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.rewards import (
-    box_giou,
-    box_overlap,
-    exact_answer,
-    exact_answer_alphanumeric,
-    format_reward,
-)
+from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, format_reward
 from tests.unit.environments.test_reward_model import CPU_CONFIG
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"

@@ -9,12 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.checkpoint import (
-    PolicyState,
-    policy_tensors,
-    save_consolidated_tensors,
-    save_model_files,
-)
+from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_consolidated_tensors, save_model_files
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
 from nemo_rl.refit.layout import exported
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager

@@ -5,12 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-)
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, SmolVLMConfig, SmolVLMForConditionalGeneration
 
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.simulate_schedule import (
-    Engines,
-    Measured,
-    Schedule,
-    Simulation,
-    main,
-)
+from tools.simulate_schedule import Engines, Measured, Schedule, Simulation, main
 
 BALANCED = Measured(
     generation_s=10.0, training_s=10.0, sync_s=0.0, groups_per_step=8, training_devices=4, generation_devices=4

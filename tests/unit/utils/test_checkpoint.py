@@ -1,13 +1,13 @@
 """Checkpoints: layout, ranking, and what is left after every kind of damage."""
 
 import errno
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -232,36 +232,21 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path):
     assert steps_in(tmp_path) == ["step_1"]
 
 
-KILLED_WHILE_SAVING = """
-    import os, signal, sys
-    from pathlib import Path
-    from nemo_rl.utils.checkpoint import manager as checkpoint
-    from nemo_rl.utils.config import CheckpointingConfig
+def saves_until(directory: Path, moment: str) -> None:
+    """Ends this process right before its n-th rename, or while it writes."""
+    renames = itertools.count(1)
 
-    directory, moment = sys.argv[1:]
-    manager = checkpoint.CheckpointManager(
-        CheckpointingConfig(checkpoint_dir=directory, keep_top_k=None, metric_name=None)
-    )
+    def hook(event: str, args: object) -> None:
+        if event == "os.rename" and moment == f"rename {next(renames)}":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    class DiesAt:
-        '''Audit hook: the process is killed right before its n-th rename, or while writing.'''
-        renames = 0
-
-    def hook(event, args):
-        if event == "os.rename":
-            DiesAt.renames += 1
-            if moment == f"rename {DiesAt.renames}":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def write(path):
-        (path / "policy" / "weights").mkdir(parents=True)
-        (path / "policy" / "weights" / "shard_0.bin").write_text("new" * 100)
+    def write(path: Path) -> None:
+        write_state("new")(path)
         if moment == "write":
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    manager.start_save(2, write, {}, "", {}).finish()
-"""
+    manager_in(directory).start_save(2, write, {}, "", {}).finish()
 
 
 @pytest.mark.parametrize(
@@ -279,11 +264,10 @@ KILLED_WHILE_SAVING = """
 def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, before, expected):
     for step in before:
         save(manager_in(tmp_path), step)
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path), moment], check=False, timeout=280
-    )
-    assert process.returncode == (0 if moment == "never" else -signal.SIGKILL)
-
+    process = multiprocessing.get_context("fork").Process(target=saves_until, args=(tmp_path, moment))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if moment == "never" else -signal.SIGKILL)
     manager = manager_in(tmp_path)
     name, content = expected.split()
     latest = manager.latest_sound()

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nemo_rl.utils.seeds import (
-    load_rng_state,
-    make_deterministic,
-    sample_seed,
-    save_rng_state,
-    seed_everything,
-)
+from nemo_rl.utils.seeds import load_rng_state, make_deterministic, sample_seed, save_rng_state, seed_everything
 from tests.worlds import run_world
 
 

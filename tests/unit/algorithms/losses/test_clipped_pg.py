@@ -9,9 +9,7 @@ import torch
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.types import PolicyGradientInputs
-from tests.loss_invariance import (
-    global_counts,
-)
+from tests.loss_invariance import global_counts
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationInputs, DistillationLoss
-from tests.loss_invariance import (
-    global_counts,
-    with_fields,
-)
+from tests.loss_invariance import global_counts, with_fields
 from tests.unit.algorithms.losses.batches import random_rows
 
 VOCAB, K = 11, 4

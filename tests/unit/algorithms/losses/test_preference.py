@@ -8,9 +8,7 @@ import torch
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs, PreferenceLoss
-from tests.loss_invariance import (
-    global_counts,
-)
+from tests.loss_invariance import global_counts
 from tests.unit.algorithms.losses.batches import pair_of, random_pairs, random_scores
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -3,9 +3,7 @@ import torch
 
 from nemo_rl.algorithms.config.ppo import ValueLossConfig
 from nemo_rl.algorithms.losses.value import ValueInputs, ValueLoss, explained_variance
-from tests.loss_invariance import (
-    global_counts,
-)
+from tests.loss_invariance import global_counts
 
 CLIPPED, PLAIN = (ValueLoss(ValueLossConfig(value_clip=value_clip)) for value_clip in (0.2, None))
 
