@@ -43,6 +43,7 @@ MEANINGS = """
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Nemotron-H) and the attention of Llama 4 read a row from its first token. In a packed row each
 sequence gets a row of its own inside these layers (`models/policy/token_mixers.py`), and tensor-parallel ranks compute them whole. GPT-OSS's experts are
 read from MXFP4 and trained as ordinary numbers; the engine gets them as such. Other quantised checkpoints are refused.
+On a CPU vLLM's latent attention (DeepSeek-V3) takes `kv_lora_rank` + `qk_rope_head_dim` of 576 only, and other requests of a step may change the last bit of a logprob.
 """
 
 

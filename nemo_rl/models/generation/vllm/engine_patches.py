@@ -46,9 +46,11 @@ def enable() -> None:
       the parameters of a request for each of its drafts writes into a copy. `expand_batch_to_tokens` replaces it.
     * The engine dies in a step in which drafts are possible but absent, if a request has a top-k. The filter is skipped
       for zero rows.
+    * On a CPU, the kernel of rotary positions takes [T, H, D], which latent attention passes, for one head.
     """
     from vllm.config.utils import replace
     from vllm.model_executor.layers import layernorm, utils
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.model_executor.model_loader.utils import get_draft_load_config
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -89,6 +91,13 @@ def enable() -> None:
     CPUModelRunner._update_states = keep_states(CPUModelRunner._update_states)
     CPUModelRunner._bookkeeping_sync = keep_tokens(CPUModelRunner._bookkeeping_sync)
     layernorm.RMSNorm.forward_cpu = cast(Any, rms_norm)
+    rotate_flat = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        method = self.forward_native if query.ndim == 3 else partial(rotate_flat, self)
+        return method(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
 
 
 def sample_tokens(

@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -131,7 +131,13 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 f"{self.why_reload}; set it to false"
             )
         logger.info("weights go through vLLM's layerwise reload: %s", self.why_reload)
-        self._expected, self._loaded = {name for name, _ in self.model.named_parameters()}, set()
+        derived = {  # vLLM computes these anew at the end of a reload, such as the products of latent attention
+            f"{prefix}.{name}"
+            for prefix, module in self.model.named_modules()
+            if is_deferred_attention_layer(module)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        self._expected, self._loaded = {name for name, _ in self.model.named_parameters()} - derived, set()
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # vLLM packs the experts' weights for the CPU kernel only when it creates the kernel, and a reload keeps the
             # kernel: unpacked weights would be copied into the memory of packed ones.
