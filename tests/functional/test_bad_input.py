@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
@@ -167,11 +166,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma2": lambda **shape: Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=16)),
     "gptj": lambda **shape: GPTJForCausalLM(GPTJConfig(**shape, n_positions=64, rotary_dim=16)),
     "narrow": lambda **shape: Qwen2ForCausalLM(Qwen2Config(**shape | {"vocab_size": 100})),
-    "untied": lambda **shape: Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False)),
 }
-D = "policy.dtensor_cfg"
-LORA = f"{D}.lora_cfg.enabled=true"
-NAMED = f"{D}.lora_cfg.match_all_linear=false"
 
 
 @pytest.fixture(scope="session")
@@ -198,19 +193,13 @@ def families(tmp_path_factory) -> Path:
     return folder
 
 
-def ranks(number: int) -> tuple[str, ...]:
-    return (f"cluster.cpu_workers_per_node={number}", "policy.train_micro_batch_size=32")
-
-
+# One of each check: the others of adapters, plans and stages are in tests/unit/policy.
 OF_MODELS = """
 narrow -> policy.tokenizer.name: ... has 264 tokens, more than the 100 of ' ... narrow'
 gptj & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=2
     -> no tensor-parallel plan is known for GPTJ ... write one and
 tiny & cluster.cpu_workers_per_node=4 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=4
     -> not divide the 2 key/value heads ... these would: 1, 2
-tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.tensor_parallel_size=2
-    & policy.dtensor_cfg.custom_parallel_plan=nowhere.plans:plan
-    -> no module 'nowhere' can be imported ... importable where the job is started and on every node
 gemma2 & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32
     & policy.dtensor_cfg.context_parallel_size=2
     -> cannot be cut over ranks, because ... soft-capped
@@ -219,9 +208,6 @@ gemma2 & policy.sequence_packing.enabled=true
 gemma2 & policy.padding_free=true -> policy.padding_free=true: ... set it to null or false
 tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.pipeline_parallel_size=2
     -> shares one matrix between its embeddings ... and its head
-untied & cluster.cpu_workers_per_node=4 & policy.train_micro_batch_size=32
-    & policy.dtensor_cfg.pipeline_parallel_size=4
-    -> has 2 layers; use at most 2 stages
 tiny & cluster.cpu_workers_per_node=2 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.expert_parallel_size=2
     -> dense model and has no experts to spread; set it to 1
 moe & cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32 & policy.dtensor_cfg.expert_parallel_size=8
@@ -230,13 +216,6 @@ tiny & checkpointing.metric_name=train:moe/router_entropy -> is a dense model an
 tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.match_all_linear=false
     & policy.dtensor_cfg.lora_cfg.target_modules=[q_projj]
     -> matches no linear ... mean 'q_proj'
-tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.exclude_modules=['*.attn.*']
-    -> exclude_modules: '*.attn.*' matches no
-tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.match_all_linear=false
-    & policy.dtensor_cfg.lora_cfg.target_modules=[lm_head]
-    -> the output head, which cannot be adapted
-tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.dim=100
-    -> dim=100 is more than the full rank 64 of k_proj, v_proj; set ... dim=64
 tiny & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.adapter_path=nowhere
     -> nowhere is no adapter in PEFT's format: adapter_config
 """
@@ -249,38 +228,6 @@ def test_layouts_and_adapters_that_the_model_cannot_have(families, given, told):
     model = () if family == "tiny" else (f"policy.model_name={families / family}",)
     with pytest.raises(ValueError, match=pattern(told)):
         prepared(*model, *overrides)
-
-
-def save_adapter(directory: Path, **changes: object) -> None:
-    """An adapter of rank 8 on the query projections of tiny:arithmetic, as PEFT writes it."""
-    directory.mkdir()
-    layers = [f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(2)]
-    tensors = {f"{layer}.lora_A.weight": torch.zeros(8, 128) for layer in layers}
-    tensors |= {f"{layer}.lora_B.weight": torch.zeros(128, 8) for layer in layers}
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"], "peft_version": "0.21.2"}
-    (directory / "adapter_config.json").write_text(json.dumps(config | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"peft_version": "1.0.0"}, r"peft_version=1\.0\.0 is newer than the format known here"),
-        ({"use_dora": True}, "use_dora=True is not implemented"),
-        ({"r": 16}, r"rank 16, policy\.dtensor_cfg\.lora_cfg\.dim=8"),
-        ({"lora_alpha": 8}, r"alpha 8, policy\.dtensor_cfg\.lora_cfg\.alpha=32"),
-        ({"base_model_name_or_path": "org/other"}, "base model 'org/other', model_name='tiny:arithmetic'"),
-    ],
-)
-def test_adapters_of_another_run_or_another_peft(tmp_path, changes, told):
-    named = (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_proj]")
-    for name, differences in (("good", {}), ("bad", changes)):
-        save_adapter(tmp_path / name, **differences)
-    prepared(*named, f"{D}.lora_cfg.adapter_path=good")
-    with pytest.raises(ValueError, match=told):
-        prepared(*named, f"{D}.lora_cfg.adapter_path=bad")
-    with pytest.raises(ValueError, match=r"12 layers without an adapter there: model\.layers\.0\.mlp\.down_proj, "):
-        prepared(LORA, f"{D}.lora_cfg.adapter_path=good")
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):

@@ -8,24 +8,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from examples.converters.convert_lora_to_hf import main
 from nemo_rl.models.policy.convert import convert_adapter
+from tests.unit.policy.models import save_model
 
 RANK = 3
 
 
-def base_config() -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-
-
 def save_base(directory: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(base_config()).eval()
+    save_model("qwen2-tied", directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    (directory / "model.safetensors").unlink()
     model.to(dtype).save_pretrained(directory, **settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_text(json.dumps({"of": "base"}))
@@ -111,7 +106,7 @@ def set_config(directory: Path, name: str, **settings: Any) -> None:
         ("no config", "it has no config.json"),
         ("quantised", "is quantised; merge into the model it was made from"),
         ("no safetensors", "has no *.safetensors"),
-        ("other shapes", "down_proj: the adapter's [32, 3] x [3, 48] does not go with the weight's [16, 48]"),
+        ("other shapes", "down_proj: the adapter's [64, 3] x [3, 96] does not go with the weight's [16, 96]"),
         ("other layers", "model.layers.1.mlp.down_proj.weight is not in the base model"),
         ("embedding", "lora_embedding_A is no matrix of a linear layer"),
         ("out exists", "name a directory that is new or empty"),
@@ -139,14 +134,9 @@ def test_bad_input_ends_with_code_2_and_says_what_to_do(
         case "no safetensors":
             (base / "model.safetensors").unlink()
         case "other shapes":
-            config = base_config()
-            config.hidden_size = 16
-            Qwen2ForCausalLM(config).save_pretrained(base)
+            save_model("qwen2-tied", base, hidden_size=16)
         case "other layers":
-            config = base_config()
-            config.num_hidden_layers = 1
-            config.layer_types = ["full_attention"]
-            Qwen2ForCausalLM(config).save_pretrained(base)
+            save_model("qwen2-tied", base, num_hidden_layers=1)
         case "out exists":
             output = base
     assert main(["--adapter", f"{adapter}", "--base-model", f"{base}", "--out", f"{output}"]) == 2
