@@ -19,6 +19,7 @@ Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -130,24 +131,39 @@ _drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 """The next numbers of each request, the last one first."""
 
 
+class StepNames(list[str]):
+    """The requests of a step, which were all in the step `before` and need one further token each."""
+
+    def __init__(self, names: list[str], before: list[str]) -> None:
+        super().__init__(names)
+        self.before = before
+
+
 def keep_states(update_states: Callable[..., Any]) -> Callable[..., Any]:
     """`update_states` of vLLM's model runner, in a step of the same requests and blocks without its work for each one.
 
-    The scheduler names the requests of such steps by the same list, in the process that it shares with the runner.
+    The scheduler names the requests of such steps by the same list, in the process that it shares with the runner, or
+    by one of `StepNames` when some have ended.
     """
+    from vllm.v1.core.sched.output import CachedRequestData
+
     before: list[str] = []
 
     def update(runner: Any, scheduled: Any) -> Any:
         nonlocal before
         cached, known = scheduled.scheduled_cached_reqs, before
         before = cached.req_ids
-        if not before or before is not known or scheduled.finished_req_ids or any(cached.new_block_ids):
+        have_ended = isinstance(before, StepNames) and before.before is known
+        if not before or any(cached.new_block_ids) or not (before is known or have_ended):
             return update_states(runner, scheduled)
         batch = runner.input_batch
         for name, position in zip(before, cached.num_computed_tokens, strict=True):
             runner.requests[name].num_computed_tokens = position
         batch.num_computed_tokens_cpu[: batch.num_reqs] += 1
-        batch.refresh_metadata()
+        if have_ended or scheduled.finished_req_ids:
+            update_states(runner, replace(scheduled, scheduled_cached_reqs=CachedRequestData.make_empty()))
+        else:
+            batch.refresh_metadata()
         return None
 
     return update

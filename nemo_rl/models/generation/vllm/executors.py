@@ -35,6 +35,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from nemo_rl.models.generation.vllm.engine_patches import StepNames
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -117,10 +119,12 @@ class WholeAnswerScheduler(Scheduler):
             self._completions[request.request_id] = _Completion(ends, min(request.max_tokens, room))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """vLLM's own method, or its result without its work for each request, if nothing began or ended since the last
-        step."""
-        is_steady = self._steady == self.running and not (self.waiting or self.kv_holding_waiting)
-        if is_steady and self._steady and self._pause_state is PauseState.UNPAUSED:
+        """vLLM's own method, or its result without its work for each request, if nothing began since the last step."""
+        is_open = self._pause_state is PauseState.UNPAUSED and not (self.waiting or self.kv_holding_waiting)
+        if self.running and is_open and set(self.running) <= set(self._steady):
+            if len(self.running) < len(self._steady):
+                self._steady = list(self.running)
+                self._names = StepNames([request.request_id for request in self._steady], self._names)
             return self._next_tokens()
         scheduled = super().schedule(throttle_prefills)
         self._steady = []
@@ -130,14 +134,14 @@ class WholeAnswerScheduler(Scheduler):
                 for request in self.running
             )
             self._steady = list(self.running) if all(is_decoding) else []
-            self._names = [request.request_id for request in self._steady]
+            self._names: list[str] = [request.request_id for request in self._steady]
         return scheduled
 
     def _next_tokens(self) -> SchedulerOutput:
         """One further token of each running request."""
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
-        names = self._names  # the same object in every such step, by which `keep_states` knows them
+        names = self._names  # the same object until one of them ends, by which `keep_states` knows them
         positions = [request.num_computed_tokens for request in self.running]
         blocks: list[tuple[list[int], ...] | None] = []
         for request, position in zip(self.running, positions, strict=True):
