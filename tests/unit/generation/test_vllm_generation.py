@@ -193,17 +193,17 @@ def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration)
 
 def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
     worker = generation.workers[1]
-    pid = ray.get(worker.identity.remote()).pid
+    identity: Any = ray.get(worker.identity.remote())
 
     async def ask_stopped() -> str:
         engines = Engines(timeout_s=2)
         engines.replace([worker])
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(identity.pid, signal.SIGSTOP)
         asked = asyncio.create_task(engines.generate([60], SamplingParams(max_new_tokens=4), 1))
         try:
             return str(await asyncio.wait_for(engines.died(), 60))
         finally:
-            os.kill(pid, signal.SIGCONT)
+            os.kill(identity.pid, signal.SIGCONT)
             asked.cancel()
 
     assert asyncio.run(ask_stopped()) == "generation worker 0 (submit) gave no sign of life within 2 s"
