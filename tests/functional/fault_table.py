@@ -35,7 +35,7 @@ WHAT = {
     "stop": "SIGSTOP, for good",
     "pause": "SIGSTOP for 20 s",
     "exception": "the next call of one of its methods raises, or the next step of the core",
-    "nonsense": "its weights, or its rewards, become NaN; without either, its next call returns None",
+    "nonsense": "its weights, or its rewards, become NaN",
     "disk": "the disk becomes full",
     "memory": "it can allocate no more memory (RLIMIT_AS)",
     "cut": "its network connections are shut down",
@@ -52,7 +52,8 @@ WHEN = {  # the loops that have the phase
     "resume": LOOPS,
 }
 WRITERS = ("policy-0", "policy-1", "critic", "driver")  # who keeps files of a checkpoint
-WITHOUT_METHODS = ("verifier", "driver", "node")  # what "exception" and "None" reach only from outside
+WITHOUT_METHODS = ("verifier", "driver", "node")  # what is reached only from outside
+WITH_NUMBERS = ("environment", "engine", "policy-0", "policy-1", "critic", "teacher")  # weights or rewards
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -84,8 +85,7 @@ def is_possible(cell: Cell) -> bool:
     if what == "disk":
         return who in WRITERS and when in ("train", "validation", "checkpoint")
     if what == "nonsense":
-        # A keeper has neither weights nor rewards, and what it returns is Ray's.
-        return who not in ("driver", "node", "verifier", "keeper") and when not in ("start-up", "resume")
+        return who in WITH_NUMBERS and when not in ("start-up", "resume")
     if what == "exception":
         return who not in WITHOUT_METHODS and when not in ("start-up", "resume")
     if who == "driver":

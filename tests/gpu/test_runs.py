@@ -1,6 +1,6 @@
 """Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
 
-Two of the functions run on the device "cpu", too. What the others do on a CPU is proven by tests/functional.
+One of the functions runs on the device "cpu", too. What the others do on a CPU is proven by tests/functional.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, d
         assert values(first, name)[0] == values(second, name)[0], name
 
 
-@pytest.mark.parametrize("device", [*ON_A_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) -> None:
     scenario = SCENARIOS["killed engine"]
     process = run_until(

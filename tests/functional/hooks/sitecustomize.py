@@ -30,10 +30,6 @@ def _watch(folder: Path) -> None:
     order.unlink()
 
 
-def _raise_once() -> None:
-    _replace_once(_target(), lambda: InjectedFault("injected by the tests"))
-
-
 def _break_core() -> None:
     def step() -> None:
         raise InjectedFault("injected by the tests")
@@ -54,18 +50,13 @@ def _return_nonsense() -> None:
 
         module.one_turn = without_rewards
         return
-    if "torch" in sys.modules:
-        import torch
+    import torch
 
-        models = [m for m in _objects() if issubclass(type(m), torch.nn.Module)]
-        sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in models}
-        if any(sizes.values()):
-            largest = max(models, key=lambda m: sizes[id(m)])
-            with torch.no_grad():
-                for parameter in largest.parameters():
-                    parameter.fill_(float("nan"))
-            return
-    _replace_once(target, lambda: None)
+    models = [m for m in _objects() if issubclass(type(m), torch.nn.Module)]
+    largest = max(models, key=lambda m: sum(p.numel() for p in m.parameters()))
+    with torch.no_grad():
+        for parameter in largest.parameters():
+            parameter.fill_(float("nan"))
 
 
 def _objects() -> list[object]:
@@ -86,8 +77,9 @@ def _target() -> object:
     return None
 
 
-def _replace_once(target: object, result) -> None:
-    """The next call of any public method of `target`, or of `ray.put` in its module, gives or raises `result()`."""
+def _raise_once() -> None:
+    """The next call of any public method of the target, or of `ray.put` in its module, raises."""
+    target = _target()
     if inspect.ismodule(target):
         target = target.ray
         names = ["put"]
@@ -95,20 +87,16 @@ def _replace_once(target: object, result) -> None:
         names = [n for n, f in inspect.getmembers(type(target), inspect.isfunction) if not n.startswith("_")]
     before = {name: getattr(target, name) for name in names}
 
-    def answer():
+    def fail(*args, **kwargs):
         for name, method in before.items():
             setattr(target, name, method)
-        found = result()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        raise InjectedFault("injected by the tests")
 
-    async def answer_later(*args, **kwargs):
-        return answer()
+    async def fail_later(*args, **kwargs):
+        fail()
 
     for name, method in before.items():
-        is_async = inspect.iscoroutinefunction(method)
-        setattr(target, name, answer_later if is_async else lambda *args, **kwargs: answer())
+        setattr(target, name, fail_later if inspect.iscoroutinefunction(method) else fail)
 
 
 def _start() -> None:
