@@ -25,7 +25,6 @@ from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_ever
 pytestmark = pytest.mark.timeout(600)
 
 ON_A_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
-LONG = pytest.mark.over_20s("the functions of this file on a whole run, without a GPU")
 
 
 def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
@@ -36,7 +35,7 @@ def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
 # -- what a colocated run rests on
 
 
-@pytest.mark.parametrize("device", [*ON_A_GPU, pytest.param("cpu", marks=LONG)])
+@pytest.mark.parametrize("device", [*ON_A_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
 def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> None:
     """In bfloat16, compiled and with CUDA graphs: a graph that read old weights would sample with old probabilities."""
     num_steps = 8 if device == "cuda" else 2

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +15,10 @@ import torch
 
 from nemo_rl.distributed.actor_host import BusyTimes, group_memory_gb
 from nemo_rl.distributed.meters import UsageMonitor, profiled_step
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup, tensor_bytes
+from nemo_rl.distributed.worker_groups import RayWorkerGroup, tensor_bytes
 from nemo_rl.utils.config import ProfileConfig
 
-ECHO = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
-
-
-@pytest.fixture(scope="module")
-def pair(ray_local: None) -> Iterator[RayWorkerGroup]:
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group,
-    ):
-        yield group
-    assert group not in LIVE
+pytestmark = pytest.mark.usefixtures("ray_local")
 
 
 def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -> None:
@@ -39,10 +27,10 @@ def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -
 
 
 @pytest.mark.over_20s("starts Ray; each worker loads torch's profiler")
-def test_the_named_workers_are_profiled_in_the_named_steps(pair: RayWorkerGroup, tmp_path: Path) -> None:
+def test_the_named_workers_are_profiled_in_the_named_steps(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
     cfg = ProfileConfig(steps=[2, 3], workers=["*-1"])
     for number in (1, 2, 3):
-        step(pair, number, cfg, tmp_path / "profile")
+        step(echo_pair, number, cfg, tmp_path / "profile")
     traces = sorted((tmp_path / "profile").iterdir())
     assert [path.name for path in traces] == ["step_2_echo-1.json.gz", "step_3_echo-1.json.gz"]
     for path in traces:
@@ -50,20 +38,20 @@ def test_the_named_workers_are_profiled_in_the_named_steps(pair: RayWorkerGroup,
         assert any(event.get("name") == "aten::mm" and event["ph"] == "X" and event["dur"] > 0 for event in events)
 
 
-def test_a_step_that_fails_leaves_a_profiler_that_can_start_again(pair: RayWorkerGroup, tmp_path: Path) -> None:
+def test_a_step_that_fails_leaves_a_profiler_that_can_start_again(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
     cfg = ProfileConfig(steps=[1], workers=["echo-0"])
     with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path, 1):
         raise ZeroDivisionError
-    step(pair, 1, cfg, tmp_path)
+    step(echo_pair, 1, cfg, tmp_path)
     assert (tmp_path / "step_1_echo-0.json.gz").exists()
 
 
-def test_a_name_that_no_worker_has_is_refused(pair: RayWorkerGroup, tmp_path: Path) -> None:
+def test_a_name_that_no_worker_has_is_refused(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"workers=\['policy-0'\] names none of the workers: echo-0, echo-1"):
-        step(pair, 1, ProfileConfig(steps=[1]), tmp_path)
+        step(echo_pair, 1, ProfileConfig(steps=[1]), tmp_path)
 
 
-def test_memory_of_workers_and_controller(pair: RayWorkerGroup) -> None:
+def test_memory_of_workers_and_controller(echo_pair: RayWorkerGroup) -> None:
     with UsageMonitor(0.2, gpus=False) as monitor:
         deadline = time.monotonic() + 60
         while "echo/memory_gb" not in (metrics := monitor.metrics()):
@@ -73,12 +61,12 @@ def test_memory_of_workers_and_controller(pair: RayWorkerGroup) -> None:
     assert not any("gpu" in name for name in metrics)
 
 
-def test_a_worker_that_is_busy_holds_up_nothing(pair: RayWorkerGroup) -> None:
-    ref = pair.start_one(0, "sleep", 3.0)
+def test_a_worker_that_is_busy_holds_up_nothing(echo_pair: RayWorkerGroup) -> None:
+    ref = echo_pair.start_one(0, "sleep", 3.0)
     with UsageMonitor(0.1, gpus=False) as monitor:
         time.sleep(1.0)
     assert "controller/memory_gb" in monitor.metrics()
-    pair.wait([ref])
+    echo_pair.wait([ref])
 
 
 def test_memory_counts_children() -> None:

@@ -14,25 +14,15 @@ from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerDied, Wo
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
+from tests.unit.distributed.conftest import ECHO
 
 WORKERS = "tests.unit.distributed.workers"
-ECHO = RayWorkerBuilder(f"{WORKERS}.EchoWorker", "hello")
 
 
 @pytest.fixture
 def cluster(ray_local: None) -> Iterator[RayVirtualCluster]:
     with RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2, name="test") as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def echo_pair(ray_local: None) -> Iterator[RayWorkerGroup]:
-    """Two workers for the tests that leave them whole."""
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, ECHO, name_prefix="echo", env_vars={"GIVEN": "yes"}) as group,
-    ):
-        yield group
 
 
 def free_cpus() -> float:
@@ -127,15 +117,6 @@ def test_workers_are_called_by_axis() -> None:
             group.run_all_workers_sharded_data("echo", data=["a"], in_sharded_axes=axes)
 
 
-def test_a_worker_may_be_decorated_and_gets_values_for_references(cluster: RayVirtualCluster) -> None:
-    builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", ray.put("hi"))
-    axes = NamedSharding(np.arange(2).reshape(2, 1), ["data_parallel", "tensor_parallel"])
-    with RayWorkerGroup(cluster, builder, workers_per_node=2, sharding_annotations=axes) as group:
-        assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
-        future = group.run_all_workers_sharded_data("echo", k=[3, 4], in_sharded_axes=["data_parallel"])
-        assert [kwargs["k"] for *_, kwargs in group.get_all_worker_results(future)] == [3, 4]
-
-
 def test_bundles_counted_on_each_node() -> None:
     nodes = [[0, 1, 2], [3, 4]]
     assert _groups_by_node(nodes, 2, None) == [[0], [1], [3], [4]]
@@ -225,7 +206,9 @@ def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_
 def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -> None:
     builder = RayWorkerBuilder(f"{WORKERS}.SlowStartWorker", 60)
     with pytest.raises(WorkerHang, match=r"(?s)slow-0 .* in __init__ .*workers.py.*time.sleep\(seconds\)"):
-        RayWorkerGroup(cluster, builder, name_prefix="slow", start_timeout_s=15)  # a busy machine starts a process in 8
+        RayWorkerGroup(
+            cluster, builder, name_prefix="slow", num_workers=1, start_timeout_s=15
+        )  # a busy machine takes 8
 
 
 def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for_as_long_as_a_constructor(
@@ -252,17 +235,6 @@ def test_failed_starts_and_shutdown_release_what_they_took(
     assert eventually(lambda: not any(alive(pid) for pid in pids)), "no process is left behind"
 
 
-def test_groups_share_a_bundle_up_to_the_limit(cluster: RayVirtualCluster) -> None:
-    with (
-        RayWorkerGroup(cluster, ECHO, name_prefix="policy") as policy,
-        RayWorkerGroup(cluster, ECHO, name_prefix="generation", bundle_groups=[[0, 1]]) as generation,
-    ):
-        assert len(set(policy.call_all("pid") + generation.call_all("pid"))) == 3
-        with pytest.raises(ValueError, match=r"bundle 0 of cluster 'test' holds \['policy', 'generation'\] already"):
-            RayWorkerGroup(cluster, ECHO, name_prefix="reward")
-        assert len(policy.call_all("pid")) == 2  # the refusal hurt nobody
-
-
 def test_impossible_groups(cluster: RayVirtualCluster) -> None:
     with pytest.raises(ValueError, match="3 workers asked for on a cluster of 2 bundles"):
         RayWorkerGroup(cluster, ECHO, name_prefix="echo", num_workers=3)
@@ -277,24 +249,31 @@ def test_impossible_groups(cluster: RayVirtualCluster) -> None:
         RayWorkerGroup(cluster, ECHO, name_prefix="echo", sharding=sharding)
 
 
-def test_process_group_over_the_reserved_port(cluster: RayVirtualCluster) -> None:
-    env_vars = {"OMP_NUM_THREADS": "1"}
+def test_groups_share_bundles_up_to_the_limit_and_have_process_groups_of_their_own(cluster: RayVirtualCluster) -> None:
+    how: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": "1"}}
     builder = RayWorkerBuilder(f"{WORKERS}.CollectiveWorker")
     with (
-        RayWorkerGroup(cluster, builder, name_prefix="policy", env_vars=env_vars) as first,
-        RayWorkerGroup(cluster, builder, name_prefix="reward", num_workers=1, env_vars=env_vars) as second,
+        RayWorkerGroup(cluster, builder, name_prefix="policy", **how) as first,
+        RayWorkerGroup(cluster, builder, name_prefix="reward", bundle_groups=[[0, 1]], **how) as second,
     ):
+        with pytest.raises(ValueError, match=r"bundle 0 of cluster 'test' holds \['policy', 'reward'\] already"):
+            RayWorkerGroup(cluster, ECHO, name_prefix="generation")
         assert first.call_all("sum_ranks") == [1.0, 1.0]
         assert second.call_all("sum_ranks") == [0.0], "it met the other group"
         assert first.call_all("join_again") == [2, 2]
         assert first.call_all("sum_ranks") == [1.0, 1.0]
 
 
-def test_two_nodes_in_order(ray_local: None) -> None:
+def test_two_nodes_in_order_whose_workers_are_decorated_and_get_values_for_references(ray_local: None) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", ray.put("hi"))
+    axes = NamedSharding(np.arange(3).reshape(3, 1), ["data_parallel", "tensor_parallel"])
     with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
         assert cluster.bundles_by_node() == [[0], [1, 2]]
-        with RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group:
+        with RayWorkerGroup(cluster, builder, workers_per_node=[1, 2], sharding_annotations=axes) as group:
             environments = group.call_all("environment")
+            assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
+            future = group.run_all_workers_sharded_data("echo", k=[3, 4, 5], in_sharded_axes=["data_parallel"])
+            assert [kwargs["k"] for *_, kwargs in group.get_all_worker_results(future)] == [3, 4, 5]
         assert [environment["NODE_RANK"] for environment in environments] == ["0", "1", "1"]
         assert [environment["LOCAL_RANK"] for environment in environments] == ["0", "0", "1"]
 
