@@ -69,6 +69,8 @@ def load_reward_model(files: RewardModelFiles, dtype: torch.dtype) -> PreTrained
             f"model_name: {files.model!r} is no reward model but {kind}{labels}; wanted is a sequence classifier with "
             "one label, as examples/run_rm.py trains them"
         )
+    if "vision_config" in config.sub_configs:
+        raise ValueError(f"model_name: {files.model!r} is a {kind}, which sees images; this environment scores texts")
     if files.weights is not None:
         model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         load_tensors(model.state_dict(), files.weights)

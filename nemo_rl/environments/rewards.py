@@ -226,7 +226,7 @@ def _overlap_and_gap(messages: Messages, metadata: Any, key: str) -> tuple[float
     shared = sides[0] * sides[1]
     union = sum(areas) - shared
     around = math.prod(max(a[i::2] + b[i::2]) - min(a[i::2] + b[i::2]) for i in (0, 1))
-    return (shared / union if shared else 0.0), (1 - union / around if around > 0 else 1.0)
+    return (shared / union if shared else 0.0), (1 - union / around if 0 < around < math.inf else 1.0)
 
 
 def vqa_agreement(

@@ -85,6 +85,16 @@ def test_adapters_on_one_part_alone(tmp_path, refit):
     assert any(row["train/grad_norm"] > 0 for row in steps)
 
 
+def test_a_reward_model_prefers_right_answers_on_images(tmp_path):
+    config = ROOT / "examples" / "configs" / "rm_vlm_cpu.yaml"
+    short = ("rm.max_num_steps=30", "checkpointing.enabled=false")
+    finished = run(tmp_path, *short, script=ROOT / "examples" / "run_rm.py", config=config)
+    assert finished.status == 0, finished.output[-4000:]
+    name = "validation/validation-default_accuracy"
+    accuracies = [row[name] for row in finished.metrics if name in row]
+    assert accuracies[0] < 0.7 and accuracies[-1] > 0.8, accuracies
+
+
 def test_dpo_prefers_right_answers_on_images(tmp_path):
     config = ROOT / "examples" / "configs" / "dpo_vlm_cpu.yaml"
     short = ("dpo.max_num_steps=20", "checkpointing.enabled=false")

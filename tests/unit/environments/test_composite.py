@@ -234,6 +234,7 @@ def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
     assert box_giou(log("[1, 1, 3, 3]"), known) == pytest.approx(1 / 7 - 2 / 9)
     assert box_giou(log("nowhere"), known) == box_giou(log("[2, 2, 2, 2]"), {"ground_truth": "[2, 2, 2, 2]"}) == -1.0
     assert box_overlap(log("nowhere"), known) == 0.0
+    assert box_giou(log(f"[0, 0, {'9' * 400}, 2]"), known) == -1.0
 
 
 def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
@@ -123,6 +128,10 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
     settings.architectures = ["Qwen2ForCausalLM"]
     settings.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no reward model but Qwen2ForCausalLM"):
+        RewardModelEnvironment(config(tmp_path))
+    seeing = Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForSequenceClassification"], num_labels=1)
+    seeing.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Classification, which sees images; this environment scores texts"):
         RewardModelEnvironment(config(tmp_path))
 
 

@@ -165,6 +165,7 @@ def test_a_vision_language_model_is_predicted_with_its_tower():
     shape, model = ModelShape.of(found), AutoModelForImageTextToText.from_config(found)
     assert shape.num_layers == found.get_text_config().num_hidden_layers
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.tower_parameters == sum(parameter.numel() for parameter in model.model.visual.parameters())
     assert setup.memory_lines(cfg)[0].startswith("memory of a GPU")
 
 

@@ -1,6 +1,7 @@
 """A vision-language model on micro-batches: against transformers' own forward pass of each sequence alone."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from nemo_rl.data.tiny_model import (
     build_tiny_tokenizer,
     build_untrained_model,
 )
+from nemo_rl.models.policy.attention import attention_implementation
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
 from nemo_rl.models.policy.dtensor.tensor_parallel import Colwise, Rowwise, styles
-from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, scalar_config
+from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
 from nemo_rl.models.policy.vision.families import FAMILIES, named_parts, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
@@ -36,7 +39,7 @@ def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGenera
         text_config={
             **sizes,
             **{"vocab_size": len(tokenizer), "num_hidden_layers": 3, "num_attention_heads": 2},
-            **{"num_key_value_heads": 1, "head_dim": 32, "rope_parameters": positions},
+            **{"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": positions},
         },
         vision_config={
             **sizes,
@@ -112,14 +115,20 @@ def logprobs(tiny, rows: list[Row], *, padding_free: bool) -> list[torch.Tensor]
     return [own[1 : len(ids)] for own, (ids, _) in zip(scored, rows, strict=True)]
 
 
-def expected_logprobs(tiny, row: Row) -> torch.Tensor:
-    model, (ids, images) = tiny[1], row
+def theirs_on(model: Any, row: Row) -> Any:
+    """What a model of transformers, with or without its head, gives for a sequence alone."""
+    ids, images = row
     given = {}
     if images:
         given = {name: torch.cat([torch.from_numpy(pixels[name]) for _, pixels in images]) for name in images[0][1]}
         given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()[None]
-    model.model.rope_deltas = None
-    logits = model(input_ids=ids[None], **given).logits[0, :-1]
+    model.base_model.rope_deltas = None
+    return model(input_ids=ids[None], **given)
+
+
+def expected_logprobs(tiny, row: Row) -> torch.Tensor:
+    ids = row[0]
+    logits = theirs_on(tiny[1], row).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
@@ -183,6 +192,30 @@ def test_every_parameter_belongs_to_one_part(tiny):
     }
     assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18}[model.config.model_type]
     assert sum(counts.values()) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, padding_free):
+    """As the language model it is made of has it, with its score as the head; gradients reach the tower."""
+    settings = policy_config(reward_model_cfg=RewardModelConfig(enabled=True))
+    config = scalar_config(tiny[1].config, settings)
+    scorer = auto_class(config).from_config(config, attn_implementation=attention_implementation(config)).eval()
+    assert is_scalar(config) and type(scorer).__name__ == config.architectures[0]
+    missing, unexpected = scorer.load_state_dict(tiny[1].state_dict(), strict=False)
+    assert (missing, unexpected) == (["score.weight"], ["lm_head.weight"])
+    torch.nn.init.normal_(scorer.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    layout, inputs = RowLayout(padding_free=padding_free, own_states=True), VisionInputs.of(config, {})
+    batch = layout.build(
+        [(ids, torch.arange(len(ids)) == len(ids) - 1) for ids, _ in rows],
+        images=inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows]),
+    )
+    scores = VisionLogprobModel(scorer)(batch, Scalars())
+    with torch.no_grad():
+        for found, row in zip(scores, rows, strict=True):
+            expected = theirs_on(tiny[1].model, row).last_hidden_state[0, -1] @ scorer.score.weight[0]
+            torch.testing.assert_close(found.sum(), expected, atol=2e-6, rtol=0)
+    scores.sum().backward()
+    assert all(parameter.grad is not None for parameter in scorer.parameters())
 
 
 def test_tensor_parallelism_cuts_the_language_model_alone(tiny):

@@ -20,15 +20,17 @@ from nemo_rl.data.tiny_model import (
     build_tiny_tokenizer,
     build_untrained_model,
 )
-from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, LoRAConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, part_of
 from nemo_rl.types import ImageSpan
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
+from tests.unit.policy.test_vision import qwen3_vl
 from tests.worlds import run_world
 
+SHARED_OUT = DynamicBatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=8)
 # DTensor takes seconds to plan the operators for lengths that it has not seen.
 TENSOR = {
     "sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96),
@@ -94,6 +96,8 @@ def whole(model) -> tuple[float, float, dict[str, torch.Tensor]]:
     [
         (2, {"train_micro_batch_size": 1, "padding_free": False}),  # most micro-batches have no image
         (1, {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)}),
+        (1, {"dynamic_batching": SHARED_OUT, "padding_free": False}),
+        (2, {"dynamic_batching": SHARED_OUT}),
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
         (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}),
         (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)}),
@@ -106,6 +110,20 @@ def test_the_split_does_not_matter(model, whole, world, changes):
     for name, weight in weights.items():
         torch.testing.assert_close(weight, whole[2][name], atol=2e-6, rtol=0, msg=name)
     assert weights.keys() == whole[2].keys()
+
+
+@pytest.mark.slow
+def test_features_that_join_after_layers_are_whole_on_tensor_ranks(model, tmp_path):
+    """Qwen3-VL, whose norms of heads are cut too."""
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    qwen3_vl(recipe, build_tiny_tokenizer(recipe)).save_pretrained(tmp_path)
+    other = (tmp_path, *model[1:])
+    loss, norm, weights = step(other, 1)
+    cut = step(other, 2, **TENSOR, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
+    assert cut[:2] == pytest.approx((loss, norm), rel=1e-5)
+    for name, weight in cut[2].items():
+        torch.testing.assert_close(weight, weights[name], atol=2e-6, rtol=0, msg=name)
 
 
 def test_adapters_are_cut_with_the_language_model_and_whole_in_the_tower(model):

@@ -1,4 +1,4 @@
-"""Reward and value models: the sequence classifiers of transformers with one label.
+"""Reward and value models: the sequence classifiers of transformers with one label, and our own of models that see.
 
     hidden states [N, H] -> score, one linear layer without bias [1, H] -> [N]
 
@@ -9,13 +9,15 @@ language model into one of a reward model. Everything that builds a model uses `
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import torch
 import xxhash
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForCausalLM,
@@ -44,10 +46,35 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that builds and loads the model of `config`."""
+    """The class that builds (`from_config`) and loads (`from_pretrained`) the model of `config`."""
     if is_scalar(config):
-        return AutoModelForSequenceClassification
+        return _vision_classifier(type(config)) if sees_images(config) else AutoModelForSequenceClassification
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+@functools.cache
+def _vision_classifier(kind: type[PretrainedConfig]) -> Any:
+    """A vision-language model with a score in place of its head: transformers has none."""
+    base: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+
+    class Classifier(base):
+        _tied_weights_keys: ClassVar = {}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+
+        @classmethod
+        def from_config(cls, config: Any, **how: Any) -> Any:
+            return cls._from_config(config, **how)
+
+    Classifier.__name__ = _classifier_name(base.__name__)
+    return Classifier
+
+
+def _classifier_name(language_model: str) -> str:
+    return language_model.removesuffix("ForConditionalGeneration") + _CLASSIFIER
 
 
 def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: int | None = None) -> PretrainedConfig:
@@ -78,21 +105,24 @@ def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: 
 
 def _class_name(config: PretrainedConfig, policy: PolicyConfig) -> str:
     """The name of the classifier of this architecture. ValueError if there is none."""
-    kind = type(config)
-    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    kind, is_vision = type(config), sees_images(config)
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_vision:
         raise ValueError(
             f"{policy.key('reward_model_cfg.enabled')}=true: transformers has no sequence classifier of "
             f"{config.model_type!r} models, which {policy.model_name!r} is; use a model of another family, such as "
             "Llama, Qwen, Mistral or Gemma"
         )
     given = config.architectures or []
-    plain = {name for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) for name in _names(mapping, kind)}
+    others = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
+    plain = {name for mapping in others for name in _names(mapping, kind)}
     usable = [name for name in given if name in plain or name.endswith(("ForCausalLM", _CLASSIFIER))]
     if given and not usable:
         raise ValueError(
             f"{policy.key('model_name')}: {policy.model_name!r} is a {given[0]}, neither a causal language model nor "
             "a sequence classifier, so no reward model can be made of it"
         )
+    if is_vision:
+        return _classifier_name(*_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind))
     (name,) = _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, kind)
     return name
 
