@@ -95,8 +95,9 @@ class EnvironmentClient:
         EnvironmentFailure when that raises, dies or takes longer than a step may.
         """
         try:
-            ref = self.actor.global_post_process_and_metrics.remote(batch)
-            _, metrics = await asyncio.wait_for(ref, self.step_timeout_s)
+            # Two results, of which the batch stays where it is.
+            _, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
+            metrics = await asyncio.wait_for(ref, self.step_timeout_s)
         except (RayTaskError, RayActorError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"

@@ -9,7 +9,8 @@ import select
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -66,6 +67,12 @@ class LineWorker(ABC, Generic[JobT, ResultT]):
     def run(self, job: JobT) -> ResultT:
         """Run one job; called by one thread at a time."""
 
+    def run_all(self, jobs: deque[tuple[int, JobT]]) -> Iterator[tuple[int, ResultT]]:
+        """Run numbered jobs until none is left, and yield their results. Other workers take from the same `jobs`."""
+        while (taken := next_job(jobs)) is not None:
+            number, job = taken
+            yield number, self.run(job)
+
     def launch(self, command: Sequence[str], timeout_s: float, name: str, remedy: str, **options: Any) -> bytes:
         """Start the process and return its first line. RuntimeError with `remedy` when there is none in time."""
         self.lines = LineProcess(command, **options)
@@ -82,6 +89,14 @@ class LineWorker(ABC, Generic[JobT, ResultT]):
             self.lines = None
 
 
+def next_job(jobs: deque[tuple[int, JobT]]) -> tuple[int, JobT] | None:
+    """Take the first of the jobs; None when there is none. Threads may call it at the same time."""
+    try:
+        return jobs.popleft()
+    except IndexError:
+        return None
+
+
 class WorkerPool(Generic[JobT, ResultT]):
     """Runs jobs in parallel on workers. May be called from several threads."""
 
@@ -94,12 +109,17 @@ class WorkerPool(Generic[JobT, ResultT]):
 
     def run(self, jobs: Sequence[JobT]) -> list[ResultT]:
         """The results in the order of the jobs. RuntimeError when processes cannot be started."""
-        return list(self._threads.map(self._run_one, jobs))
+        waiting, results = deque(enumerate(jobs)), dict[int, ResultT]()
+        num_threads = min(len(self.workers), len(jobs))
+        for running in [self._threads.submit(self._work, waiting, results) for _ in range(num_threads)]:
+            running.result()
+        return [results[number] for number in range(len(jobs))]
 
-    def _run_one(self, job: JobT) -> ResultT:
+    def _work(self, waiting: deque[tuple[int, JobT]], results: dict[int, ResultT]) -> None:
         worker = self._idle.get()
         try:
-            return worker.run(job)
+            for number, result in worker.run_all(waiting):
+                results[number] = result
         finally:
             self._idle.put(worker)
 

@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.line_process import LineWorker, WorkerPool
+from nemo_rl.environments.line_process import LineWorker, WorkerPool, next_job
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +45,31 @@ def exact_integer(response: str, ground_truth: str) -> Verdict | None:
 
 def hf_math_verify(response: str, ground_truth: str) -> Verdict:
     """Mathematical equality by the math-verify package. May take arbitrarily long: run it under a time limit."""
+    parse_truth, parse_response, verify = _math_verify()
+    answer = parse_response(response)
+    correct = bool(verify(parse_truth(ground_truth), answer))
+    return correct, next((part for part in answer if isinstance(part, str)), None)
+
+
+@cache
+def _math_verify() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable[[Any, Any], bool]]:
+    """Functions of math-verify: parse a ground truth (once for all answers to it), parse a response, compare."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns once per process that its signal-based time limits are off. The process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     no_limit: Any = None  # the package documents None and declares int
-    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=no_limit)
-    answer = parse(response, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=no_limit)
-    correct = bool(verify(gold, answer, timeout_seconds=None))
-    return correct, next((part for part in answer if isinstance(part, str)), None)
+    latex, any_form = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
+
+    @lru_cache(maxsize=1024)
+    def parse_truth(ground_truth: str) -> Any:
+        return parse(f"\\boxed{{{ground_truth}}}", latex, parsing_timeout=no_limit)
+
+    return (
+        parse_truth,
+        partial(parse, extraction_config=any_form, parsing_timeout=no_limit),
+        partial(verify, timeout_seconds=None),
+    )
 
 
 ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -146,6 +164,8 @@ VERIFIERS: dict[str, Callable[[str, str], Verdict]] = {
 # Processes
 
 START_TIMEOUT_S = 120.0
+MAX_SENT = 4  # jobs that a process has at a time, so that it need not wait for the next one
+MAX_SENT_BYTES = 1 << 15  # of them together: a process that hangs has room for them in its pipe
 MAX_LOGGED_CHARACTERS = 200
 
 
@@ -183,38 +203,75 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
 
-    def run(self, job: Verification) -> VerificationResult:
-        certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
-        if certain is not None:
-            return VerificationResult(*certain)
-        for _ in range(2):
-            result = self._try(job)
+    def run_all(self, jobs: deque[tuple[int, Verification]]) -> Iterator[tuple[int, VerificationResult]]:
+        sent: deque[tuple[int, Verification, int]] = deque()  # with its bytes; the process works on the first of them
+        while True:
+            while len(sent) < MAX_SENT and (taken := next_job(jobs)) is not None:
+                number, job = taken
+                certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
+                if certain is not None:
+                    yield number, VerificationResult(*certain)
+                    continue
+                line = json.dumps([job.verifier, job.response, job.ground_truth]).encode()
+                is_ahead = len(sent) > 0
+                if is_ahead and sum(size for _, _, size in sent) + len(line) > MAX_SENT_BYTES:
+                    jobs.appendleft(taken)
+                    break
+                if self._send(line):
+                    sent.append((number, job, len(line)))
+                elif is_ahead:  # the process has ended; what it answered before is still to be read
+                    jobs.appendleft(taken)
+                    break
+                else:
+                    yield number, self.run(job)
+            if not sent:
+                return
+            number, job, _ = sent.popleft()
+            result = self._receive(job)
+            if self.lines is None:  # what it had not begun is sent to the next process
+                jobs.extendleft((number, job) for number, job, _ in reversed(sent))
+                sent.clear()
+            yield number, result or self.run(job, times=1)
+
+    def run(self, job: Verification, times: int = 2) -> VerificationResult:
+        """Run one job alone, in at most `times` new processes."""
+        line = json.dumps([job.verifier, job.response, job.ground_truth]).encode()
+        for _ in range(times):
+            self.close()
+            result = self._receive(job) if self._send(line) else None
             if result is not None:
                 return result
-            logger.warning("a verifier process was ended or stopped, from outside or by a response: %s", job)
         return VerificationResult(correct=False, failure="died")
 
-    def _try(self, job: Verification) -> VerificationResult | None:
-        """None when the process is gone, or is stopped by a signal."""
+    def _send(self, line: bytes) -> bool:
+        """Give the process a job. False if it has ended."""
         if self.lines is None:
             command = [sys.executable, "-m", "nemo_rl.environments.math.verification", str(self.timeout_s)]
             remedy = f"run `{' '.join(command)}` to see why"
             self.launch(command, START_TIMEOUT_S, "verifier process", remedy, stderr=subprocess.DEVNULL)
         assert self.lines is not None
         try:
-            self.lines.send(json.dumps([job.verifier, job.response, job.ground_truth]).encode())
+            self.lines.send(line)
+        except BrokenPipeError:
+            return False
+        return True
+
+    def _receive(self, job: Verification) -> VerificationResult | None:
+        """The result of the first job that the process has. None, and no process, if it was ended or stopped."""
+        assert self.lines is not None
+        try:
             correct, answer = json.loads(self.lines.receive(self.timeout_s))
-        except (BrokenPipeError, EOFError):
+            return VerificationResult(correct=correct, answer=answer)
+        except EOFError:
             self.close()
-            return None
         except TimeoutError:
             stat = Path(f"/proc/{self.lines.process.pid}/stat").read_text()
             self.close()
-            if stat.rpartition(")")[2].split()[0] in "Tt":  # stopped: the time says nothing about the verification
-                return None
-            logger.warning("verification took longer than %.1f s, counted as wrong: %s", self.timeout_s, job)
-            return VerificationResult(correct=False, failure="timeout")
-        return VerificationResult(correct=correct, answer=answer)
+            if stat.rpartition(")")[2].split()[0] not in "Tt":  # if stopped, the time says nothing about the job
+                logger.warning("verification took longer than %.1f s, counted as wrong: %s", self.timeout_s, job)
+                return VerificationResult(correct=False, failure="timeout")
+        logger.warning("a verifier process was ended or stopped, from outside or by a response: %s", job)
+        return None
 
 
 class VerifierPool(WorkerPool[Verification, VerificationResult]):

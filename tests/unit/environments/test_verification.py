@@ -1,4 +1,5 @@
 import os
+import pickle
 import signal
 import time
 
@@ -144,6 +145,14 @@ def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     assert [result.correct for result in results] == [True] * 3
 
 
+def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs():
+    pool = VerifierPool(1, timeout_s=1.0)
+    long = [check("english_multichoice", "Answer: B" + " " * size, "B") for size in (20_000, 20_000, 200_000)]
+    results = pool.run([check("hf_math_verify", HANGS, "1"), *long])
+    pool.close()
+    assert [result.correct for result in results] == [False, True, True, True]
+
+
 def test_step_gives_the_contract():
     env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0})
     logs = [
@@ -153,6 +162,11 @@ def test_step_gives_the_contract():
     ]
     returned = env.step(logs, [{"ground_truth": "12"}] * 3)
     env.shutdown()
+    travelled = pickle.loads(pickle.dumps(returned))  # as to the rollout worker
+    assert torch.equal(travelled.rewards, returned.rewards)
+    assert travelled.rewards.dtype == returned.rewards.dtype
+    assert travelled.terminateds.tolist() == [1.0] * 3
+    assert travelled.observations == returned.observations
     assert returned.rewards.tolist() == [1.0, 0.0, 1.0]
     assert returned.terminateds.tolist() == [1.0] * 3
     assert [o["content"] for o in returned.observations] == [
