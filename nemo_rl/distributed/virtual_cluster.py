@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._private.services import find_bootstrap_address, find_gcs_addresses
 from ray._private.state import available_resources_per_node
 from ray._private.worker import global_worker
@@ -131,7 +132,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _token_errors():
+    with _token_errors(), _without_dashboard():
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -196,6 +197,20 @@ def _prepare() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _without_dashboard() -> Iterator[None]:
+    """A node that starts inside has no process for the dashboard. No setting of Ray says so.
+
+    `include_dashboard=False` starts that process without pages, and `ray.init` waits until it answers.
+    """
+    start: Any = Node.start_api_server
+    Node.start_api_server = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        Node.start_api_server = start
 
 
 @contextmanager
