@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import os
@@ -330,6 +331,7 @@ class ActorHost:
             worker_class = vars(worker_class)["__ray_metadata__"].modified_class
         self._worker = worker_class(*args, **kwargs)
         self._args, self._kwargs = (), {}
+        gc.freeze()  # the modules and the worker stay: without this every collection would look at all of them
 
     async def _tracked(self, method: str, awaitable: Any) -> Any:
         call_id = next(self._call_ids)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -569,22 +570,35 @@ def tensor_bytes(value: Any) -> int:
 
     An ObjectRef counts as 0 bytes, since its value does not travel.
     """
-    torch = sys.modules.get("torch")  # if the process has not imported torch, it holds no tensor
     total = 0
     pending = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, np.ndarray):
+        parts = _parts_of(type(item))
+        if parts is None:
+            continue
+        if parts == "nbytes":
             total += item.nbytes
-        elif torch is not None and isinstance(item, torch.Tensor):
-            total += item.element_size() * item.nelement()
-        elif isinstance(item, Mapping):
+        elif parts == "values":
             pending.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
+        elif parts == "items":
             pending.extend(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            pending.extend(getattr(item, field.name) for field in dataclasses.fields(item))
+        else:
+            pending.extend([getattr(item, name) for name in parts])
     return total
+
+
+@cache
+def _parts_of(kind: type) -> Literal["nbytes", "values", "items"] | tuple[str, ...] | None:
+    """How to look into a value of this type: at its bytes, its values, its items, or at fields by name."""
+    torch = sys.modules.get("torch")  # if the process has not imported torch, it holds no tensor
+    if issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor)):
+        return "nbytes"
+    if issubclass(kind, Mapping):
+        return "values"
+    if issubclass(kind, list | tuple | set | frozenset):
+        return "items"
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 # -- failures, and what a late or dead worker can still report; each question has its own time limit
