@@ -5,8 +5,6 @@ table's names, one that exists has them beside its own. A name is imported when 
 on the right; editors know only them. `docs/coming-from-nemo-rl.md` shows the table.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `compat.py` says under which module of NeMo RL each of these stands.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ from one version of the weights, and with `group_order: in_order` a run does not
 new weights in the middle of a sequence and go on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

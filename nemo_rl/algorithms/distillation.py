@@ -5,8 +5,6 @@ Read `DistillationTrainer.step`: each statement is a phase, and each phase is a 
 `trainers/rollout_trainer.py`. Teachers are untrained policies with plans of their own over the same samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

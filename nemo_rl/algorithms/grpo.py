@@ -5,8 +5,6 @@ it, in `trainers/rollout_trainer.py`. The loop around the step is `trainers/trai
 parts; nothing here knows which backend trains or generates. `async_grpo.py` has the groups of asynchronous runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nemo_rl.algorithms.async_grpo import AsyncGroups

@@ -5,8 +5,6 @@ Read `PPOTrainer.step`: each statement is a phase, and each phase is a method be
 `trainers/rollout_trainer.py`. The value model is a second policy with a plan of its own over the same samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

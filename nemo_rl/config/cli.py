@@ -1,7 +1,5 @@
 """The command line of every run script: --config, --dry-run, --help and overrides."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pkgutil

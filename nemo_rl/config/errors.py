@@ -1,7 +1,5 @@
 """Errors of a configuration: every problem at once, with its file, line, key and remedy; and nearest names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher

@@ -18,8 +18,6 @@ A message gives the reason and, after a semicolon, the remedy; without one, the 
 switch off what is excluded. `{key}` stands for the value of a key, `{section}` for the name of the section.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import pkgutil

@@ -5,8 +5,6 @@ any key, `#` an index of a list. A condition (`nemo_rl/config/rules.py`) is abou
 about the whole configuration where the pattern has no alias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

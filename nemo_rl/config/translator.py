@@ -4,8 +4,6 @@ The loader calls `old_forms` on the tree as it was written, and `settle` on the 
 Both change the tree in place and remark on every change that a user should know of.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field

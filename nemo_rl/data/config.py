@@ -4,8 +4,6 @@ Both name tables of rows, how a processor turns a row into tokens, and which row
 the environment that answers them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The rows of a dataset, and the prompt texts of a task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

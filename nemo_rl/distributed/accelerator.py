@@ -1,7 +1,5 @@
 """Which worker group uses the devices: one object decides, so that no loop moves anything itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The Ray actor around a worker, and what it measures of itself. Ray is applied here and nowhere else."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

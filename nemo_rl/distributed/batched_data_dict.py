@@ -4,8 +4,6 @@ This library plans batches from lengths alone (`algorithms.plan.batch`) and move
 over shards, as scripts written for NeMo RL do, is here, too.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A finding is good, bad (a run will fail or crawl) or a remark; bad ones and remarks say what to do.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Errors of workers, as the controller raises them."""
 
-from __future__ import annotations
-
 
 class ResourceInsufficientError(RuntimeError):
     """The cluster has too few resources; the message lists the difference node by node."""

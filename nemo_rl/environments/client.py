@@ -4,8 +4,6 @@ Episodes await `EnvironmentPool.step`, one conversation each. The clients of the
 for the actors of the environment. `step_each` calls an environment in the same process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

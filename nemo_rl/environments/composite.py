@@ -1,7 +1,5 @@
 """A reward of several parts: the weighted sum of reward functions and of other environments' rewards."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

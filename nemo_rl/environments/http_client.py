@@ -1,7 +1,5 @@
 """JSON over HTTP with time limits and retries, for environments that call a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

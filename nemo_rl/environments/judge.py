@@ -3,8 +3,6 @@
 The judge is a model behind an OpenAI-compatible server (`ServerJudge`), or one in this process (`ModelJudge`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Processes that answer lines with lines under a time limit, and pools of them. Standard library only."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -5,8 +5,6 @@ environment lacks or has in another version, and shows the run's packages below 
 always those of the run, because both processes exchange their objects.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Environments by name: a section of `env` -> a running actor."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -9,8 +9,6 @@ as the first was, and the environment does not see it. With a token, every reque
 <token>`. An answer has status 200, or is {"error": text}: 400 for a wrong request, 401 for a wrong token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -3,8 +3,6 @@
 The environment, the comparison of answers, and the corpus with its BM25 index.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

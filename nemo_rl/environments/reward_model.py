@@ -1,7 +1,5 @@
 """A reward model as an environment: reward is its score of the whole conversation, after one turn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict

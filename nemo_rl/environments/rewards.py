@@ -5,8 +5,6 @@
 The annotations of keyword arguments say which values the configuration accepts.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """What sections of `env` share: actors, the programs that they run, and types of keys."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The sliding puzzle as a game of several turns: one action per turn, reward 1 for the solved board."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 

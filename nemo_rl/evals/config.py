@@ -1,7 +1,5 @@
 """Configuration of an evaluation: metric, sampling, datasets and environments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 

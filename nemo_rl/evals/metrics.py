@@ -3,8 +3,6 @@
 Samples that failed have no outcome: they count in `failed_rate` only, and n is the number of the others.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter, defaultdict

@@ -6,8 +6,6 @@ samples.jsonl    one line per sample; the samples of a prompt follow one another
 results.json     numbers, once all samples are there
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ In host memory: xxh3, computed chunk by chunk together with the copy, while a ch
 a weighted sum of 8-byte words with tensor operations. Both guard against mistakes and damage, not against an adversary.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import cache

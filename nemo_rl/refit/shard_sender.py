@@ -9,8 +9,6 @@ once. A source writes the slices that a receiver needs one after the other into 
 then the fingerprint of the message; the receiver verifies it and copies every slice to its place.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

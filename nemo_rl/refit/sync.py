@@ -4,8 +4,6 @@ The controller moves no weights and, after `prepare`, no handles: per bucket it 
 policy to every engine. The policy fills one half of its buffers while the engines empty the other.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

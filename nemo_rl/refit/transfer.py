@@ -9,8 +9,6 @@ Every byte enters a fingerprint: the sender takes it of the source tensor (after
 receiver of the bytes it hands to the model.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

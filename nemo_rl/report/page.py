@@ -4,8 +4,6 @@ Everything that comes from a run (answers, prompts, messages of errors) is data:
 scripts put it in as text. The page's policy allows its own script and files beside it, so that nothing else runs.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

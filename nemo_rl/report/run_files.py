@@ -11,8 +11,6 @@
 All of them but the first may be missing. A run may still be writing: an unfinished last line is left out.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A run on a terminal: what `examples/watch.py` draws from the files of a log folder. Reads only, prints nothing."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ the JSON of one kind of answer. Items of `/v1/responses` become messages of a ch
 there as at `/v1/chat/completions`.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Fresh completions of the prompts of finished samples, to compare training with generation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

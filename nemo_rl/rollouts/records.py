@@ -10,8 +10,6 @@ The record of a run has such a folder per step, with `index.json` (`StepIndex`) 
 executes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The groups of an earlier run in place of new ones: what a run with `replay_from` trains on."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

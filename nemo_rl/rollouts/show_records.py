@@ -1,7 +1,5 @@
 """Displays recorded rollouts: a table of groups, and one group turn by turn. Renders with rich, prints nothing."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

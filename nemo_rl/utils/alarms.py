@@ -3,8 +3,6 @@
 An alarm compares steps with the first ones that this process saw, and speaks once until its cause is over.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping

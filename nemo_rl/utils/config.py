@@ -1,7 +1,5 @@
 """Configuration that every run has: its machines, logs and checkpoints."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

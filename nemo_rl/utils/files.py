@@ -4,8 +4,6 @@ Strict JSON is JSON that any parser accepts. Python writes the bare words `NaN` 
 they become the strings "NaN", "Infinity" and "-Infinity", which `float()` reads back. Finite floats keep every digit.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -7,8 +7,6 @@ metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 0.8, "ti
 line is strict JSON: a value that is not finite is the string "NaN", "Infinity" or "-Infinity".
 """
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import numbers

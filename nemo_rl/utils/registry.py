@@ -1,7 +1,5 @@
 """What a configuration names: objects by import path or by a registered name, tokens by an environment variable."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Mapping

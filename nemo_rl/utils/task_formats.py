@@ -1,7 +1,5 @@
 """Text formats that datasets, environments and models share: judge prompts, search tags, specifications of tools."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wall-clock time by label, the time in which engines are busy, and the time limit of a job."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -1,7 +1,5 @@
 """The tokenizer of a run, with the chat template of its configuration."""
 
-from __future__ import annotations
-
 import logging
 from datetime import datetime
 from pathlib import Path

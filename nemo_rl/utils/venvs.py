@@ -5,8 +5,6 @@ environment of that extra. It is made once on each node, and again if `pyproject
 `NRL_FORCE_REBUILD_VENVS=true`. `NEMO_RL_VENV_DIR` is the folder of environments (default: `venvs/` in the project).
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

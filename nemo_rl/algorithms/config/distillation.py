@@ -1,7 +1,5 @@
 """Configuration of on-policy distillation: the algorithm, its teachers, and the whole run."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

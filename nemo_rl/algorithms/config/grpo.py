@@ -1,7 +1,5 @@
 """Configuration of GRPO: the algorithm, its loss, and the whole run."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, ClassVar, Literal
 

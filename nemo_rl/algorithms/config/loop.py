@@ -1,7 +1,5 @@
 """Configuration that all algorithms share: the length of a run, validation, early stopping, and their checks."""
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator

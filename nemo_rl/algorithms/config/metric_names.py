@@ -4,8 +4,6 @@
 starts (`RunConfig.check_metric_names`). The names carry no `train/` or `validation/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 UPDATE = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_valid_toks", "num_skipped_steps"})

@@ -1,7 +1,5 @@
 """Configuration of PPO: the algorithm, its value model, and the whole run."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Configuration of what algorithms that sample share: rollouts, rewards, machines, and the sections of such a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

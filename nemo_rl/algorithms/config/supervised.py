@@ -1,7 +1,5 @@
 """Configuration of runs that learn from the rows of a dataset: SFT, DPO and reward models."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field

@@ -3,8 +3,6 @@
 The divisor does not depend on the micro-batch, so the parts of micro-batches and ranks add up to the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Log-probabilities of a micro-batch and global counts of the optimizer step -> th
 each metric. `docs/guides/grpo.md` has the formula and the paper of each switch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

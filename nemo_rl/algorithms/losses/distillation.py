@@ -8,8 +8,6 @@ Agarwal et al. 2023, "On-Policy Distillation of Language Models" (GKD), arXiv 23
 Jensen-Shannon divergence interpolates in another way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 All functions take log-probabilities of the tokens that were sampled, not whole distributions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

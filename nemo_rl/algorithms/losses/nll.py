@@ -1,7 +1,5 @@
 """The negative log-likelihood of supervised fine-tuning."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

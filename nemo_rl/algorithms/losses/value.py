@@ -1,7 +1,5 @@
 """The loss of PPO's value model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ A group is the samples of one prompt in one step, by explicit id. Statistics are
 reward, advantages differ by token: `KLInReward` finishes them on the workers, which have the log-probabilities.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The order is: scale, shape, then drop groups without variance (`DynamicSampler`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the agents of a run are made from: their sessions' tokenizer and limits, and where they listen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Starts nothing.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Sequence

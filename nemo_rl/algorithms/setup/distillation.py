@@ -1,7 +1,5 @@
 """From a configuration to running distillation."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """From a configuration to a run of GRPO."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig

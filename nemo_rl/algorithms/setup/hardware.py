@@ -1,7 +1,5 @@
 """Whether this machine has the GPUs that a run needs. Looked at before torch and Ray are loaded."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """From a checked configuration to a finished run, for every command."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """From a configuration to a run of PPO."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Every function raises ValueError, FileNotFoundError or CheckpointError with the key to change and a remedy.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

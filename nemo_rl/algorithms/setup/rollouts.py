@@ -1,7 +1,5 @@
 """From a configuration to the running parts of an algorithm that samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 `diagnose` names the reason why training and generation disagree on a checkpoint. `collect_rollouts` records rollouts.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The OpenAI-compatible server of a run: what it is made from, where it runs, and how agents find it."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import logging

@@ -1,7 +1,5 @@
 """From a configuration to a run of SFT, DPO or reward-model training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ A conversation is rendered and tokenised once, as a whole, and each token belong
 starts. So the token ids of all messages, concatenated, are exactly those of the chat template and the tokenizer.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

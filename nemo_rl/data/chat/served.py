@@ -5,8 +5,6 @@ again, they could become other tokens than the model sampled. So the tokens of e
 answer, and only the text after them is tokenised.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections import OrderedDict

@@ -10,8 +10,6 @@ found once for each layout (the roles in order) and cached: further conversation
 Conversations that do not fit a cached layout (tool calls, contents shown elsewhere) go message by message.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

@@ -7,8 +7,6 @@ The functions `demonstrate_...` give conversations for the warm-up of tiny model
 problems are among them: a real model has seen arithmetic before, too.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

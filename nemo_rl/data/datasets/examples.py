@@ -5,8 +5,6 @@ text or a list of messages, and may have a "margin" (by how much the chosen answ
 the name of the column that prefers neither answer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -3,8 +3,6 @@
 Rows are read and converted one by one, when they are indexed, so that millions of rows cost nothing before that.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import mmap

@@ -5,8 +5,6 @@ letter of the right option as its answer. Conversations have `messages`; prefere
 `data_path` of the configuration names a local copy with the same columns; `subset` and `split` override the defaults.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

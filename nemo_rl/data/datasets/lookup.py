@@ -4,8 +4,6 @@ A fact gives the code of a place, three digits drawn from a seed: no model can k
 name chooses the held-out fifth; the corpus contains the facts of all places.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

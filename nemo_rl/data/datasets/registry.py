@@ -1,7 +1,5 @@
 """Datasets by name: from a section of the configuration (`data.train.dataset_name`) to its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ whatever the other options are. A board of 2x2 has 12 states. Two of the 11 unso
 passes through most of the others, so use `split: all` for boards of that size.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

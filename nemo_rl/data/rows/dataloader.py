@@ -6,8 +6,6 @@ s_i * n from it, and a batch holds exactly its share wherever that is a whole nu
 chairman assignment problem", Discrete Mathematics 32 (1980).
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ The loss mask is made afterwards, from the roles of the messages (`ExampleMaker`
 keeps its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 

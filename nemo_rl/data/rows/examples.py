@@ -3,8 +3,6 @@
 `ExampleMaker` makes the tokens and the loss mask of a row. `ExampleLoader` gives batches of them to the training.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect

@@ -8,8 +8,6 @@ A row of a prompt has `problem` and `expected_answer` as well as `messages`, whi
 chat template shows the row's `tools`, or those of `data.default.tools_file`; the environment gets them as metadata.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From the section `data` to the datasets and tasks of a run: prompts (`setup_data`) or examples (`setup_examples`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

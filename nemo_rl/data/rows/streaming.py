@@ -1,7 +1,5 @@
 """Batches of prompts from datasets that are never loaded whole: read front to back, shuffled block by block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

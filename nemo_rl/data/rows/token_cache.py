@@ -1,7 +1,5 @@
 """A cache of tokenised rows on disk, for all processes, epochs and runs. The key is the content of the row."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import fcntl

@@ -1,7 +1,5 @@
 """The section of agents: programs of their own that call the model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal

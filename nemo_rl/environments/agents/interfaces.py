@@ -1,7 +1,5 @@
 """What an agent is given and what it hands back. An agent is a program of its own that calls the model over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -3,8 +3,6 @@
 `launcher(...)` gives the arguments of the process, which restricts itself and then becomes the command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -7,8 +7,6 @@ by `/v1/responses` and the tools in turn, `/verify`. An agent server does all of
 `/run`. Rows come from `dataset_name: nemo_gym`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

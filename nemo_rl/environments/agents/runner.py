@@ -5,8 +5,6 @@ is closed, and its next call of the model raises. A command is a process of its 
 ended with all processes of its group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

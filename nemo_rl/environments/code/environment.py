@@ -1,7 +1,5 @@
 """Programs with a known outcome: the model writes Python, a sandbox runs it, tests or its output decide the reward."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

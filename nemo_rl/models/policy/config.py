@@ -1,7 +1,5 @@
 """Configuration of the policy: model, tokenizer, batch sizes, optimizer, sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal

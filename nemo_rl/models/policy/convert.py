@@ -5,8 +5,6 @@ convert_adapter      adapters in PEFT's format and their base model -> a new dir
 model_of_checkpoint  step_N, or a folder of them -> a model directory, converted once and kept; adapters are merged
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

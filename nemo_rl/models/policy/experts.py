@@ -7,8 +7,6 @@ Experts are fused in memory, and one tensor per expert on disk and in generation
 conversions says how, so every architecture is supported whose experts transformers fuses by stacking.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ The worker of a backend computes the next logits (`Sequences`). `SelfGeneratingP
 random numbers of a completion depend on its own seed only, so other requests change its logprobs by rounding at most.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ PEFT itself is not needed. Settings that are not implemented here (DoRA, rank-st
 layer, ...) are refused: a configuration key that is not known to be harmless must be switched off.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `read_model_config` and `check_fit` find, on the driver and before any worker loads the model, what is wrong with it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ are moved, not tensors: a storage frees its memory and allocates as much again l
 host side is pinned memory that is kept, as pinning takes longer than copying and pageable memory halves the speed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 

@@ -9,8 +9,6 @@ Nothing passes from one sequence to another, and every kernel of transformers se
 right, reaches no token; it at most doubles the layer's work.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from typing import Any
 

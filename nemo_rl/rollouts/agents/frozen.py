@@ -4,8 +4,6 @@
 wait, on the CPU. For opponents of a size that needs a GPU, serve one and let the agent call it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One episode of an agent: open a session, run the agent, make a sample of what the session recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

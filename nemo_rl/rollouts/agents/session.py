@@ -9,8 +9,6 @@ Without `/s/<session>` the key alone says which session it is, for clients whose
 its agent. Later requests are answered with status 410.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

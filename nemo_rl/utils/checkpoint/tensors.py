@@ -7,8 +7,6 @@
 Reading executes no code from the files.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Documentation/userspace-api/{seccomp_filter,landlock,no_new_privs}.rst, include/
 manual pages mount_namespaces(7), user_namespaces(7) and pivot_root(2). Standard library only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -5,8 +5,6 @@ both as JSON lines; its first line lists the mechanisms of isolation that it has
 removes the program and its directory. Standard library only: it stays small, so that it forks quickly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

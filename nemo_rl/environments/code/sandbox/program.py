@@ -3,8 +3,6 @@
 `run` is called in a forked interpreter that is already isolated. Standard library only.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

@@ -6,8 +6,6 @@
 The driver uses this module too, so it does not import Megatron.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

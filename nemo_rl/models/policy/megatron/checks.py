@@ -7,8 +7,6 @@ The vocabulary need not divide by anything, because `mapping.py` pads the rows o
 `RowLayout` pads each of them to its chunks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Collection, Iterable, Iterator

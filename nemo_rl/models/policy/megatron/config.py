@@ -3,8 +3,6 @@
 `checks.py` compares it with the model, the installed packages and the GPUs when a run starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 

@@ -3,8 +3,6 @@
 Language models (`PolicyGPTModel`), reward and value models (`PolicyScalarModel`), and generation (`MegatronSequences`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

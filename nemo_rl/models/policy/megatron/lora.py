@@ -13,8 +13,6 @@ The model is frozen before it is wrapped, so Megatron keeps no gradients and no 
 zero; without its adapters the model is the reference policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

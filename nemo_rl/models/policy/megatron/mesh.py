@@ -1,7 +1,5 @@
 """Megatron's process groups under the names that the rest of a worker uses."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -3,8 +3,6 @@
 `build_stages` -> `mark_shards` -> (weights are loaded, adapters inserted) -> `wrap`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence

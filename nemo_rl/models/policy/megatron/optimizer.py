@@ -1,7 +1,5 @@
 """Megatron's optimizers and schedules from `policy.megatron_cfg`, Muon, and the optimizer state for checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Runs micro-batches through Megatron's schedules (one stage, 1F1B, or interleaved stages), with our P2P messages."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any

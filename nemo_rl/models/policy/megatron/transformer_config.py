@@ -1,7 +1,5 @@
 """Configuration of a Hugging Face model and `policy.megatron_cfg` -> Megatron's configuration of the same model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

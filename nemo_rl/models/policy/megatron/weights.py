@@ -5,8 +5,6 @@ ever holds the whole model. `local_shards` lists a rank's shards for a refit, wh
 gathers whole tensors for checkpoints in Hugging Face format.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Plain classes: `RayWorkerGroup` makes them actors, a test constructs them in a forked process.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math

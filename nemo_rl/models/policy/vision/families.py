@@ -1,7 +1,5 @@
 """Which vision-language models there are, how they take images, and the parts that they consist of."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
