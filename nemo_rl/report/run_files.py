@@ -1,6 +1,6 @@
 """What a run leaves in its log folder, read back for the report and for the terminal view.
 
-    metrics.jsonl    a line per step: every metric
+    metrics.jsonl    a line per step: every metric, a number or "NaN", "Infinity", "-Infinity"
     config.yaml      the resolved configuration
     run.json         command, machine, versions, difference from the parent configuration
     events.jsonl     warnings, faults, alarms and the end of the run
@@ -73,11 +73,6 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int
                 yield found, position
 
 
-def number(value: Any) -> float:
-    """A metric as it is written: a number, or the string "NaN", "Infinity" or "-Infinity"."""
-    return float(value)
-
-
 @dataclass
 class Run:
     """A run as its folder shows it."""
@@ -114,7 +109,7 @@ def read_run(folder: Path) -> Run:
     rows: dict[int, dict[str, float]] = {}
     for found, _ in read_lines(metrics):
         step = int(found.pop("step"))
-        rows[step] = {name: number(value) for name, value in found.items()}
+        rows[step] = {name: float(value) for name, value in found.items()}
     return Run(
         folder=folder,
         rows=dict(sorted(rows.items())),

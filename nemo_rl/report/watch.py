@@ -17,7 +17,6 @@ from nemo_rl.report.run_files import (
     Run,
     Status,
     duration,
-    number,
     read_block,
     read_config,
     read_facts,
@@ -62,7 +61,7 @@ class Watch:
         """Read the lines that were written since the last call."""
         for row in self._new(METRICS_NAME):
             step = int(row.pop("step"))
-            self.run.rows[step] = {name: number(value) for name, value in row.items()}
+            self.run.rows[step] = {name: float(value) for name, value in row.items()}
         for step in sorted(self.run.rows)[:-_MAX_STEPS_KEPT]:
             del self.run.rows[step]
         self.run.events += self._new(EVENTS_NAME)

@@ -51,14 +51,18 @@ class ClusterConfig(MachinesConfig):
         return self.workers_per_node * self.num_nodes
 
 
-class WandbConfig(StrictModel):
-    """Weights & Biases."""
+class ProjectConfig(StrictModel):
+    """Base of the trackers that group runs by project."""
 
     project: str = "nemo-rl"
     """Project of the run."""
 
     name: str | None = None
-    """Name of the run; null: chosen by wandb."""
+    """Name of the run; null: chosen by the tracker."""
+
+
+class WandbConfig(ProjectConfig):
+    """Weights & Biases."""
 
     entity: str | None = None
     """Team or user; null: the default of the account."""
@@ -86,14 +90,8 @@ class MLflowConfig(StrictModel):
     """Where a new experiment keeps its files; null: chosen by the server, or `mlflow_artifacts` beside `mlflow.db`."""
 
 
-class SwanLabConfig(StrictModel):
+class SwanLabConfig(ProjectConfig):
     """SwanLab."""
-
-    project: str = "nemo-rl"
-    """Project of the run."""
-
-    name: str | None = None
-    """Name of the run; null: chosen by SwanLab."""
 
     workspace: str | None = None
     """User or organization; null: the default of the account."""
@@ -102,14 +100,8 @@ class SwanLabConfig(StrictModel):
     """`offline` writes under the run's log folder, for `swanlab sync` later."""
 
 
-class TrackioConfig(StrictModel):
+class TrackioConfig(ProjectConfig):
     """trackio."""
-
-    project: str = "nemo-rl"
-    """Project of the run."""
-
-    name: str | None = None
-    """Name of the run; null: chosen by trackio."""
 
 
 class MonitoringConfig(StrictModel):

@@ -236,17 +236,13 @@ def _require_messages(messages: Any) -> None:
 
 FLAGS = ("add_bos", "add_eos", "add_generation_prompt")
 _EXAMPLE_PROCESSORS = "nemo_rl.data.rows.example_processors"
+_OF_PROMPTS = (
+    *(math_hf_data_processor, math_data_processor, math_gdpo_data_processor, multichoice_qa_processor),
+    *(conversation_processor, episode_processor, retrieval_data_processor, code_data_processor),
+)
 PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
-    "default": math_hf_data_processor,
-    "code_data_processor": code_data_processor,
-    "conversation_processor": conversation_processor,
-    "episode_processor": episode_processor,
-    "math_hf_data_processor": math_hf_data_processor,
-    "math_data_processor": math_data_processor,
-    "math_gdpo_data_processor": math_gdpo_data_processor,
-    "multichoice_qa_processor": multichoice_qa_processor,
-    "vlm_hf_data_processor": math_hf_data_processor,
-    "retrieval_data_processor": retrieval_data_processor,
+    **{processor.__name__: processor for processor in _OF_PROMPTS},
+    **dict.fromkeys(("default", "vlm_hf_data_processor"), math_hf_data_processor),
     **{name: f"{_EXAMPLE_PROCESSORS}:{name}" for name in ("sft_processor", "pretokenized", "preference_processor")},
     "helpsteer3_data_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
 }

@@ -106,12 +106,9 @@ class CallTree:
             generation_s=generation_s,
             length=len(prompt) + len(completion.token_ids),
         )
-        self._children_of(parent).append(call)
+        (self._roots if parent is None else parent.children).append(call)
         self.calls.append(call)
         return call
-
-    def _children_of(self, call: Call | None) -> list[Call]:
-        return self._roots if call is None else call.children
 
     def _longest_prefix(self, prompt: bytes) -> tuple[Call | None, int]:
         """The call with the longest sequence that `prompt` begins with, and the tokens of that sequence."""
