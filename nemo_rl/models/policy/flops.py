@@ -332,13 +332,18 @@ def predict(
     return phases | {SYNC: step.sync()}
 
 
-@dataclass(frozen=True)
 class _Step:
-    model: ModelFlops
-    gpu: Gpu
-    layout: Layout
-    work: Work
-    assumed: Assumptions
+    """The rates of a GPU and its share of the weights, and the seconds that follow."""
+
+    def __init__(self, model: ModelFlops, gpu: Gpu, layout: Layout, work: Work, assumed: Assumptions) -> None:
+        self.model, self.gpu, self.layout, self.work, self.assumed = model, gpu, layout, work, assumed
+        self._weight_bytes = HALF * model.num_parameters
+        self._shard = model.num_parameters / layout.weight_shards  # trained weights of a GPU
+        self._received = model.num_parameters - self._shard  # weights that a GPU lacks
+        # Weights of a GPU that have optimizer state; that of adapters is too small to count.
+        self._optimized = 0.0 if layout.is_frozen else model.num_parameters / layout.optimizer_shards
+        self._memory = gpu.memory * assumed.memory
+        self._host, self._link = gpu.host * assumed.copies, gpu.link * assumed.copies
 
     def generation(self) -> float:
         """Replicas share the samples evenly; a replica decodes until its longest sample ends."""
@@ -392,34 +397,3 @@ class _Step:
         if not self.layout.colocated:
             return gather + copy + self._weight_bytes / self._link
         return gather + copy + self.onload()  # as many bytes leave as came
-
-    @property
-    def _weight_bytes(self) -> float:
-        return HALF * self.model.num_parameters
-
-    @property
-    def _shard(self) -> float:
-        """Trained weights of a GPU."""
-        return self.model.num_parameters / self.layout.weight_shards
-
-    @property
-    def _received(self) -> float:
-        """Weights that a GPU lacks."""
-        return self.model.num_parameters - self._shard
-
-    @property
-    def _optimized(self) -> float:
-        """Weights of a GPU that have optimizer state; that of adapters is too small to count."""
-        return 0.0 if self.layout.is_frozen else self.model.num_parameters / self.layout.optimizer_shards
-
-    @property
-    def _memory(self) -> float:
-        return self.gpu.memory * self.assumed.memory
-
-    @property
-    def _host(self) -> float:
-        return self.gpu.host * self.assumed.copies
-
-    @property
-    def _link(self) -> float:
-        return self.gpu.link * self.assumed.copies
