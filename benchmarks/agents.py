@@ -99,7 +99,7 @@ async def measure(num_episodes: int, num_calls: int, stream: bool) -> dict[str, 
     ours, theirs = context.Pipe()
     agents = context.Process(target=play, args=(urls, num_calls, stream, theirs))
     agents.start()
-    while not any(session.num_begun for session in sessions):  # the other process starts
+    while not any(session.num_running or session.num_sampled for session in sessions):  # the other process starts
         await asyncio.sleep(0.01)
     begin, cpu = time.perf_counter(), time.process_time()
     await asyncio.to_thread(ours.recv)

@@ -91,7 +91,8 @@ class Session:
         self.role_rewards: Counter[str] = Counter()
         self.was_rewarded = False
         self.num_refused = 0  # by a limit
-        self.num_begun = 0
+        self.num_running = 0  # requests that are being sampled
+        self.num_sampled = 0
         self._generate = generate
         self._sampling = sampling
         self._seed_of = seed_of
@@ -142,13 +143,13 @@ class Session:
         """Sample; what is answered is recorded. RequestError at a limit."""
         assert not images, "requests of agents are text"
         self._check_limits()
-        self.num_begun += 1
+        self.num_running += 1
         started = time.perf_counter()
         try:
             completion = await self._seeded(self._generate, prompt_token_ids, sampling, on_tokens=on_tokens)
-        except BaseException:
-            self.num_begun -= 1
-            raise
+        finally:
+            self.num_running -= 1
+        self.num_sampled += 1
         self._num_generated += len(completion.token_ids)
         self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
         return completion
@@ -207,7 +208,7 @@ class Session:
 
     def _check_limits(self) -> None:
         limits = self._limits
-        if self.num_begun >= limits.max_calls:
+        if self.num_sampled + self.num_running >= limits.max_calls:
             self.num_refused += 1
             raise RequestError(f"this episode has made its {limits.max_calls} calls of the model", 403)
         if limits.max_generated_tokens is not None and self._num_generated >= limits.max_generated_tokens:
