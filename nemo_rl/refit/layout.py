@@ -16,7 +16,8 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
@@ -294,6 +295,10 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         local = tensor.to_local()
         if wanted.itemsize < local.dtype.itemsize:
             local = local.to(wanted)
+        if (group := _sharing_rows(tensor)) is not None:
+            whole = local.new_empty(tensor.shape)
+            dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+            return whole.to(wanted)
         shards = DTensor.from_local(
             local.contiguous(),
             tensor.device_mesh,
@@ -304,6 +309,19 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         )
         tensor = shards.full_tensor()
     return tensor.to(wanted).contiguous()
+
+
+def _sharing_rows(tensor: DTensor) -> dist.ProcessGroup | None:
+    """The ranks that have equally many rows of `tensor` each; None if it is cut in another way or not at all.
+
+    Their rows end to end are the tensor: a collective without the plans of DTensor, which for a small tensor take
+    longer than the bytes.
+    """
+    cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(cuts) != 1 or type(cuts[0][1]) is not Shard or cuts[0][1].dim != 0:
+        return None
+    axis = cuts[0][0]
+    return tensor.device_mesh.get_group(axis) if len(tensor) % tensor.device_mesh.size(axis) == 0 else None
 
 
 def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:

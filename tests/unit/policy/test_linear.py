@@ -251,6 +251,20 @@ def test_top_k_logits_are_those_of_whole_logits_among_the_first_tokens_on_every_
         topk_logits(states, head, 61, vocab_size=60)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_a_tiny_vocabulary_is_computed_once_and_its_backward_pass_may_run_twice(chunk_tokens: int | None) -> None:
+    """Logits in one tile, at most four times as wide as the states, are kept; others are computed again."""
+    case = Case(vocab=64, with_bias=True, chunk_tokens=chunk_tokens)
+    assert_same("sampled", sampled(case), plain_sampled(case), case)
+    states, head = case.side(0, torch.float32)
+    logprobs = linear_logprobs(states, head, case.targets(), **case.tiles)
+    assert logprobs.grad_fn is not None
+    kept = [tensor.shape for tensor in logprobs.grad_fn.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
+    assert ((case.n, case.vocab) in kept) == (chunk_tokens is None)
+    first, second = (torch.autograd.grad(logprobs.sum(), [states, head.weight], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together() -> None:
     # Small whole numbers: logits are exact, and many are equal.
     random = torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logprobs import LogprobModel
@@ -103,14 +104,6 @@ def scored_sequences(
     return scored
 
 
-def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
-    """Right-pad tensors [T, ...] with zeros to [B, length, ...]."""
-    out = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
-    for row, tensor in enumerate(tensors):
-        out[row, : len(tensor)] = tensor
-    return out
-
-
 def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
     """One micro-batch as a loss sees it, [B, longest row]."""
     width = max(len(row.token_ids) for row in rows)
@@ -121,11 +114,11 @@ def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.d
             assert name in inputs_type.optional, f"{name} was not computed"
             return torch.zeros(len(rows), width)
         assert len(values) == len(rows), f"some rows have no {name}"
-        return torch.stack(values) if values[0].ndim == 0 else pad(values, width)
+        return torch.stack(values) if values[0].ndim == 0 else pad_sequence(values, batch_first=True)
 
     tensors = {
-        "input_ids": pad([row.token_ids for row in rows], width),
-        "token_mask": pad([row.token_mask for row in rows], width).float(),
+        "input_ids": pad_sequence([row.token_ids for row in rows], batch_first=True),
+        "token_mask": pad_sequence([row.token_mask for row in rows], batch_first=True).float(),
         "sample_mask": torch.tensor([row.mask for row in rows]),
     }
     tensors |= {f.name: column(f.name) for f in fields(inputs_type) if f.name not in tensors}

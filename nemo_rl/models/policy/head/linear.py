@@ -175,28 +175,33 @@ class _LinearLogprobs(torch.autograd.Function):
             sums.chosen[rows] += torch.where(is_here, tile.gather(1, index), 0.0)
             sums.add(rows, tile, with_entropy=False)
         sums.reduce(options.head.group)
-        # Not the tiles: backward computes them again, because [N, V] logits would not fit into memory.
-        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total)
+        # Not the tiles: backward computes them again, because [N, V] logits would not fit into memory. Those of a tiny
+        # vocabulary do, and their exponentials are all that backward needs.
+        exponentials = tiles.buffer.view(len(states), -1) if tiles.are_few else None
+        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total, exponentials)
         ctx.options = options
         return sums.logprobs()[:, 0]
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets, kept, maximum, total = ctx.saved_tensors
+        states, weight, bias, targets, kept, maximum, total, exponentials = ctx.saved_tensors
         options: TileOptions = ctx.options
         tiles = Tiles(states, weight, bias, options)
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
         rising = grad * tiles.scale
         # p = exp(logit - maximum) / total: dividing here costs one division per token in place of one per logit.
         falling = -rising / total
-        for rows, columns, block, tile in tiles:
+        for rows, columns, block, tile in tiles if exponentials is None else tiles.unfilled():
             index, is_here = tiles.find(targets[rows], columns)
             slope = tiles.slope(tile)  # of the logits themselves: before the filter and the gradient overwrite them
             if options.is_filtered:
                 # Logits outside of the kept set are -inf again, so their p, and with it their gradient, is exactly 0.
                 tiles.filter(tile, kept[rows], index, is_here)
             # d log p(target) / d logit = [is target] - p
-            tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+            if exponentials is None:
+                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+            else:
+                torch.mul(exponentials, falling[rows, None], out=tile)
             tile.scatter_add_(1, index, torch.where(is_here, rising[rows, None], 0.0))
             sums.add(rows, columns, tile, block, slope)
         return *sums.result(options.head.group, weight.dtype), None, None

@@ -25,6 +25,7 @@ GPU_TILE_BYTES = 128 << 20, 512 << 20
 
 _FREE_SHARE = 1 / 64  # of a GPU's free memory, for one tile; a backward pass has two or three
 _MAX_ROWS = 8192
+_FEW_COLUMNS = 4  # times the hidden size: a feed-forward layer keeps as many numbers of a token
 _COLUMN_MULTIPLE = 64
 _WHOLE_ROWS_TILES = 4  # tiles of whole rows are larger: with few rows at a time, reading the head would dominate
 
@@ -159,19 +160,30 @@ class Tiles:
 
         A tile of logits is valid until the next one.
         """
+        for rows, columns, block, tile in self.unfilled():
+            _matmul(self.states[rows], block.t(), out=tile)
+            if self.bias is not None:
+                tile.add_(self.bias[columns])
+            if self.scale != 1.0:
+                tile.mul_(self.scale)
+            if self.softcap is not None:
+                tile.tanh_().mul_(self.softcap_scale)
+            yield rows, columns, block, tile
+
+    def unfilled(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        """The same tiles without their logits."""
         for columns in _slices(self.num_columns, self.columns_per_block):
             block = self.weight[columns].to(self.operand_dtype)  # once for all rows, because it is a copy on CPUs
             for rows in self.row_blocks:
-                states = self.states[rows]
-                tile = self.buffer[: len(states) * len(block)].view(len(states), len(block))
-                _matmul(states, block.t(), out=tile)
-                if self.bias is not None:
-                    tile.add_(self.bias[columns])
-                if self.scale != 1.0:
-                    tile.mul_(self.scale)
-                if self.softcap is not None:
-                    tile.tanh_().mul_(self.softcap_scale)
-                yield rows, columns, block, tile
+                num_rows = rows.stop - rows.start
+                yield rows, columns, block, self.buffer[: num_rows * len(block)].view(num_rows, len(block))
+
+    @property
+    def are_few(self) -> bool:
+        """Whether all logits, whole and as the head makes them, take little more memory than the states of a layer."""
+        is_one = len(self.row_blocks) == 1 and self.columns_per_block == self.num_columns
+        is_plain = not self.options.is_filtered and self.softcap is None and self.options.head.group is None
+        return is_one and is_plain and self.num_columns <= _FEW_COLUMNS * self.states.shape[1]
 
     def find(self, targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(column of each row's target in a tile of `columns`, or any; whether it is in the tile), [rows, 1] each."""
