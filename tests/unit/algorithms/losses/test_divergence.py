@@ -5,7 +5,22 @@ import math
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.divergence import agreement_metrics, bound_importance_weights
+from nemo_rl.algorithms.losses.divergence import agreement_metrics, bound_importance_weights, calculate_kl
+
+
+def test_clamps_and_their_absence():
+    logprobs, reference = torch.tensor([0.0, 0.0]), torch.tensor([5.0, -5.0])
+    assert calculate_kl(logprobs, reference, "k1", 2.0, None).tolist() == [-2.0, 2.0]
+    assert calculate_kl(logprobs, reference, "k1", None, 3.0).tolist() == [-3.0, 3.0]
+    assert calculate_kl(logprobs, reference, "k1", None, None).tolist() == [-5.0, 5.0]
+    assert calculate_kl(logprobs, reference, "k3").tolist() == pytest.approx([10.0, math.exp(-5) - 1 + 5])
+
+
+def test_tis_clamps():
+    raw = torch.tensor([[0.5, 1.0, 4.0]])
+    weights = bound_importance_weights(raw, torch.ones(1, 3), kind="tis", minimum=0.8, maximum=2.0)
+    assert weights.used[0].tolist() == pytest.approx([0.8, 1.0, 2.0])
+    assert weights.out_of_bounds[0].tolist() == [True, False, True]
 
 
 def test_icepop_leaves_tokens_out():
