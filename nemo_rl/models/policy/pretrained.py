@@ -191,6 +191,9 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
     sizes = config.dtensor_cfg
     refused = {
         config.megatron_cfg.key("enabled"): config.megatron_cfg.enabled,
+        f"{config.reward_model_cfg.key('reward_model_type')}=regression": (
+            config.reward_model_cfg.enabled and config.reward_model_cfg.reward_model_type == "regression"
+        ),
         sizes.key("pipeline_parallel_size"): sizes.pipeline_parallel_size > 1,
         sizes.key("expert_parallel_size"): sizes.expert_parallel_size > 1,
         # Features of images join after layers too, whose states each rank would have for its own positions.

@@ -229,6 +229,12 @@ def test_tensor_parallelism_cuts_the_language_model_alone(tiny):
         assert not tower & cut.keys()
 
 
+def test_a_value_model_that_sees_is_refused(tiny):
+    policy = policy_config(reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type="regression"))
+    with pytest.raises(ValueError, match="reward_model_type=regression: not with"):
+        check_vision_model(policy, tiny[0].config)
+
+
 def test_features_that_join_after_layers_are_not_split_by_position(tiny):
     settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
     policy = policy_config(dtensor_cfg=DTensorConfig(**settings))
