@@ -27,7 +27,6 @@ from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.norm import shorten_norms
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
@@ -89,8 +88,6 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
     if mesh.tensor is not None:
         # Before FSDP, which shards what tensor and expert parallelism leave to this rank.
         tensor_parallel.apply_tensor_parallel(hf, mesh.tensor, settings)
-    elif not settings.torch_compile:  # which fuses them; and tensor-parallel norms are DTensors
-        shorten_norms(hf)
     moe.apply_expert_parallel(hf, mesh)
     # Wrapped before FSDP, so that one gather of a block serves its recomputation and its backward pass.
     recompute_activations(hf, settings.activation_checkpointing)
