@@ -209,7 +209,9 @@ class _Estimator:
         is_relative = self.name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
         self.cfg = AdvEstimatorConfig.model_validate({"std": "leave_one_out" if is_relative else "group", **given})
         if loss_config is not None and loss_config.get("use_kl_in_reward"):
-            raise TypeError("the KL in the reward is applied on the workers; see algorithms.plan.advantages.KLInReward")
+            raise TypeError(
+                "the KL in the reward is applied on the workers; see algorithms.plan.token_advantages.KLInReward"
+            )
 
     def compute_advantage(
         self,

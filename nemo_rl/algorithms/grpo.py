@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from nemo_rl.algorithms.async_grpo import AsyncGroups
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.advantages import AdvantageResult, KLInReward, compute_advantages
+from nemo_rl.algorithms.plan.advantages import AdvantageResult, compute_advantages
 from nemo_rl.algorithms.plan.rewards import DynamicSampler, ScoredGroup, score_groups
+from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, Work, predict

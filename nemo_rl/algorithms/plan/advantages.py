@@ -2,19 +2,16 @@
 
 A group is the samples of one prompt in one step, by explicit id. Statistics are two-pass in float64 with the unbiased
 (n - 1) standard deviation. Samples without a reward stay out of them and get advantage 0. With the KL penalty in the
-reward, advantages differ by token: `KLInReward` finishes them on the workers, which have the log-probabilities.
+reward, advantages differ by token: `token_advantages.py` finishes them on the workers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
-from nemo_rl.algorithms.losses.divergence import calculate_kl
+from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig
 
 NO_BOUNDS = (-math.inf, math.inf)
 
@@ -196,71 +193,3 @@ def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) ->
         advantages=[a.tolist() for a in advantages],
         metrics=metrics | {"num_zero_variance_groups": float(equal)},
     )
-
-
-@dataclass(frozen=True)
-class KLInReward:
-    """A `nemo_rl.types.TokenAdvantages`: the KL to the reference policy charged to each token's reward, then whitening.
-
-    The input is the advantage of `reinforce_plus_plus(..., kl_in_reward=True)`, repeated over the tokens of a sample.
-    """
-
-    loss_cfg: ClippedPGLossConfig
-    eps: float
-    bounds: tuple[float, float] = NO_BOUNDS
-
-    def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-        """Subtract the KL of the policy before the step from `advantages`. 0 where masked."""
-        cfg = self.loss_cfg
-        # Of the policy before the step, without gradient: this KL is part of the reward, and the reward is given.
-        kl = calculate_kl(
-            torch.where(mask > 0, columns["prev_logprobs"], 0.0),
-            torch.where(mask > 0, columns["reference_policy_logprobs"], 0.0),
-            cfg.reference_policy_kl_type,
-            cfg.kl_input_clamp_value,
-            cfg.kl_output_clamp_value,
-        )
-        return {"advantages": subtract_kl_to_go(columns["advantages"], kl, mask, cfg.reference_policy_kl_penalty)}
-
-    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        return whitening_sums(advantages, mask)
-
-    def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-        return whiten(advantages, mask, sums, self.eps).clamp(*self.bounds)
-
-
-def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:
-    """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...). All [..., S]; 0 where `mask` is 0.
-
-    The KL is a negative reward of each token, and a token is responsible for its own and all later rewards
-    (arXiv 2501.03262, section 3, undiscounted).
-    """
-    kl = torch.where(mask > 0, kl, 0.0)
-    # Summed from the end: flipping twice turns a sum over earlier tokens into one over later tokens.
-    kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
-    return torch.where(mask > 0, advantages - kl_penalty * kl_to_go, 0.0)
-
-
-def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
-    """float64 [3]: count, sum and sum of squares over the tokens of `mask`; they add up over samples and ranks."""
-    valid = mask > 0
-    # float64: the variance is a small difference of two sums over millions of tokens.
-    values = torch.where(valid, advantages, 0.0).double()
-    return torch.stack([valid.sum().double(), values.sum(), values.square().sum()])
-
-
-def whiten(advantages: Tensor, mask: Tensor, sums: Tensor, eps: float) -> Tensor:
-    """(A - mean) / (std + eps) with the statistics of the whole batch, `sums` from `whitening_sums`. [..., S].
-
-    0 where masked. All zeros when fewer than two tokens were counted or they have no variance.
-    """
-    count, total, squares = sums.double().unbind()
-    mean = total / count.clamp(min=1.0)
-    variance = (squares - total * mean) / (count - 1.0).clamp(min=1.0)
-    # One pass leaves a rounding error of about 1e-16 of the mean square; a variance that small is noise, not signal.
-    noise = 1e-14 * squares / count.clamp(min=1.0)
-    std = variance.clamp(min=0.0).sqrt()
-    # eps bounds the scale but would still blow noise up, so no variance means no advantage.
-    scale = torch.where((count >= 2) & (variance > noise), 1.0 / (std + eps), 0.0)
-    whitened = ((advantages.double() - mean) * scale).to(advantages.dtype)
-    return torch.where(mask > 0, whitened, 0.0)

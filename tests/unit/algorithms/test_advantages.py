@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
-from nemo_rl.algorithms.plan.advantages import (
-    GroupRewards,
-    KLInReward,
-    compute_advantages,
-    subtract_kl_to_go,
-    whiten,
-    whitening_sums,
-)
+from nemo_rl.algorithms.plan.advantages import GroupRewards, compute_advantages
+from nemo_rl.algorithms.plan.token_advantages import KLInReward, subtract_kl_to_go, whiten, whitening_sums
 
 
 def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[int] | None = None) -> GroupRewards:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.advantages import KLInReward
+from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
