@@ -184,10 +184,8 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
     """ValueError unless models of this architecture can be trained with images, with these settings."""
     key, name, kind = config.key("model_name"), config.model_name, model.model_type
     if kind not in FAMILIES:
-        raise ValueError(
-            f"{key}: {name!r} is a vision-language model of type {kind!r}, which is not supported; these are: "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{key}: {name!r} is a vision-language model of type {kind!r}; supported are {known}")
     sizes = config.dtensor_cfg
     refused = {
         config.megatron_cfg.key("enabled"): config.megatron_cfg.enabled,
@@ -200,7 +198,7 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
         sizes.key("sequence_parallel"): sizes.sequence_parallel and kind == "qwen3_vl",
     }
     if asked := [name for name, is_on in refused.items() if is_on]:
-        raise ValueError(f"{asked[0]}: not with {kind} models, such as {config.model_name!r}; switch it off")
+        raise ValueError(f"{asked[0]}: not with {kind} models, such as {name!r}; switch it off")
 
 
 def _check_files(model: str, directory: Path) -> None:
