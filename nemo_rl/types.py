@@ -299,7 +299,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class RolloutGroup:
-    """All samples of one prompt in one step: one object in the object store."""
+    """All samples of one prompt in one step. Groups that end at the same time may share an object of the store."""
 
     group_id: str  # "<number of the batch>/<position in it>/<prompt_id>"; explicit, never derived from text
     prompt_id: str
@@ -319,8 +319,9 @@ class GroupHandle:
     group_id: str
     prompt_id: str
     task_name: str
-    ref: Any  # ray.ObjectRef of the RolloutGroup
+    ref: Any  # ray.ObjectRef of a list: the group, and others that ended at the same time
     samples: list[SampleMeta]
+    place: int = 0  # of the group in the list
 
     @property
     def rows(self) -> list[SampleMeta]:
@@ -381,7 +382,7 @@ MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
 class ExampleHandle:
     """The controller's view of an ExampleGroup."""
 
-    ref: Any  # ray.ObjectRef of the ExampleGroup
+    ref: Any  # ray.ObjectRef of a list that holds the ExampleGroup alone
     rows: list[ExampleMeta]
 
 
@@ -435,7 +436,7 @@ class RankPlan:
 class BatchPlan:
     """Which sample goes to which rank, optimizer step and micro-batch."""
 
-    groups: list[Any]  # ray.ObjectRef per group
+    groups: list[tuple[Any, int]]  # (ray.ObjectRef of a list of groups, place in it) of each group
     ranks: list[RankPlan]
 
 

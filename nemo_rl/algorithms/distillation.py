@@ -116,7 +116,7 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(
         own + filling,
-        [group.ref for group in groups],
+        [(group.ref, group.place) for group in groups],
         num_ranks=teacher.policy.data_parallel_size,
         global_batch_size=len(own) + missing,
         batching=teacher.batching,

@@ -28,6 +28,18 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     # Numbers by name for each conversation. A step averages the numbers of last turns over its finished samples.
     metrics: Sequence[Mapping[str, float] | None] | None = None
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # torch writes a tensor as if to a file, which takes longer than all the rest.
+        tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
+        plain = self._replace(**{name: tensor.tolist() for name, tensor in tensors.items()})
+        return _received, (tuple(plain), {name: tensor.dtype for name, tensor in tensors.items()})
+
+
+def _received(plain: tuple[Any, ...], dtypes: Mapping[str, torch.dtype]) -> EnvironmentReturn[Any]:
+    """An EnvironmentReturn from another process."""
+    result = EnvironmentReturn(*plain)
+    return result._replace(**{name: torch.tensor(getattr(result, name), dtype=dtypes[name]) for name in dtypes})
+
 
 class EnvironmentInterface(ABC, Generic[MetadataT]):
     """An environment. It runs as a Ray actor, once per section of `env`, and keeps no episode: the metadata do.

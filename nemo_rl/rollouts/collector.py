@@ -70,7 +70,7 @@ class RolloutCollector:
         self.restart_generation: Callable[[], Sequence[Any]] | None = None
         self.abandon_requests: Callable[[], None] | None = None  # makes the engines drop their requests
         self.on_new_generation: Callable[[Sequence[Any]], None] | None = None  # for another user of the engines
-        self._playing: dict[ray.ObjectRef, GroupRequest] = {}
+        self._playing: dict[ray.ObjectRef, list[GroupRequest]] = {}
         self._finished: dict[str, GroupHandle] = {}  # by group id, until a method returns them
         self._submitted: set[str] = set()  # ids of groups that `finished` returns
         self._num_restarts = 0
@@ -91,7 +91,7 @@ class RolloutCollector:
             self.on_new_generation(self._generation_workers)
         self._call("set_generation_workers", self._generation_workers)
         self._postponed = None
-        unfinished, self._playing = list(self._playing.values()), {}
+        unfinished, self._playing = self._unfinished(), {}
         self._play(unfinished)
 
     # -- groups that the caller waits for
@@ -116,9 +116,9 @@ class RolloutCollector:
         own: set[str] = set()
         with self._accelerator.hold(GENERATION):
             while True:
-                for request in itertools.islice(waiting, max_in_flight - len(own)):
-                    own.add(request.group_id)
-                    self._play([request])
+                new = list(itertools.islice(waiting, max_in_flight - len(own)))
+                own.update(request.group_id for request in new)
+                self._play(new)
                 if not own:
                     return
                 self._advance()
@@ -176,9 +176,12 @@ class RolloutCollector:
 
     # -- calls and recovery
 
-    def _play(self, requests: Iterable[GroupRequest]) -> None:
-        for request in requests:
-            self._playing[self.group.start_one(0, "collect", request)] = request
+    def _play(self, requests: Sequence[GroupRequest]) -> None:
+        if requests:
+            self._playing[self.group.start_one(0, "collect", requests)] = list(requests)
+
+    def _unfinished(self) -> list[GroupRequest]:
+        return [request for requests in self._playing.values() for request in requests]
 
     def _advance(self) -> None:
         """Wait until a group is finished, or a dead process is replaced."""
@@ -199,8 +202,10 @@ class RolloutCollector:
                 self._recover_worker(error)
 
     def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
-        for ref, handle in zip(refs, self.group.wait(refs), strict=True):
-            self._finished[self._playing.pop(ref).group_id] = self.track(handle)
+        for ref, handles in zip(refs, self.group.wait(refs), strict=True):
+            ended = {handle.group_id: self.track(handle) for handle in handles}
+            self._finished |= ended
+            self._play([request for request in self._playing.pop(ref) if request.group_id not in ended])
             self._num_restarts = 0
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         if unused:
@@ -226,7 +231,7 @@ class RolloutCollector:
         if isinstance(error, WorkerDied):
             if not error.worker.startswith(NAME_PREFIX):
                 raise error
-            logger.warning("%s; restarting it and replaying %d groups", first_line(error), len(self._playing))
+            logger.warning("%s; restarting it and replaying %d groups", first_line(error), len(self._unfinished()))
             self._restart()
             if self.abandon_requests is not None:
                 with suppress(WorkerError):  # a dead engine has no requests, and its next caller finds it
@@ -236,7 +241,7 @@ class RolloutCollector:
             for arguments, groups in unwritten:
                 self._record(arguments, groups)
         elif error.engine_died and self.restart_generation is not None:
-            logger.warning("%s; restarting the engine, replaying %d groups", first_line(error), len(self._playing))
+            logger.warning("%s; restarting the engine, replaying %d groups", first_line(error), len(self._unfinished()))
             self._postponed = error  # so that `poll`, which runs while the policy is called, does nothing
             with self._accelerator.lend(GENERATION):
                 workers = self.restart_generation()
@@ -278,7 +283,7 @@ class RolloutCollector:
     def inspect(self, function: Callable[..., Any], *args: Any, groups: Sequence[GroupHandle]) -> Any:
         """`await function(worker, *args, *groups)` on the rollout worker, with the engines awake."""
         with self._accelerator.hold(GENERATION):
-            return self._call("inspect", function, *args, *(group.ref for group in groups))
+            return self._call("inspect", function, args, *_places_and_refs(groups))
 
     # -- content of finished groups
 
@@ -288,7 +293,7 @@ class RolloutCollector:
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, without tokens, in one call."""
-        return self._call("conversations", *(group.ref for group in groups))
+        return self._call("conversations", *_places_and_refs(groups))
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
         """Write finished groups into a folder; see `records.write_groups`."""
@@ -333,7 +338,14 @@ class RolloutCollector:
 
 
 def _names_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
-    return ([group.task_name for group in groups], *(group.ref for group in groups))
+    return [group.task_name for group in groups], *_places_and_refs(groups)
+
+
+def _places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
+    """Where each group is among the objects that follow; groups share objects."""
+    refs: dict[ray.ObjectRef, int] = {}
+    places = [(refs.setdefault(group.ref, len(refs)), group.place) for group in groups]
+    return places, *refs
 
 
 def _new_keeper() -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -18,7 +19,7 @@ from nemo_rl.types import Completion, GenerationRequest, OnTokens, PromptImage, 
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+MAX_PATIENCE_S = 1.0  # of what has ended, for what ends soon
 
 
 class RequestFailed(RuntimeError):
@@ -117,16 +118,22 @@ class Engines:
         assert self._death is not None
         return self._death
 
-    async def wait(self, playing: asyncio.Future[T]) -> T:
-        """The result of `playing`. Raises EngineDied as soon as a replica is dead, while `playing` goes on."""
+    async def wait(self, *playing: asyncio.Future[Any], patience: float = 0.0) -> None:
+        """Return when one of `playing` is done; others may then take `patience` times as long as this one took.
+
+        EngineDied as soon as a replica is dead, while `playing` go on.
+        """
+        began = time.monotonic()
         died = asyncio.create_task(self.died())
         try:
-            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*playing, died], return_when=asyncio.FIRST_COMPLETED)
+            late = [future for future in playing if not future.done()]
+            if patience and late and not died.done():
+                await asyncio.wait(late, timeout=min(MAX_PATIENCE_S, patience * (time.monotonic() - began)))
         finally:
             died.cancel()
-        if not playing.done():
+        if not any(future.done() for future in playing):
             raise EngineDied(str(died.result()))
-        return playing.result()
 
     @asynccontextmanager
     async def time_limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:

@@ -19,10 +19,11 @@ class GroupKeeper:
     def __init__(self) -> None:
         self.groups: dict[str, ray.ObjectRef] = {}  # the latest, by group id
 
-    async def keep(self, groups: Sequence[RolloutGroup]) -> list[ray.ObjectRef]:
-        """Store groups, each as an object of its own. Returns their references."""
-        self.groups |= {group.group_id: ray.put(group) for group in groups}
-        return [self.groups[group.group_id] for group in groups]
+    async def keep(self, parcels: Sequence[list[RolloutGroup]]) -> list[ray.ObjectRef]:
+        """Store lists of groups. Returns a reference of each list, which lives as long as one of its groups is used."""
+        refs = [ray.put(parcel) for parcel in parcels]
+        self.groups |= {group.group_id: ref for parcel, ref in zip(parcels, refs, strict=True) for group in parcel}
+        return refs
 
     async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
         """Release groups, given by group id and hexadecimal id of the reference."""

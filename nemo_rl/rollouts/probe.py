@@ -58,7 +58,8 @@ async def probe(worker: RolloutWorker, request: ProbeRequest, *groups: RolloutGr
     refs = {digest: ray.put(made) for group in groups for digest, made in group.pixels.items()}
     playing = asyncio.gather(*(_complete(worker, request, sample, n, refs) for n, sample in enumerate(picked)))
     try:
-        fresh = await worker.engines.wait(playing)
+        await worker.engines.wait(playing)
+        fresh = playing.result()
     finally:
         playing.cancel()
     kept = RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh)

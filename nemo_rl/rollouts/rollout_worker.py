@@ -41,6 +41,13 @@ from nemo_rl.utils.timer import BusyTime, GenerationUse
 
 T = TypeVar("T")
 
+Places = Sequence[tuple[int, int]]
+"""Where finished groups are: (number of the list among the stored ones, place in it) of each."""
+
+_PATIENCE = 0.05  # of the time that the first group of a call took, for others to end
+_PARCEL_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 13  # its number, its mask, its logprob
+
 
 class EpisodeFailure(RuntimeError):
     """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
@@ -139,7 +146,7 @@ class RolloutWorker:
         self.keeper = keeper  # handle of a GroupKeeper
         self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
         self._ended: list[RolloutGroup] = []  # not sent to the keeper yet
-        self._storing: asyncio.Task[dict[str, ray.ObjectRef]] | None = None
+        self._storing: asyncio.Task[dict[str, tuple[ray.ObjectRef, int]]] | None = None
         self.environments = settings.connect_environments()
         self.agents = settings.connect_agents()
         self.engines = Engines(settings.engine_timeout_s)
@@ -171,25 +178,34 @@ class RolloutWorker:
         """Use of the engines since the last call."""
         return self.busy.take()
 
-    async def collect(self, request: GroupRequest) -> GroupHandle:
-        """Play one group to its end and store it.
+    async def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
+        """Play groups to their ends and store them. Returns those that have ended, at least one.
 
-        Raises EngineDied as soon as an engine dies, while the group continues. The caller replaces the engines and
-        calls again with the same request.
+        The caller calls again for the others. Raises EngineDied as soon as an engine dies, while the groups continue.
+        The caller replaces the engines and calls again with the same requests.
         """
-        group_id = request.group_id
-        if group_id not in self._playing:
-            self._playing[group_id] = asyncio.create_task(self._play(request))
-        playing = self._playing[group_id]
+        for request in requests:
+            if request.group_id not in self._playing:
+                self._playing[request.group_id] = asyncio.create_task(self._play(request))
+        playing = {request.group_id: self._playing[request.group_id] for request in requests}
         try:
-            return await self.engines.wait(playing)
+            await self.engines.wait(*playing.values(), patience=_PATIENCE)
         finally:
-            if playing.done() and self._playing.get(group_id) is playing:
-                del self._playing[group_id]
+            ended = {group_id: task for group_id, task in playing.items() if task.done()}
+            for group_id, task in ended.items():
+                if self._playing.get(group_id) is task:
+                    del self._playing[group_id]
+        return [task.result() for task in ended.values()]
 
-    async def inspect(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """`await function(self, *args)`, as an investigation needs it (`probe.py`)."""
-        return await function(self, *args)
+    async def inspect(
+        self,
+        function: Callable[..., Awaitable[T]],
+        args: Sequence[Any],
+        places: Places,
+        *stored: Sequence[RolloutGroup],
+    ) -> T:
+        """`await function(self, *args, *groups)`, as an investigation needs it (`probe.py`)."""
+        return await function(self, *args, *_picked(places, stored))
 
     async def abandon(self) -> None:
         """Cancel all groups that are being played."""
@@ -220,13 +236,15 @@ class RolloutWorker:
         if len(self._ended) == 1:
             self._storing = asyncio.create_task(self._store_ended())
         assert self._storing is not None
-        refs = await asyncio.shield(self._storing)  # one group that is abandoned does not take the others with it
+        # Shielded: one group that is abandoned does not take the others with it.
+        ref, place = (await asyncio.shield(self._storing))[group.group_id]
         return GroupHandle(
             group_id=group.group_id,
             prompt_id=group.prompt_id,
             task_name=task_name,
-            ref=refs[group.group_id],
+            ref=ref,
             samples=[sample.meta for sample in group.samples],
+            place=place,
         )
 
     async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int, images: _Images) -> Sample:
@@ -280,41 +298,55 @@ class RolloutWorker:
         images.add(new)
         return rendered
 
-    async def _store_ended(self) -> dict[str, ray.ObjectRef]:
-        """Send the groups that have ended to the keeper: their references by group id."""
+    async def _store_ended(self) -> dict[str, tuple[ray.ObjectRef, int]]:
+        """Send the groups that have ended to the keeper: reference and place of each by group id."""
         await asyncio.sleep(0)  # groups that end at the same time travel together
         groups, self._ended = self._ended, []
+        parcels = _parcels(groups)
         limit_s = self.settings.engine_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                refs = await self.keeper.keep.remote(groups)
+                refs = await self.keeper.keep.remote(parcels)
         except TimeoutError:
             raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
         except RayActorError as error:
             raise KeeperLost(str(error)) from error
         except RayTaskError as error:
             raise KeeperLost(f"{type(error.cause).__name__}: {error.cause}") from error
-        return {group.group_id: ref for group, ref in zip(groups, refs, strict=True)}
+        pairs = zip(parcels, refs, strict=True)
+        return {group.group_id: (ref, place) for parcel, ref in pairs for place, group in enumerate(parcel)}
 
-    async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
+    # Finished groups arrive as the keeper stores them, in lists, with the place of each that is meant.
+
+    async def save(
+        self, folder: Path, task_names: Sequence[str], places: Places, *stored: Sequence[RolloutGroup]
+    ) -> None:
         """`records.write_groups`, in a thread."""
-        await asyncio.to_thread(write_groups, folder, groups, task_names)
+        await asyncio.to_thread(write_groups, folder, _picked(places, stored), task_names)
 
     async def record(
-        self, root: Path, index: StepIndex, keep: int | None, task_names: Sequence[str], *groups: RolloutGroup
+        self,
+        root: Path,
+        index: StepIndex,
+        keep: int | None,
+        task_names: Sequence[str],
+        places: Places,
+        *stored: Sequence[RolloutGroup],
     ) -> int:
         """`records.write_step`, in a thread."""
-        return await asyncio.to_thread(write_step, root, index, groups, task_names, keep)
+        return await asyncio.to_thread(write_step, root, index, _picked(places, stored), task_names, keep)
 
     async def load(self, folder: Path) -> list[GroupHandle]:
         """Read the groups of a folder and store them."""
         groups, task_names = await asyncio.to_thread(read_groups, folder)
-        return [await self.keep(group, task) for group, task in zip(groups, task_names, strict=True)]
+        return await asyncio.gather(*map(self.keep, groups, task_names))
 
-    async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
+    async def environment_metrics(
+        self, task_names: Sequence[str], places: Places, *stored: Sequence[RolloutGroup]
+    ) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
         by_name: dict[str, tuple[Environment | AgentEnvironment, list[tuple[str, Sample]]]] = {}
-        for task_name, group in zip(task_names, groups, strict=True):
+        for task_name, group in zip(task_names, _picked(places, stored), strict=True):
             environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))
             samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
@@ -325,6 +357,25 @@ class RolloutWorker:
             for metric, value in (await environment.metrics(samples)).items()
         }
 
-    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
+    async def conversations(self, places: Places, *stored: Sequence[RolloutGroup]) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, to be read."""
-        return [[sample.conversation for sample in group.samples] for group in groups]
+        return [[sample.conversation for sample in group.samples] for group in _picked(places, stored)]
+
+
+def _picked(places: Places, stored: Sequence[Sequence[RolloutGroup]]) -> list[RolloutGroup]:
+    return [stored[number][place] for number, place in places]
+
+
+def _parcels(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
+    """Groups that are stored together. Who wants one of them fetches all, so large groups are stored apart."""
+    parcels: list[list[RolloutGroup]] = []
+    room = 0
+    for group in groups:
+        tokens = sum(_BYTES_PER_TOKEN * row.meta.length + row.meta.routed_experts_bytes for row in group.rows)
+        size = tokens + sum(array.nbytes for pixels in group.pixels.values() for array in pixels.values())
+        if size > room:
+            parcels.append([])
+            room = _PARCEL_BYTES
+        parcels[-1].append(group)
+        room -= size
+    return parcels

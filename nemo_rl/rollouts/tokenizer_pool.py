@@ -51,7 +51,7 @@ class TokenizerWorker:
             for example in examples:
                 group.pixels |= example.pixels
                 group.samples.append(replace(example, pixels={}))
-        return ExampleHandle(ref=ray.put(group), rows=rows)
+        return ExampleHandle(ref=ray.put([group]), rows=rows)
 
     def make_rows(self, prompts: Sequence[Prompt]) -> list[MadeRow]:
         """Tokenise rows that are not in the cache."""

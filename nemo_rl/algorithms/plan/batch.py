@@ -176,7 +176,7 @@ def plan_batch(
         branches = iter(rows[len(group.samples) :])
         for row, meta in zip(rows, group.samples, strict=False):
             episodes.append([row, *(next(branches) for _ in meta.branches)])
-    return plan_episodes(episodes, [group.ref for group in groups], **how)
+    return plan_episodes(episodes, [(group.ref, group.place) for group in groups], **how)
 
 
 def plan_samples(

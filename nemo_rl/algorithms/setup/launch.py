@@ -1,5 +1,6 @@
 """From a checked configuration to a finished run, for every command."""
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -93,6 +94,7 @@ def launch(
             trainer = build(config, stack, tools, prepared)
             for recorder in recorders:
                 recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
+            gc.freeze()  # what is there now stays: without this every collection would look at it
             trainer.train()
         return f"done; metrics and configuration are in {run_dir}"
 

@@ -431,7 +431,7 @@ class Investigator:
             ]
             batches: list[MicroBatch] = [own[start : start + size] for start in range(0, len(own), size)]
             ranks.append(RankPlan(train=[], logprobs=batches))
-        return BatchPlan(groups=[probe.ref], ranks=ranks)
+        return BatchPlan(groups=[(probe.ref, probe.place)], ranks=ranks)
 
 
 def _variant(sampling: SamplingParams) -> Variant:

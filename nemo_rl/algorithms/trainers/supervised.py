@@ -188,7 +188,7 @@ def plan_examples(handles: Sequence[ExampleHandle], *, num_ranks: int, batching:
 
     If ranks and micro-batches cannot share the rows evenly, the shortest row is repeated with mask 0.
     """
-    groups = [handle.ref for handle in handles]
+    groups = [(handle.ref, 0) for handle in handles]
     samples = [
         PlannedSample(
             group=number,

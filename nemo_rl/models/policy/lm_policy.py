@@ -140,9 +140,14 @@ class Policy(PolicyInterface):
         work = []
         for rank_plan in plan.ranks:
             numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
-            work.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
+            refs: dict[Any, int] = {}  # of the lists of groups; their numbers
+            places = {
+                number: (refs.setdefault(ref, len(refs)), place)
+                for number, (ref, place) in ((number, plan.groups[number]) for number in numbers)
+            }
+            work.append((rank_plan, places, *refs))
         self._plan = plan
-        self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
+        self.group.call_each("load_stored", [work[coordinate] for coordinate in self.data_coordinates])
 
     def compute(self, task: HeadTask, column: str) -> None:
         with self.accelerator.hold(self.name_prefix):

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,8 +169,14 @@ class PolicyWorker(ABC):
 
     # -- rows of the step
 
+    def load_stored(
+        self, plan: RankPlan, places: Mapping[int, tuple[int, int]], *stored: Sequence[RolloutGroup | ExampleGroup]
+    ) -> None:
+        """`load` of groups as the store has them. `places`: number of the group -> number of its list, place in it."""
+        self.load(plan, list(places), *(stored[number][place] for number, place in places.values()))
+
     def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
-        """Take the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
+        """Take the rows of `plan`. `groups` are those of `group_numbers`."""
         by_number = dict(zip(group_numbers, groups, strict=True))
         self.plan = plan
         self.rows = rows_of_plan(plan, by_number)

@@ -97,7 +97,7 @@ class ScoringPolicy(FakePolicy):
 
     def load(self, plan: BatchPlan) -> None:
         super().load(plan)
-        self.ranks = [rows_of_plan(rank, dict(enumerate(plan.groups))) for rank in plan.ranks]
+        self.ranks = [rows_of_plan(rank, dict(enumerate(ref for ref, _ in plan.groups))) for rank in plan.ranks]
 
     def compute(self, task: HeadTask, column: str) -> None:
         self.note(column)

@@ -68,7 +68,7 @@ class LocalPolicy:
         self.worker = worker
 
     def load(self, plan: BatchPlan) -> None:
-        self.worker.load(plan.ranks[0], list(range(len(plan.groups))), *plan.groups)
+        self.worker.load(plan.ranks[0], list(range(len(plan.groups))), *(ref for ref, _ in plan.groups))
 
     def compute(self, task: HeadTask, column: str) -> None:
         self.worker.compute(task, column)

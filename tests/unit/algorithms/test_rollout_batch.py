@@ -131,7 +131,7 @@ def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
     batching = replace(batching, micro_batch_multiple=multiple)
     plan = plan_of(lengths, batching, **layout)
     assert plan == plan_of(lengths, batching, **layout)
-    assert plan.groups == [f"ref{i}" for i in range(num_samples)]
+    assert plan.groups == [(f"ref{i}", 0) for i in range(num_samples)]
     samples = [PlannedSample(group=i, index=0, lengths=(n,), advantage=i, mask=1.0) for i, n in enumerate(lengths)]
     check_plan(plan, samples, batching, **layout)
 
@@ -158,7 +158,7 @@ def test_the_sequences_of_a_pair_are_neighbours_in_one_micro_batch(
     ]
     layout = {"num_ranks": ranks, "global_batch_size": global_batch}
     batching = replace(batching, micro_batch_multiple=multiple)
-    refs = [f"ref{number}" for number in range(-(-num_pairs // 3))]
+    refs = [(f"ref{number}", 0) for number in range(-(-num_pairs // 3))]
     plan = plan_samples(samples, refs, batching=batching, **layout)
     assert plan.groups == refs
     check_plan(plan, samples, batching, **layout)

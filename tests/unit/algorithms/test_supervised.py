@@ -62,7 +62,7 @@ def trained(policy: ScoringPolicy) -> list[list[str]]:
     """The samples of each plan that count."""
     return [
         sorted(
-            plan.groups[sample.group].samples[sample.index].sample_id
+            plan.groups[sample.group][0].samples[sample.index].sample_id
             for rank in plan.ranks
             for batch in rank.train[0]
             for sample in batch
@@ -82,7 +82,7 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["train/global_valid_toks"] == 8 and rows[0]["train/num_left_out"] == 0
     assert run.trainer.state.consumed_samples == 8 and run.trainer.state.total_valid_tokens == 16
-    lengths = [len(sample.token_ids) for group in run.policy.plans[0].groups for sample in group.samples]
+    lengths = [len(sample.token_ids) for group, _ in run.policy.plans[0].groups for sample in group.samples]
     assert rows[0]["train/total_num_tokens"] == sum(lengths)
 
 

@@ -43,30 +43,38 @@ class Keeper:
 
 @dataclass
 class FakeGroup:
-    """Finishes the oldest call and, every third time, the one after it. Fails at the given numbers of waits."""
+    """Finishes the first group of a call and, every third time, one of the next call. Fails at the given waits."""
 
     failures: dict[int, WorkerError] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    under_way: set[str] = field(default_factory=set)
     most_under_way: int = 0
+    num_calls: int = 0
     num_waits: int = 0
     generations: list[list[str]] = field(default_factory=list)
 
-    def start_one(self, index: int, method: str, request: GroupRequest) -> str:
-        self.asked.append(request.group_id)
-        return f"{len(self.asked)}:{request.group_id}"
+    def start_one(self, index: int, method: str, requests: Sequence[GroupRequest]) -> str:
+        names = [request.group_id for request in requests]
+        self.asked += [name for name in names if name not in self.under_way]  # others are asked for again
+        self.under_way.update(names)
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        self.num_calls += 1
+        return f"{self.num_calls}:{','.join(names)}"
 
     def call_one(self, index: int, method: str, workers: list[str]) -> None:
         self.generations.append(workers)
+        self.under_way.clear()
 
     def wait_any(self, refs: Sequence[str]) -> list[str]:
         self.num_waits += 1
-        self.most_under_way = max(self.most_under_way, len(refs))
         return list(refs[: 2 if self.num_waits % 3 == 0 else 1])
 
-    def wait(self, refs: Sequence[str]) -> list[str]:
+    def wait(self, refs: Sequence[str]) -> list[list[str]]:
         if self.num_waits in self.failures:
             raise self.failures[self.num_waits]
-        return [Handle(ref.partition(":")[2]) for ref in refs]
+        first = [ref.partition(":")[2].partition(",")[0] for ref in refs]
+        self.under_way.difference_update(first)
+        return [[Handle(name)] for name in first]
 
 
 class OverFakes(RolloutCollector):
@@ -124,7 +132,7 @@ def test_so_many_are_under_way_and_all_come_back():
 def test_what_was_under_way_is_played_again_when_an_engine_died():
     group = FakeGroup(failures={3: error(WorkerError, "rollout-0", "EngineDied")})
     assert sorted(played(OverFakes(group), 8, 3)) == sorted(f"g{n}" for n in range(8))
-    assert group.asked[5:8] == ["g2", "g3", "g4"], "those under way, before new ones"
+    assert sorted(group.asked[5:8]) == ["g2", "g3", "g4"], "those under way, before new ones"
     assert group.generations == [["engine, started again"]]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import RayTaskError
 
@@ -19,11 +20,19 @@ from nemo_rl.data.chat.images import image_parts, open_images, read_image
 from nemo_rl.data.datasets.shapes import draw
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import GroupRequest, KeeperLost, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import (
+    _PARCEL_BYTES,
+    GroupRequest,
+    KeeperLost,
+    RolloutWorker,
+    RolloutWorkerSettings,
+    _parcels,
+)
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerationRequest,
+    GroupHandle,
     ImageSpan,
     Prompt,
     RenderedObservation,
@@ -65,12 +74,12 @@ class Keeper:
     def keep(self) -> Keeper:
         return self
 
-    async def remote(self, groups: Sequence[RolloutGroup]) -> list[Any]:
+    async def remote(self, parcels: Sequence[Sequence[RolloutGroup]]) -> list[Any]:
         self.num_calls += 1
         if self.failure is not None:
             raise self.failure
-        self.groups += groups
-        return [None] * len(groups)
+        self.groups += [group for parcel in parcels for group in parcel]
+        return [None] * len(parcels)
 
 
 def process(prompt: Prompt) -> DatumSpec:
@@ -109,13 +118,21 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
+async def ended(playing: RolloutWorker, requests: Sequence[GroupRequest]) -> dict[str, GroupHandle]:
+    """Handles by group id, of calls that go on until all groups have ended."""
+    found: dict[str, GroupHandle] = {}
+    while missing := [request for request in requests if request.group_id not in found]:
+        found |= {handle.group_id: handle for handle in await playing.collect(missing)}
+    return found
+
+
 def tokens(keeper: Keeper) -> dict[str, list[int]]:
     return {sample.sample_id: sample.token_ids.tolist() for group in keeper.groups for sample in group.samples}
 
 
 async def undisturbed(numbers_of_groups: Sequence[int]) -> dict[str, list[int]]:
     playing, keeper = worker(FakeReplica())
-    await asyncio.gather(*(playing.collect(group(n)) for n in numbers_of_groups))
+    await ended(playing, [group(n) for n in numbers_of_groups])
     return tokens(keeper)
 
 
@@ -128,19 +145,19 @@ def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
     async def test() -> None:
         old = FakeReplica(last_turn_of(4))
         playing, keeper = worker(old)
-        first = asyncio.create_task(playing.collect(group()))
+        first = asyncio.create_task(playing.collect([group()]))
         while len(old.under_way) < 4:
             await asyncio.sleep(0)
         old.die()
         with pytest.raises(EngineDied, match="generation worker 0: the engine is gone"):
             await first
         with pytest.raises(EngineDied):  # until it is replaced
-            await playing.collect(group(1))
+            await playing.collect([group(1)])
         new = FakeReplica()
         await playing.set_generation_workers([new])
-        handles = await asyncio.gather(playing.collect(group()), playing.collect(group(1)))
-        assert [handle.group_id for handle in handles] == ["g0", "g1"]
-        assert [sample.num_turns for sample in handles[0].samples] == [TURNS] * 4
+        handles = await ended(playing, [group(), group(1)])
+        assert handles.keys() == {"g0", "g1"}
+        assert [sample.num_turns for sample in handles["g0"].samples] == [TURNS] * 4
         again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
         assert [len(request.prompt_token_ids) for request in again] == [8] * 4, "the last turns alone"
         assert tokens(keeper) == await undisturbed([0, 1])
@@ -156,17 +173,52 @@ def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
 
     async def test() -> None:
         probe = FakeReplica()
-        await worker(probe)[0].collect(group())
+        await worker(probe)[0].collect([group()])
         seeds.append(probe.asked[0].seed)  # the first turn of the first sample
         replica = FakeReplica(slow_for_one)
         playing, _ = worker(replica, timeout_s=1.0)
-        handle = await playing.collect(group())
+        [handle] = await playing.collect([group()])
         late, *others = handle.samples
         assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
         assert late.failure == "episode g0/0 was not over after 1 s"
         assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
         await asyncio.sleep(0.01)
         assert not replica.under_way and len(replica.aborted) == 1
+
+    run(test())
+
+
+def test_a_group_that_ends_is_handed_over_while_others_go_on():
+    """The second group waits for its engine; the first arrives alone, and the second in a later call, once."""
+
+    def holds_the_second(request: GenerationRequest) -> Any:
+        return None if request.prompt_token_ids[1] == 3 else numbers(request)
+
+    async def test() -> None:
+        replica = FakeReplica(holds_the_second)
+        playing, keeper = worker(replica)
+        both = [group(0), group(1)]
+        assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
+        second = asyncio.create_task(playing.collect(both[1:]))
+        await asyncio.sleep(0.05)
+        assert not second.done() and len(keeper.groups) == 1
+        replica.die()
+        with pytest.raises(EngineDied):
+            await second
+        await playing.set_generation_workers([FakeReplica()])
+        [handle] = await playing.collect(both[1:])
+        assert handle.group_id == "g1" and [kept.group_id for kept in keeper.groups] == ["g0", "g1"]
+
+    run(test())
+
+
+def test_small_groups_share_an_object_and_large_ones_do_not():
+    async def test() -> None:
+        playing, keeper = worker(FakeReplica())
+        await ended(playing, [group(n) for n in range(3)])
+        small, large = keeper.groups[:2], keeper.groups[2]
+        large.pixels = {"d": {"pixel_values": np.zeros(_PARCEL_BYTES, np.uint8)}}
+        assert _parcels([*small, large, small[0]]) == [small, [large], [small[0]]]
 
     run(test())
 
@@ -201,18 +253,18 @@ def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_a
         shown.append(num_images)
         if len(shown) == 3:
             raise ValueError("no image that Pillow can decode")
-        pixels["d"] = {"pixel_values": [1.0]}
+        pixels["d"] = {"pixel_values": np.ones(1)}
         return RenderedObservation([4, 5, 5], [span], "<image>")
 
     async def test() -> None:
         playing, keeper = worker(FakeReplica())
         playing.settings.render = render
-        handle = await playing.collect(group())
+        [handle] = await playing.collect([group()])
         failed = [sample for sample in handle.samples if sample.status is SampleStatus.FAILED]
         assert [sample.failure for sample in failed] == [
             f"sample {failed[0].sample_id}: no image that Pillow can decode"
         ]
-        assert keeper.groups[0].pixels == {"d": {"pixel_values": [1.0]}} and set(shown) == {0, 1}
+        assert keeper.groups[0].pixels == {"d": {"pixel_values": np.ones(1)}} and set(shown) == {0, 1}
         for sample in keeper.groups[0].samples:
             starts = [image.start for image in sample.images]
             assert starts == [place + 1 for place, token in enumerate(sample.token_ids.tolist()) if token == 4]
@@ -273,11 +325,11 @@ def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
         slow, other = group(0, 1), group(1, 1)
         if place == "prompt":
             slow = replace(slow, prompt=replace(slow.prompt, row={"problem": picture}))
-        late = asyncio.create_task(playing.collect(slow))
-        await playing.collect(replace(other, prompt=replace(other.prompt, task_name="other")))
+        late = asyncio.create_task(playing.collect([slow]))
+        await playing.collect([replace(other, prompt=replace(other.prompt, task_name="other"))])
         assert not seen and not late.done()
         released.set()
-        handle = await late
+        [handle] = await late
         assert handle.samples[0].num_turns == TURNS and set(seen) == {(48, 48)}
 
     with image_server(released) as address:
@@ -295,6 +347,6 @@ def test_a_keeper_that_fails_is_named() -> None:
         playing, keeper = worker(FakeReplica())
         keeper.failure = RayTaskError("GroupKeeper.keep", "", MemoryError("the store is full")).as_instanceof_cause()
         with pytest.raises(KeeperLost, match=r"^MemoryError: the store is full$"):
-            await playing.collect(group())
+            await playing.collect([group()])
 
     run(test())

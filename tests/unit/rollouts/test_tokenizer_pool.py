@@ -51,7 +51,7 @@ def read(handles):
     """(prompt id, text of each of its sequences) as they lie in the object store."""
     found = []
     for handle in handles:
-        samples = ray.get(handle.ref).samples
+        samples = ray.get(handle.ref)[0].samples
         for row in handle.rows:
             own = samples[row.index : row.index + len(row.lengths)]
             assert all(sample.sample_id.startswith(row.prompt_id) for sample in own)
