@@ -16,20 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.group_keeper import GroupKeeper
+from nemo_rl.rollouts.group_keeper import loss_of, new_keeper, places_and_refs, raise_if_lost
 from nemo_rl.rollouts.records import StepIndex
-from nemo_rl.rollouts.rollout_worker import (
-    GroupRequest,
-    KeeperLost,
-    RolloutWorkerSettings,
-)
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.timer import GenerationUse
 
@@ -37,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.rollouts.rollout_worker.RolloutWorker"
 NAME_PREFIX = "rollout"
-KEEPER = "group_keeper"
 MAX_RESTARTS = 3  # since a group was last finished
-_KEEPER_TIMEOUT_S = 10.0
 
 
 class RolloutCollector:
@@ -64,7 +57,8 @@ class RolloutCollector:
         self._accelerator = accelerator
         self._settings = settings
         self._bytes_of_stopped = 0
-        self._keeper = _new_keeper()
+        self._keeper = new_keeper()
+        self._keeper_loss = lambda: loss_of(self._keeper)
         self._generation_workers = list(generation_workers)
         self.group = self._start(RayWorkerBuilder(WORKER, settings, generation_workers, self._keeper))
         self.restart_generation: Callable[[], Sequence[Any]] | None = None
@@ -201,11 +195,16 @@ class RolloutCollector:
             except WorkerError as error:
                 self._recover_worker(error)
 
+    def _call_with(self, method: str, groups: Sequence[GroupHandle], *args: Any) -> Any:
+        return self._call("with_groups", method, args, *places_and_refs(groups))
+
     def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
         for ref, handles in zip(refs, self.group.wait(refs), strict=True):
             ended = {handle.group_id: self.track(handle) for handle in handles}
             self._finished |= ended
-            self._play([request for request in self._playing.pop(ref) if request.group_id not in ended])
+            if rest := [request for request in self._playing.pop(ref) if request.group_id not in ended]:
+                again = self.group.start_one(0, "collect_rest", [request.group_id for request in rest])
+                self._playing[again] = rest
             self._num_restarts = 0
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         if unused:
@@ -251,26 +250,13 @@ class RolloutCollector:
             raise error
 
     def check_keeper(self, error: WorkerError) -> None:
-        """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them, which explains
-        `error`."""
-        loss = first_line(error) if error.exception_type == KeeperLost.__name__ else self._keeper_loss()
-        if loss is not None:
-            text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
-            raise WorkerDied(text, worker=f"{KEEPER}-0", rank=0, method=error.method) from error
-
-    def _keeper_loss(self) -> str | None:
-        try:
-            ray.get(self._keeper.ping.remote(), timeout=_KEEPER_TIMEOUT_S)
-        except GetTimeoutError:
-            return f"it does not answer within {_KEEPER_TIMEOUT_S:g} s"
-        except RayActorError as death:
-            return str(death)
-        return None
+        """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them."""
+        raise_if_lost(error, self._keeper_loss)
 
     def replace_keeper(self) -> None:
         """Start a new keeper without groups, and a rollout worker that uses it. All groups are dropped."""
         ray.kill(self._keeper)
-        self._keeper = _new_keeper()
+        self._keeper = new_keeper()
         self._playing, self._finished, self._postponed, self._recording = {}, {}, None, {}
         self._submitted.clear()
         self._restart()
@@ -283,21 +269,21 @@ class RolloutCollector:
     def inspect(self, function: Callable[..., Any], *args: Any, groups: Sequence[GroupHandle]) -> Any:
         """`await function(worker, *args, *groups)` on the rollout worker, with the engines awake."""
         with self._accelerator.hold(GENERATION):
-            return self._call("inspect", function, args, *_places_and_refs(groups))
+            return self._call_with("inspect", groups, function, *args)
 
     # -- content of finished groups
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         """Metrics that the environments report for finished groups, as `<environment>/<metric>`."""
-        return self._call("environment_metrics", *_names_and_refs(groups))
+        return self._call_with("environment_metrics", groups, [group.task_name for group in groups])
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, without tokens, in one call."""
-        return self._call("conversations", *_places_and_refs(groups))
+        return self._call_with("conversations", groups)
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
         """Write finished groups into a folder; see `records.write_groups`."""
-        self._call("save", folder, *_names_and_refs(groups))
+        self._call_with("save", groups, folder, [group.task_name for group in groups])
 
     def load(self, folder: Path) -> list[GroupHandle]:
         """Handles of groups that `save` wrote."""
@@ -305,10 +291,11 @@ class RolloutCollector:
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
         """Begin to write the groups of a training step; see `records.write_step`."""
-        self._record((root, index, keep, *_names_and_refs(groups)), groups)
+        self._record((root, index, keep, [group.task_name for group in groups]), groups)
 
     def _record(self, arguments: tuple[Any, ...], groups: Sequence[GroupHandle]) -> None:
-        self._recording[self.group.start_one(0, "record", *arguments)] = (arguments, groups)
+        ref = self.group.start_one(0, "with_groups", "record", arguments, *places_and_refs(groups))
+        self._recording[ref] = (arguments, groups)
 
     def finish_records(self) -> int:
         """Wait for all records that `start_record` began. Returns the bytes written.
@@ -335,18 +322,3 @@ class RolloutCollector:
         self.group.shutdown()
         if ray.is_initialized():
             ray.kill(self._keeper)
-
-
-def _names_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
-    return [group.task_name for group in groups], *_places_and_refs(groups)
-
-
-def _places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
-    """Where each group is among the objects that follow; groups share objects."""
-    refs: dict[ray.ObjectRef, int] = {}
-    places = [(refs.setdefault(group.ref, len(refs)), group.place) for group in groups]
-    return places, *refs
-
-
-def _new_keeper() -> Any:
-    return ray.remote(GroupKeeper).options(num_cpus=0).remote()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.types import RolloutGroup
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
+from nemo_rl.types import GroupHandle, RolloutGroup
+
+KEEPER = "group_keeper"
+Places = Sequence[tuple[int, int]]
+"""Where groups are in lists: (number of the list, place in it) of each."""
+
+_TIMEOUT_S = 10.0  # of an answer from the keeper
+PARCEL_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 13  # its number, its mask, its logprob
 
 
 class GroupKeeper:
@@ -33,3 +45,77 @@ class GroupKeeper:
 
     async def ping(self) -> None:
         """Return while this process lives."""
+
+
+class KeeperLost(RuntimeError):
+    """The process that holds finished groups is gone, fails or does not answer."""
+
+
+def new_keeper() -> Any:
+    """Start a keeper."""
+    return ray.remote(GroupKeeper).options(num_cpus=0).remote()
+
+
+def raise_if_lost(error: WorkerError, find_loss: Callable[[], str | None]) -> None:
+    """WorkerDied if the keeper is lost with all groups, which explains `error`. `find_loss`: see `loss_of`."""
+    loss = first_line(error) if error.exception_type == KeeperLost.__name__ else find_loss()
+    if loss is not None:
+        text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
+        raise WorkerDied(text, worker=f"{KEEPER}-0", rank=0, method=error.method) from error
+
+
+def loss_of(keeper: Any) -> str | None:
+    """Why the keeper is lost; None if it answers."""
+    try:
+        ray.get(keeper.ping.remote(), timeout=_TIMEOUT_S)
+    except GetTimeoutError:
+        return f"it does not answer within {_TIMEOUT_S:g} s"
+    except RayActorError as death:
+        return str(death)
+    return None
+
+
+async def store(keeper: Any, groups: Sequence[RolloutGroup], limit_s: float) -> dict[str, tuple[ray.ObjectRef, int]]:
+    """Send groups to the keeper: by group id, the reference of a list and the place of the group in it.
+
+    Raises KeeperLost.
+    """
+    parcels = parcels_of(groups)
+    try:
+        async with asyncio.timeout(limit_s):
+            refs = await keeper.keep.remote(parcels)
+    except TimeoutError:
+        raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
+    except RayActorError as error:
+        raise KeeperLost(str(error)) from error
+    except RayTaskError as error:
+        raise KeeperLost(f"{type(error.cause).__name__}: {error.cause}") from error
+    pairs = zip(parcels, refs, strict=True)
+    return {group.group_id: (ref, place) for parcel, ref in pairs for place, group in enumerate(parcel)}
+
+
+def parcels_of(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
+    """Lists of groups that are stored together. A reader of one fetches the list, so large groups are stored apart."""
+    parcels: list[list[RolloutGroup]] = []
+    room = 0
+    for group in groups:
+        tokens = sum(_BYTES_PER_TOKEN * row.meta.length + row.meta.routed_experts_bytes for row in group.rows)
+        size = tokens + sum(array.nbytes for pixels in group.pixels.values() for array in pixels.values())
+        if size > room:
+            parcels.append([])
+            room = PARCEL_BYTES
+        parcels[-1].append(group)
+        room -= size
+    return parcels
+
+
+def places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
+    """Arguments of a call that reads stored groups: the places of the groups, then a reference of each list."""
+    refs: dict[ray.ObjectRef, int] = {}
+    places = [(refs.setdefault(group.ref, len(refs)), group.place) for group in groups]
+    return places, *refs
+
+
+def picked(places: Places, stored: Sequence[list[RolloutGroup]]) -> list[RolloutGroup]:
+    """The groups of `places_and_refs`, where its references have become lists."""
+    return [stored[number][place] for number, place in places]

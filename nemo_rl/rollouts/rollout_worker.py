@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
+from nemo_rl.rollouts.group_keeper import Places, picked, store
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
 from nemo_rl.types import (
     Completion,
@@ -41,20 +41,11 @@ from nemo_rl.utils.timer import BusyTime, GenerationUse
 
 T = TypeVar("T")
 
-Places = Sequence[tuple[int, int]]
-"""Where finished groups are: (number of the list among the stored ones, place in it) of each."""
-
 _PATIENCE = 0.05  # of the time that the first group of a call took, for others to end
-_PARCEL_BYTES = 1 << 20
-_BYTES_PER_TOKEN = 13  # its number, its mask, its logprob
 
 
 class EpisodeFailure(RuntimeError):
     """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
-
-
-class KeeperLost(RuntimeError):
-    """The process that holds finished groups is gone, fails or does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,15 +170,19 @@ class RolloutWorker:
         return self.busy.take()
 
     async def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
-        """Play groups to their ends and store them. Returns those that have ended, at least one.
+        """Play groups to their ends and store them. Returns those that have ended, at least one; see `collect_rest`.
 
-        The caller calls again for the others. Raises EngineDied as soon as an engine dies, while the groups continue.
-        The caller replaces the engines and calls again with the same requests.
+        Raises EngineDied as soon as an engine dies, while the groups continue. The caller replaces the engines and
+        calls again with the same requests.
         """
         for request in requests:
             if request.group_id not in self._playing:
                 self._playing[request.group_id] = asyncio.create_task(self._play(request))
-        playing = {request.group_id: self._playing[request.group_id] for request in requests}
+        return await self.collect_rest([request.group_id for request in requests])
+
+    async def collect_rest(self, group_ids: Sequence[str]) -> list[GroupHandle]:
+        """`collect` for groups that it did not return."""
+        playing = {group_id: self._playing[group_id] for group_id in group_ids}
         try:
             await self.engines.wait(*playing.values(), patience=_PATIENCE)
         finally:
@@ -197,15 +192,9 @@ class RolloutWorker:
                     del self._playing[group_id]
         return [task.result() for task in ended.values()]
 
-    async def inspect(
-        self,
-        function: Callable[..., Awaitable[T]],
-        args: Sequence[Any],
-        places: Places,
-        *stored: Sequence[RolloutGroup],
-    ) -> T:
-        """`await function(self, *args, *groups)`, as an investigation needs it (`probe.py`)."""
-        return await function(self, *args, *_picked(places, stored))
+    async def inspect(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """`await function(self, *args)`, as an investigation needs it (`probe.py`)."""
+        return await function(self, *args)
 
     async def abandon(self) -> None:
         """Cancel all groups that are being played."""
@@ -302,51 +291,31 @@ class RolloutWorker:
         """Send the groups that have ended to the keeper: reference and place of each by group id."""
         await asyncio.sleep(0)  # groups that end at the same time travel together
         groups, self._ended = self._ended, []
-        parcels = _parcels(groups)
-        limit_s = self.settings.engine_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                refs = await self.keeper.keep.remote(parcels)
-        except TimeoutError:
-            raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
-        except RayActorError as error:
-            raise KeeperLost(str(error)) from error
-        except RayTaskError as error:
-            raise KeeperLost(f"{type(error.cause).__name__}: {error.cause}") from error
-        pairs = zip(parcels, refs, strict=True)
-        return {group.group_id: (ref, place) for parcel, ref in pairs for place, group in enumerate(parcel)}
+        return await store(self.keeper, groups, self.settings.engine_timeout_s)
 
-    # Finished groups arrive as the keeper stores them, in lists, with the place of each that is meant.
+    async def with_groups(self, method: str, args: Sequence[Any], places: Places, *stored: list[RolloutGroup]) -> Any:
+        """Call a method below with `args` and finished groups, which the keeper has in lists; see `places_and_refs`."""
+        return await getattr(self, method)(*args, *picked(places, stored))
 
-    async def save(
-        self, folder: Path, task_names: Sequence[str], places: Places, *stored: Sequence[RolloutGroup]
-    ) -> None:
+    async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
         """`records.write_groups`, in a thread."""
-        await asyncio.to_thread(write_groups, folder, _picked(places, stored), task_names)
+        await asyncio.to_thread(write_groups, folder, groups, task_names)
 
     async def record(
-        self,
-        root: Path,
-        index: StepIndex,
-        keep: int | None,
-        task_names: Sequence[str],
-        places: Places,
-        *stored: Sequence[RolloutGroup],
+        self, root: Path, index: StepIndex, keep: int | None, task_names: Sequence[str], *groups: RolloutGroup
     ) -> int:
         """`records.write_step`, in a thread."""
-        return await asyncio.to_thread(write_step, root, index, _picked(places, stored), task_names, keep)
+        return await asyncio.to_thread(write_step, root, index, groups, task_names, keep)
 
     async def load(self, folder: Path) -> list[GroupHandle]:
         """Read the groups of a folder and store them."""
         groups, task_names = await asyncio.to_thread(read_groups, folder)
         return await asyncio.gather(*map(self.keep, groups, task_names))
 
-    async def environment_metrics(
-        self, task_names: Sequence[str], places: Places, *stored: Sequence[RolloutGroup]
-    ) -> dict[str, float]:
+    async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
         by_name: dict[str, tuple[Environment | AgentEnvironment, list[tuple[str, Sample]]]] = {}
-        for task_name, group in zip(task_names, _picked(places, stored), strict=True):
+        for task_name, group in zip(task_names, groups, strict=True):
             environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))
             samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
@@ -357,25 +326,6 @@ class RolloutWorker:
             for metric, value in (await environment.metrics(samples)).items()
         }
 
-    async def conversations(self, places: Places, *stored: Sequence[RolloutGroup]) -> list[list[list[dict[str, str]]]]:
+    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, to be read."""
-        return [[sample.conversation for sample in group.samples] for group in _picked(places, stored)]
-
-
-def _picked(places: Places, stored: Sequence[Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    return [stored[number][place] for number, place in places]
-
-
-def _parcels(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
-    """Groups that are stored together. Who wants one of them fetches all, so large groups are stored apart."""
-    parcels: list[list[RolloutGroup]] = []
-    room = 0
-    for group in groups:
-        tokens = sum(_BYTES_PER_TOKEN * row.meta.length + row.meta.routed_experts_bytes for row in group.rows)
-        size = tokens + sum(array.nbytes for pixels in group.pixels.values() for array in pixels.values())
-        if size > room:
-            parcels.append([])
-            room = _PARCEL_BYTES
-        parcels[-1].append(group)
-        room -= size
-    return parcels
+        return [[sample.conversation for sample in group.samples] for group in groups]

@@ -36,7 +36,8 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.sync import WeightSync
-from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
+from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams
 from nemo_rl.utils.checkpoint.save import StateWrite

@@ -139,15 +139,13 @@ class Policy(PolicyInterface):
     def load(self, plan: BatchPlan) -> None:
         work = []
         for rank_plan in plan.ranks:
-            numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
-            refs: dict[Any, int] = {}  # of the lists of groups; their numbers
-            places = {
-                number: (refs.setdefault(ref, len(refs)), place)
-                for number, (ref, place) in ((number, plan.groups[number]) for number in numbers)
-            }
+            refs, places = dict[Any, int](), dict[int, tuple[int, int]]()  # lists of groups, and groups in them
+            for number in sorted({planned.group for batch in rank_plan.logprobs for planned in batch}):
+                ref, place = plan.groups[number]
+                places[number] = refs.setdefault(ref, len(refs)), place
             work.append((rank_plan, places, *refs))
         self._plan = plan
-        self.group.call_each("load_stored", [work[coordinate] for coordinate in self.data_coordinates])
+        self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
 
     def compute(self, task: HeadTask, column: str) -> None:
         with self.accelerator.hold(self.name_prefix):

@@ -167,6 +167,7 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
     if config.reward_model_cfg.enabled:
         model = scalar_config(model, config)
     elif has_score:
+        assert model.architectures is not None, "`is_scalar` knows it by them"
         raise ValueError(
             f"{key}: {name!r} is a reward model or another classifier ({model.architectures[0]}), without "
             f"the head of a language model; name a language model, or set "

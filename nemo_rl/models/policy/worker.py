@@ -169,15 +169,11 @@ class PolicyWorker(ABC):
 
     # -- rows of the step
 
-    def load_stored(
+    def load(
         self, plan: RankPlan, places: Mapping[int, tuple[int, int]], *stored: Sequence[RolloutGroup | ExampleGroup]
     ) -> None:
-        """`load` of groups as the store has them. `places`: number of the group -> number of its list, place in it."""
-        self.load(plan, list(places), *(stored[number][place] for number, place in places.values()))
-
-    def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
-        """Take the rows of `plan`. `groups` are those of `group_numbers`."""
-        by_number = dict(zip(group_numbers, groups, strict=True))
+        """Take the rows of `plan`. `places`: number of a group -> (number of its list among `stored`, place in it)."""
+        by_number = {number: stored[index][place] for number, (index, place) in places.items()}
         self.plan = plan
         self.rows = rows_of_plan(plan, by_number)
         self.outputs = {}

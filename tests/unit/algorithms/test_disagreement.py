@@ -68,7 +68,8 @@ class LocalPolicy:
         self.worker = worker
 
     def load(self, plan: BatchPlan) -> None:
-        self.worker.load(plan.ranks[0], list(range(len(plan.groups))), *(ref for ref, _ in plan.groups))
+        stored = [ref for ref, _ in plan.groups]
+        self.worker.load(plan.ranks[0], {n: (0, n) for n in range(len(stored))}, stored)
 
     def compute(self, task: HeadTask, column: str) -> None:
         self.worker.compute(task, column)

@@ -211,6 +211,7 @@ def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -
         )  # a busy machine takes 8
 
 
+@pytest.mark.over_20s("the shortest time that a start is waited for is 10 s, and the process loads its imports first")
 def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for_as_long_as_a_constructor(
     cluster: RayVirtualCluster,
 ) -> None:

@@ -141,7 +141,7 @@ def load_step(worker: Worker, rollouts: Rollouts | None = None) -> None:
         global_batch_size=worker.config.train_global_batch_size,
         batching=Batching.of(worker.config, quadratic_weight=0.001),
     )
-    worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
+    worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(NUM_GROUPS)}, groups)
 
 
 def train_step(worker: Worker) -> TrainResult:

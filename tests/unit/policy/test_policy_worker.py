@@ -217,7 +217,7 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(
         for of_rank in plan.ranks:
             own = {key for batch in of_rank.logprobs for planned in batch for key in planned.keys}
             of_rank.reported = sorted(own & {(0, 0), (0, 3), (1, 0)})
-        worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
+        worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(NUM_GROUPS)}, groups)
         worker.train(ClippedPGLoss(LOSS), Logprobs())
         return len(worker.outputs), worker.write_samples(1)
 

@@ -131,7 +131,7 @@ def load_pairs(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
         global_batch_size=config.train_global_batch_size,
         batching=Batching.of(config, quadratic_weight=0.001, sequences_per_sample=2),
     )
-    worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
+    worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(len(groups))}, groups)
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,8 @@ import pytest
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
+from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import Prompt, SamplingParams
 
@@ -53,8 +54,8 @@ class FakeGroup:
     num_waits: int = 0
     generations: list[list[str]] = field(default_factory=list)
 
-    def start_one(self, index: int, method: str, requests: Sequence[GroupRequest]) -> str:
-        names = [request.group_id for request in requests]
+    def start_one(self, index: int, method: str, asked: Sequence[GroupRequest | str]) -> str:
+        names = [request if isinstance(request, str) else request.group_id for request in asked]
         self.asked += [name for name in names if name not in self.under_way]  # others are asked for again
         self.under_way.update(names)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
@@ -92,9 +93,7 @@ class OverFakes(RolloutCollector):
         self.on_new_generation = self.abandon_requests = None
         self._generation_workers: list[Any] = ["engine"]
         self.keeper_loss: str | None = None
-
-    def _keeper_loss(self) -> str | None:
-        return self.keeper_loss
+        self._keeper_loss = lambda: self.keeper_loss
 
     def _restart(self) -> None:
         self.group: Any = FakeGroup()

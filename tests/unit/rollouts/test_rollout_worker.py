@@ -20,13 +20,11 @@ from nemo_rl.data.chat.images import image_parts, open_images, read_image
 from nemo_rl.data.datasets.shapes import draw
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, parcels_of
 from nemo_rl.rollouts.rollout_worker import (
-    _PARCEL_BYTES,
     GroupRequest,
-    KeeperLost,
     RolloutWorker,
     RolloutWorkerSettings,
-    _parcels,
 )
 from nemo_rl.types import (
     DatumSpec,
@@ -217,8 +215,8 @@ def test_small_groups_share_an_object_and_large_ones_do_not():
         playing, keeper = worker(FakeReplica())
         await ended(playing, [group(n) for n in range(3)])
         small, large = keeper.groups[:2], keeper.groups[2]
-        large.pixels = {"d": {"pixel_values": np.zeros(_PARCEL_BYTES, np.uint8)}}
-        assert _parcels([*small, large, small[0]]) == [small, [large], [small[0]]]
+        large.pixels = {"d": {"pixel_values": np.zeros(PARCEL_BYTES, np.uint8)}}
+        assert parcels_of([*small, large, small[0]]) == [small, [large], [small[0]]]
 
     run(test())
 
