@@ -28,7 +28,6 @@ SHORT_FILES = {
     "algorithms/losses/nll.py": "one loss",
     "algorithms/setup/grpo.py": "the way in to GRPO",
     "algorithms/setup/ppo.py": "the way in to PPO",
-    "rollouts/group_keeper.py": "import boundary: its process does not load torch",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",
     "utils/registry.py": "names and import paths, used by every registry",
 }
