@@ -54,7 +54,7 @@ class AsyncGroups(GroupSource):
 
     def before_sync(self) -> dict[str, float]:
         self.buffer.finish(self.rollouts.finished(wait=False))
-        return {"buffer_size": float(self.buffer.num_finished)}
+        return {"buffer_size": float(sum(group.handle is not None for group in self.buffer.groups))}
 
     def after_sync(self, version: int) -> None:
         """Dispatch as many batches as the window of versions and the remaining steps have room for."""
@@ -150,10 +150,6 @@ class ReplayBuffer:
         self.capacity = open_steps * groups_per_step
         self.groups: list[OpenGroup] = []
         self._num_arrived = 0
-
-    @property
-    def num_finished(self) -> int:
-        return sum(group.handle is not None for group in self.groups)
 
     def dispatch(self, requests: Sequence[GroupRequest], version: int) -> None:
         """Add groups that start under weights `version`."""

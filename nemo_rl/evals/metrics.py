@@ -4,6 +4,7 @@ Samples that failed have no outcome: they count in `failed_rate` only, and n is 
 """
 
 import math
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,9 @@ def cons_at_k(answers: Sequence[str | None], correct: Sequence[float], k: int) -
         others.remove(size)
         return _weight_of_wins(size, others, num_abstaining, k) / math.comb(len(answers), k)
 
-    return sum(chance_of_winning(sizes[answer]) * _mean(given) for answer, given in values.items() if any(given))
+    return sum(
+        chance_of_winning(sizes[answer]) * statistics.fmean(given) for answer, given in values.items() if any(given)
+    )
 
 
 def _weight_of_wins(size: int, others: list[int], num_abstaining: int, k: int) -> float:
@@ -162,12 +165,8 @@ def _pass_at(scored: Sequence[Sequence[Outcome]], k: int) -> dict[str, float | N
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _mean_or_none(values: Sequence[float]) -> float | None:
-    return _mean(values) if values else None
+    return statistics.fmean(values) if values else None
 
 
 # -- the table

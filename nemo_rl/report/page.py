@@ -6,7 +6,7 @@ scripts put it in as text. The page's policy allows its own script and files bes
 
 import base64
 import hashlib
-import json
+import html
 import math
 import os
 import statistics
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from nemo_rl.report.run_files import Run, names_of, read_index, read_lines, read_run, status_of
-from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE
+from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE, script_json
 
 REPORT = "report.html"
 _SOURCES = Path(__file__).parent / "page"
@@ -42,8 +42,7 @@ def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         prefix = "" if len(folders) == 1 else f"run{number}_"
         runs.append(run_data(read_run(folder), name) | write_data(folder, path, prefix))
-    html = page({"made": time.time(), "runs": runs}, title=", ".join(names))
-    replace(path, html)
+    replace(path, page({"made": time.time(), "runs": runs}, title=", ".join(names)))
     return path
 
 
@@ -89,23 +88,15 @@ def page(data: Mapping[str, Any], title: str) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {
-        "TITLE": escaped(title),
+        "TITLE": html.escape(title),
         "POLICY": policy,
         "STYLE": style,
         "DATA": script_json(data),
         "SCRIPT": script,
     }
-    html = _source("page.html")
     # One pass, so that no part is looked for inside another.
-    pieces = html.split("@@")
+    pieces = _source("page.html").split("@@")
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
-
-
-def escaped(text: str) -> str:
-    """Text as HTML."""
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
-        text = text.replace(character, entity)
-    return text
 
 
 def _source(name: str) -> str:
@@ -228,7 +219,7 @@ class GroupSummary:
                 "prompt": prompt,
                 "groups": len(found),
                 "dead": sum(dead for _, dead in found),
-                "reward": _mean([r for r, _ in found]),
+                "reward": statistics.fmean(reward for reward, _ in found),
             }
             for prompt, found in self._prompts.items()
         ]
@@ -245,10 +236,6 @@ def _added(counters: Iterable[Counter[str]]) -> Counter[str]:
 def is_dead(group: Mapping[str, Any]) -> bool:
     """Whether a group teaches nothing: all its rewards are equal."""
     return len({reward for reward in group["rewards"] if reward is not None}) < 2
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def _sized(path: Path) -> Iterable[tuple[dict[str, Any], int]]:
@@ -279,12 +266,6 @@ def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], in
             finish()
     finish()
     return found
-
-
-def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element and in a script: ASCII, and no character that ends either."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def replace(path: Path, text: str) -> None:

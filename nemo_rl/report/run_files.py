@@ -15,6 +15,7 @@ import json
 import math
 import re
 import socket
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,15 +169,10 @@ def status_of(run: Run, now: float | None = None) -> Status:
         if is_alive(run.facts.get("pid"), run.facts.get("pid_started")):
             return Status(kind="running", text=f"running, last line {duration(age)} ago")
         return Status(kind="dead", text=f"dead: its process is gone; last line {duration(age)} ago")
-    limit = 5 * _usual_step_s(run) + 60
-    if age > limit:
+    seconds = [row[name] for row in run.rows.values() if (name := "timing/train/total_step_time") in row]
+    if age > 5 * (statistics.median_high(seconds) if seconds else 600.0) + 60:
         return Status(kind="unknown", text=f"silent for {duration(age)} on {run.facts.get('host')}")
     return Status(kind="running", text=f"running on {run.facts.get('host')}, last line {duration(age)} ago")
-
-
-def _usual_step_s(run: Run) -> float:
-    found = [row["timing/train/total_step_time"] for row in run.rows.values() if "timing/train/total_step_time" in row]
-    return sorted(found)[len(found) // 2] if found else 600.0
 
 
 def is_alive(pid: Any, started: Any) -> bool:

@@ -21,6 +21,29 @@ LOOPS = "train/repetition_loop_rate"
 VALIDATION = "validation/accuracy"
 _WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED, LOOPS)
 _SPIKE_HISTORY = 20  # steps
+_TOO_HIGH = {
+    "kl_blowup": (
+        KL,
+        "the KL from the reference policy is {:.3g} per token. Lower the learning rate, raise "
+        "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
+    ),
+    "clip_fraction": (
+        CLIPPED,
+        "{:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
+        "steps per batch, a smaller learning rate, or fresher samples",
+    ),
+    "truncation": (
+        TRUNCATED,
+        "{:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
+        "and policy.max_total_sequence_length, or read samples for repetition",
+    ),
+    "repetition_loops": (
+        LOOPS,
+        "{:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
+        "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
+    ),
+}
+"""Key of `AlarmsConfig` -> metric and message of an alarm that sounds above the key's value."""
 
 
 class LearningAlarms:
@@ -85,42 +108,18 @@ class LearningAlarms:
             )
 
     def _of_levels(self) -> Iterator[tuple[str, str]]:
-        cfg = self._cfg
-        mixed, kl = self._level(MIXED), self._level(KL)
-        clipped, truncated = self._level(CLIPPED), self._level(TRUNCATED)
-        if mixed is not None and cfg.mixed_groups is not None and mixed < cfg.mixed_groups and not self._is_solved():
+        mixed, least = self._level(MIXED), self._cfg.mixed_groups
+        if mixed is not None and least is not None and mixed < least and not self._is_solved():
             yield (
                 "mixed_groups",
                 f"{mixed:.0%} of the groups have different rewards, the others teach nothing (reward "
                 f"{self._level(REWARD):.3g}). Take prompts of other difficulty, more samples per prompt, or "
                 "dynamic sampling",
             )
-        if kl is not None and cfg.kl_blowup is not None and kl > cfg.kl_blowup:
-            yield (
-                "kl_blowup",
-                f"the KL from the reference policy is {kl:.3g} per token. Lower the learning rate, raise "
-                "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
-            )
-        if clipped is not None and cfg.clip_fraction is not None and clipped > cfg.clip_fraction:
-            yield (
-                "clip_fraction",
-                f"{clipped:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
-                "steps per batch, a smaller learning rate, or fresher samples",
-            )
-        if truncated is not None and cfg.truncation is not None and truncated > cfg.truncation:
-            yield (
-                "truncation",
-                f"{truncated:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
-                "and policy.max_total_sequence_length, or read samples for repetition",
-            )
-
-        loops = self._level(LOOPS)
-        if loops is not None and cfg.repetition_loops is not None and loops > cfg.repetition_loops:
-            yield (
-                "repetition_loops",
-                f"{loops:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
-                "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
-            )
+        for key, (metric, text) in _TOO_HIGH.items():
+            level, most = self._level(metric), vars(self._cfg)[key]
+            if level is not None and most is not None and level > most:
+                yield key, text.format(level)
 
     def _of_spikes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         factor, norm = self._cfg.gradient_spike, metrics.get(GRAD_NORM)

@@ -72,6 +72,12 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(to_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element and in a script: ASCII, and no character that ends either."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
 def try_lock(directory_fd: int) -> bool:
     """Lock a directory until this process ends. Returns False if another process holds the lock."""
     try:

@@ -189,7 +189,7 @@ def test_the_run_ends_with_status_2_and_one_message(tmp_path, capsys):
     def build(*_: object) -> None:
         raise AssertionError("nothing may start")
 
-    status = launch(bad, prepare=prepare, build=build, num_steps=1)  # type: ignore[arg-type,return-value]
+    status = launch(bad, prepare=prepare, build=build)  # type: ignore[arg-type,return-value]
     text = "".join(capsys.readouterr())
     assert status == 2
     assert "ERROR data.train: not one of the 4 rows tried" in text.replace("\n", " ") and "Traceback" not in text

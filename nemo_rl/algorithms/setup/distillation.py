@@ -62,7 +62,7 @@ class DistillationInputs(RolloutInputs):
 
 def run_distillation(config: DistillationMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare, build=build, num_steps=config.distillation.max_num_steps)
+    return launch(config, prepare=prepare, build=build)
 
 
 def prepare(config: DistillationMasterConfig) -> DistillationInputs:

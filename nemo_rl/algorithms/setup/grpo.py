@@ -11,7 +11,7 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 
 def run_grpo(config: GRPOMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare_rollouts, build=build, num_steps=config.grpo.max_num_steps)
+    return launch(config, prepare=prepare_rollouts, build=build)
 
 
 def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs) -> GRPOTrainer:

@@ -57,7 +57,6 @@ def launch(
     *,
     prepare: Callable[[ConfigT], PreparedT],
     build: Callable[[ConfigT, ExitStack, RunTools, PreparedT], Trainer],
-    num_steps: int,
 ) -> int:
     """Train: prepare, start everything, run the loop, shut everything down. Returns the exit status.
 
@@ -103,7 +102,7 @@ def launch(
             lambda: prepare(config),
             train,
             folder=lambda _: get_next_experiment_dir(config.logger.log_dir),
-            num_steps=num_steps,
+            num_steps=config.loop.max_num_steps,
             files="the run's files are",
             again="resumes from the last checkpoint, if there is one",
         )

@@ -22,7 +22,7 @@ class PPOInputs(RolloutInputs):
 
 def run_ppo(config: PPOMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare, build=build, num_steps=config.ppo.max_num_steps)
+    return launch(config, prepare=prepare, build=build)
 
 
 def prepare(config: PPOMasterConfig) -> PPOInputs:

@@ -74,7 +74,7 @@ def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
         run = DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)
         return start_trainer(run, config, stack, tools, inputs, setup)
 
-    status = launch(config.model_copy(update=update), prepare=prepare_rollouts, build=build, num_steps=1)
+    status = launch(config.model_copy(update=update), prepare=prepare_rollouts, build=build)
     return status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))
 
 
@@ -98,7 +98,7 @@ def collect_rollouts(config: GRPOMasterConfig) -> int:
     loop = {"val_period": 0, "val_at_start": False, "val_at_end": False}
     grpo = config.grpo.model_copy(update={"rollout_record": record, **loop})
     config = config.model_copy(update={"grpo": grpo, "checkpointing": CheckpointingConfig(enabled=False)})
-    return launch(config, prepare=prepare_rollouts, build=_build_collection, num_steps=config.grpo.max_num_steps)
+    return launch(config, prepare=prepare_rollouts, build=_build_collection)
 
 
 def _build_collection(

@@ -54,18 +54,18 @@ class SupervisedInputs:
 def run_sft(config: SFTMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
     build = partial(_build, loss_fn=NLLLoss(), task=Logprobs(filtered=False))
-    return launch(config, prepare=prepare, build=build, num_steps=config.sft.max_num_steps)
+    return launch(config, prepare=prepare, build=build)
 
 
 def run_rm(config: RMMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
     build = partial(_build, loss_fn=PreferenceLoss(config.rm), task=Scalars())
-    return launch(config, prepare=prepare, build=build, num_steps=config.rm.max_num_steps)
+    return launch(config, prepare=prepare, build=build)
 
 
 def run_dpo(config: DPOMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare, build=_build_dpo, num_steps=config.dpo.max_num_steps)
+    return launch(config, prepare=prepare, build=_build_dpo)
 
 
 def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:

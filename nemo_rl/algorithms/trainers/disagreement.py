@@ -400,18 +400,19 @@ class Investigator:
         half = len(probe.samples) // 2
         long, short = (range(half), range(half, 2 * half))
         own = _variant(self.sampling)
-        self.policy.load(self._plan(probe, long, size=2))
-        self.policy.compute(Logprobs(), COLUMN)
-        found: dict[str, Any] = {"together_error": Error.of(self._row_errors())}
-        self.policy.load(self._plan(probe, short, size=1))
-        self.policy.compute(Logprobs(), COLUMN)
-        firsts = [row.first_token for row in self._row_errors()]
+
+        def score(samples: range, size: int) -> list[RowErrors]:
+            self.policy.load(self._plan(probe, samples, size=size))
+            self.policy.compute(Logprobs(), COLUMN)
+            return self._row_errors()
+
+        found: dict[str, Any] = {"together_error": Error.of(score(long, 2))}
+        firsts = [row.first_token for row in score(short, 1)]
         found["first_token_alone"] = sum(firsts) / len(firsts)
-        self.policy.load(self._plan(probe, long, size=1))
-        self.policy.compute(Logprobs(), COLUMN)
-        rows = self._row_errors()
+        rows = score(long, 1)
         found |= {"alone_error": Error.of(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
-        variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *_head_variants(own)]))
+        other_heads = [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
+        variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *other_heads]))
         self.policy.compute(VariantLogprobs(variants), COLUMN)
         rows = self._row_errors()
         found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
@@ -443,10 +444,6 @@ def _sampling_variants(own: SamplingParams, others: Collection[SamplingParams]) 
     plain = replace(own, top_k=None, top_p=1.0)
     partly = [replace(own, temperature=1.0), plain, replace(own, top_k=None), replace(own, top_p=1.0), *others]
     return [_variant(each) for each in (*partly, *(replace(plain, temperature=value) for value in TEMPERATURES))]
-
-
-def _head_variants(own: Variant) -> list[Variant]:
-    return [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

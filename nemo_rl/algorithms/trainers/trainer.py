@@ -9,7 +9,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,7 +159,9 @@ class Trainer(ABC):
     def _run_step(self) -> bool:
         """One turn of the loop; True when it was the last."""
         try:
-            with self.timer.time("total_step_time"), self._profiled():
+            profile_folder = self.tools.logger.run_dir / "profile"
+            profile = profiled_step(self.tools.profile, profile_folder, self.state.total_steps + 1)
+            with self.timer.time("total_step_time"), profile:
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
@@ -185,10 +187,6 @@ class Trainer(ABC):
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
-
-    def _profiled(self) -> AbstractContextManager[None]:
-        folder = self.tools.logger.run_dir / "profile"
-        return profiled_step(self.tools.profile, folder, self.state.total_steps + 1)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""

@@ -20,11 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.interfaces import SampleSettings
 from nemo_rl.types import PREVIEW, Example, ExampleGroup, RolloutGroup, RowKey
+from nemo_rl.utils.files import script_json
 
 SAMPLE_CALL = "nemo_rl_sample"
 OUTPUTS = "outputs"  # column of what the loss got: logprobs, or the scores of a reward model
@@ -42,7 +41,9 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> list[str]:
-        texts = [self._known[token] if token in self._known else self._learn(token) for token in token_ids]
+        for token in {*token_ids} - self._known.keys():
+            self._known[token] = self._behind_anchor([token])
+        texts = [self._known[token] for token in token_ids]
         start = 0
         while start < len(texts):
             end = start
@@ -52,10 +53,6 @@ class TokenTexts:
                 texts[start:end] = [self._behind_anchor(token_ids[start:end]), *[""] * (end - start - 1)]
             start = max(end, start + 1)
         return texts
-
-    def _learn(self, token: int) -> str:
-        self._known[token] = text = self._behind_anchor([token])
-        return text
 
     def _behind_anchor(self, token_ids: Sequence[int]) -> str:
         text = self._decode([self._anchor, *token_ids])
@@ -80,7 +77,8 @@ class SampleWriter:
             group = groups[number]
             sample = group.rows[index]
             pixels = [group.pixels[span.digest] for span in sample.images]
-            pictures = [_data_url(made[PREVIEW]) for made in pixels if PREVIEW in made]
+            jpegs = [base64.b64encode(made[PREVIEW].tobytes()).decode() for made in pixels if PREVIEW in made]
+            pictures = [f"data:image/jpeg;base64,{jpeg}" for jpeg in jpegs]
             shown = {"pictures": pictures} if pictures else {}
             if isinstance(sample, Example):
                 self._about[number, index] = {"id": sample.sample_id, **shown}
@@ -114,7 +112,7 @@ class SampleWriter:
             summaries = []
             for key, about in self._about.items():
                 sample = self._sample(step, about, rows[key])
-                self._lines.append(f"{SAMPLE_CALL}({_script_json(sample)});\n")
+                self._lines.append(f"{SAMPLE_CALL}({script_json(sample)});\n")
                 summaries.append(_summary(sample, self._block.name))
             unfinished = self._block.with_suffix(".tmp")
             unfinished.write_text("".join(self._lines), encoding="ascii")
@@ -147,10 +145,6 @@ class SampleWriter:
                 is_constant = name == "advantages" and len(of_loss) > 0 and bool((of_loss == of_loss[0]).all())
                 sample[name] = _rounded(of_loss[0].item()) if is_constant else values
         return sample | disagreement(row)
-
-
-def _data_url(jpeg: np.ndarray) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()
 
 
 def _unused(path: Path) -> Path:
@@ -189,8 +183,3 @@ def _rounded(value: float) -> float:
 def _finite(value: float) -> float:
     """JSON has no infinity and no NaN; both are shown as a number that no logprob has."""
     return value if math.isfinite(value) else math.copysign(1e30, value)
-
-
-def _script_json(value: Any) -> str:
-    """JSON that a script may hold, wherever the script stands."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
