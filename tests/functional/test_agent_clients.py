@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from aiohttp import web
 from nemo_rl.environments.code.tools import calculate
 from nemo_rl.environments.own_python import python_of
 from nemo_rl.utils.task_formats import CALCULATOR
-from nemo_rl.utils.venvs import VenvBuildError
+from nemo_rl.utils.venvs import VenvBuildError, run_uv
 from tests.functional.cli import ROOT, run
 from tests.functional.test_agent_run import SCRIPT, SMALL
 from tests.unit.environments.http_servers import served
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 CONFIG = ROOT / "examples" / "configs" / "grpo_agent_tools_cpu.yaml"
+GYM = ("run", "--no-project", "--python", "3.12", "--with-requirements", "requirements/agents/nemo_gym.txt", "python")
+PLAY_GYM = "nemo_rl.environments.agents.nemo_gym:play"
 NUM_PROMPTS, NUM_EPISODES = 2, 4  # of each client in a step, and of each prompt
 SUMS = [(1, 2), (3, 4)]
 
@@ -123,7 +126,8 @@ def write_rows(file: str, module: str, name: str, rows: Path, *arguments: str) -
 class Gym:
     """A resources server and an agent server of NeMo Gym, written from its documentation."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_port: int) -> None:
+        self.model_url = f"http://127.0.0.1:{model_port}/v1/responses"
         self.seeded: set[str] = set()
         self.app = web.Application()
         for name in ("seed_session", "calculator", "verify", "run"):
@@ -144,13 +148,11 @@ class Gym:
         return web.json_response(verdict(await request.json()))
 
     async def run(self, request: web.Request) -> web.Response:
-        """The whole task: an agent that asks the model it is given once."""
+        """The whole task: an agent that asks the model once."""
         row = await request.json()
-        headers = {"Authorization": f"Bearer {row['policy_api_key']}"}
-        body = {"model": row["policy_model_name"], **row["responses_create_params"]}
         async with (
-            aiohttp.ClientSession(headers=headers) as http,
-            http.post(f"{row['policy_base_url']}/responses", json=body) as answer,
+            aiohttp.ClientSession() as http,
+            http.post(self.model_url, json=row["responses_create_params"]) as answer,
         ):
             return web.json_response(verdict({**row, "response": await answer.json()}))
 
@@ -160,6 +162,10 @@ def verdict(row: dict[str, Any]) -> dict[str, Any]:
     said = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
     right = any(f"\\boxed{{{row['expected']}}}" in text for text in said)
     return {**row, "reward": float(right), "tool_calls": sum(item["type"] == "function_call" for item in output)}
+
+
+def mcp_tools(server: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "mcp", "servers": {"sums": server}, "environment": {"type": "math", "num_workers": 1}}
 
 
 def gym_rows() -> list[dict[str, Any]]:
@@ -174,9 +180,7 @@ def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, python
         "args": [str(ROOT / "examples/agents/mcp_calculator.py")],
         "env": {"PYTHONPATH": str(ROOT)},
     }
-    sections: dict[str, Any] = {
-        "with_tools": {"type": "mcp", "servers": {"sums": server}, "environment": {"type": "math", "num_workers": 1}}
-    }
+    sections: dict[str, Any] = {"stdio_tools": mcp_tools(server)}
     for name, module in (("openai_agents", "openai_agents"), ("langgraph", "langgraph_agent")):
         if name in pythons:
             sections[name] = agent(f"examples.agents.{module}:solve", pythons[name])
@@ -184,23 +188,31 @@ def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, python
         env = "examples.agents.sums_env"
         sections["verifiers"] = agent("examples.agents.verifiers_env:play", pythons["verifiers"], environment=env)
         write_rows(pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl")
-    with served(Gym().app) as url:
+    calculator = (sys.executable, "examples/agents/mcp_calculator.py")
+    with served(Gym(port := free_port()).app) as url, listening(*calculator) as mcp_url:
+        sections["http_tools"] = mcp_tools({"url": f"{mcp_url}/mcp"})
         for name, way in (("gym_tools", "resources_url"), ("gym_agent", "agent_url")):
-            sections[name] = agent("nemo_rl.environments.agents.nemo_gym:play", **{way: url})
+            sections[name] = agent(PLAY_GYM, **{way: url})
             write_lines(tmp_path / f"{name}.jsonl", gym_rows())
+        sections["gym_agent"]["session"] = {"port": port}
         steps = play(tmp_path, "tiny:tools", sections, gym_tools="nemo_gym", gym_agent="nemo_gym")
     for name in sections:
         calls = "total_tool_calls" if name == "verifiers" else "tool_calls"
         assert all(row[f"train/{name}/{calls}"] > 0.5 for row in steps), name
 
 
-@contextmanager
-def openenv_server(file: str) -> Iterator[str]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [python_of(file, "openenv"), "-m", "examples.agents.openenv_sums", str(port)]
-    server = subprocess.Popen(command, env=ENVIRONMENT)
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def listening(*command: str) -> Iterator[str]:
+    """The URL of a server while it runs; its last argument is a free port."""
+    port = free_port()
+    server = subprocess.Popen([*command, str(port)], env=ENVIRONMENT, cwd=ROOT, start_new_session=True)
     try:
         for _ in itertools.count():
             with socket.socket() as probe:
@@ -210,7 +222,7 @@ def openenv_server(file: str) -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
@@ -222,7 +234,7 @@ def test_turns_of_another_library_train(tmp_path: Path, pythons: dict[str, str])
     write_rows(
         pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl", "--arguments", json.dumps(kind)
     )
-    with openenv_server(pythons["openenv"]) as url:
+    with listening(python_of(pythons["openenv"], "openenv"), "-m", "examples.agents.openenv_sums") as url:
         write_rows(pythons["openenv"], "openenv_env", url, tmp_path / "openenv.jsonl", "--num-rows", "4")
         sections = {
             "verifiers": agent(play_it, pythons["verifiers"], environment=env, arguments=kind),
@@ -231,3 +243,26 @@ def test_turns_of_another_library_train(tmp_path: Path, pythons: dict[str, str])
         steps = play(tmp_path, "tiny:arithmetic", sections)
     assert all(row["train/reward"] > 0 and row["train/verifiers/is_right"] > 0 for row in steps)
     assert steps[0]["train/openenv/steps"] > 1 and steps[0]["train/verifiers/num_turns"] > 1, "who is right soon stops"
+
+
+def test_servers_of_nemo_gym_as_they_are_train(tmp_path: Path) -> None:
+    """A verifier and an agent of its package, each in a Python of its own."""
+    try:
+        run_uv([*GYM, "-c", "import nemo_gym"], what="nemo_gym", folder=ROOT, otherwise="do without", by_hand="uv run")
+    except VenvBuildError as error:
+        pytest.skip(str(error))
+    rows: list[dict[str, Any]] = [{"question": "", "expected_answer": str(a + b)} for a, b in SUMS]
+    for row, (a, b) in zip(rows, SUMS, strict=True):
+        row["responses_create_params"] = {"input": question(a, b)}
+    start = ("uv", *GYM, "examples/agents/nemo_gym_server.py")
+    with listening(*start, "math_with_judge") as url:
+        ports = ("--resources-port", url.rpartition(":")[2], "--model-port", str(port := free_port()))
+        with listening(*start, *ports, "simple_agent") as agent_url:
+            sections = {"verifier": agent(PLAY_GYM, resources_url=url), "agent": agent(PLAY_GYM, agent_url=agent_url)}
+            sections["agent"]["session"] = {"port": port}
+            for name in sections:
+                write_lines(tmp_path / f"{name}.jsonl", rows)
+            steps = play(tmp_path, "tiny:arithmetic", sections, verifier="nemo_gym", agent="nemo_gym")
+    for row in steps:
+        assert row["train/failed_sample_rate"] == 0 and 0 < row["train/reward"] < 1
+        assert row["train/reward"] == (row["train/verifier/library_reward"] + row["train/agent/library_reward"]) / 2

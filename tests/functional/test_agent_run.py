@@ -2,16 +2,21 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 
 from nemo_rl.environments.agents.interfaces import AgentTask
-from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run
+from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run, start
 from tests.functional.test_megatron_runs import trained_by_megatron
+from tests.unit.environments.http_servers import served
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,10 +45,9 @@ ASYNC = (
     "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
     "loss_fn.use_importance_sampling_correction=true",
     "grpo.async_grpo.enabled=true",
-    "grpo.async_grpo.in_flight_weight_updates=true",
     "grpo.async_grpo.max_trajectory_age_steps=2",
-    "grpo.async_grpo.group_order=arrival",
 )
+IN_FLIGHT = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.group_order=arrival")
 
 
 async def branches(task: AgentTask) -> dict[str, Any]:
@@ -117,17 +121,78 @@ def test_two_engines_give_the_same_rows_and_a_record_is_trained_again(tmp_path: 
 
 
 @pytest.mark.slow
-def test_agents_play_while_weights_arrive_in_flight(tmp_path: Path) -> None:
-    finished = run(tmp_path, *SMALL, *ASYNC, script=SCRIPT, config=CONFIG)
-    steps = assert_whole(finished)
-    assert all(row["train/weight_version_lag/max"] <= 2 for row in steps)
+def test_agents_play_while_weights_arrive_in_flight_and_their_record_is_trained_again(tmp_path: Path) -> None:
+    keys = (*SMALL, *ASYNC, *IN_FLIGHT, "grpo.val_at_end=false", "grpo.max_num_steps=4")
+    record = f"grpo.rollout_record={{enabled: true, save_dir: {tmp_path / 'record'}}}"
+    steps = assert_whole(run(tmp_path / "run", *keys, record, script=SCRIPT, config=CONFIG), num_steps=4)
+    assert 1 <= max(row["train/weight_version_lag/max"] for row in steps) <= 2
+    again = run(tmp_path / "again", *keys, f"grpo.replay_from={tmp_path / 'record'}", script=SCRIPT, config=CONFIG)
+    assert again.status == 0, again.output[-4000:]
+    for name in ("train/loss", "train/grad_norm", "train/reward", "train/agents/rows_per_episode"):
+        assert [row[name] for row in steps] == [row[name] for row in again.metrics], name
 
 
 @pytest.mark.slow
-def test_a_killed_run_plays_its_open_episodes_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", [(), ASYNC], ids=["synchronous", "asynchronous"])
+def test_a_killed_run_plays_its_open_episodes_again(tmp_path: Path, loop: tuple[str, ...]) -> None:
     saved = ("checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
     more = ("grpo.max_num_steps=6", "grpo.val_at_end=false")
-    continues_bit_for_bit(tmp_path, *SMALL, *saved, *more, script=SCRIPT, config=CONFIG)
+    continues_bit_for_bit(tmp_path, *SMALL, *saved, *more, *loop, script=SCRIPT, config=CONFIG)
+
+
+class Service:
+    """Plays tasks that are posted. In the third step one episode of each prompt is held open, and cannot begin anew."""
+
+    def __init__(self) -> None:
+        self.seeds: dict[str, list[int]] = {}  # by episode, of each time that it was posted
+        self.held: set[str] = set()
+        self.told: set[str] = set()  # that nobody waits any more
+        self.app = web.Application()
+        self.app.router.add_post("/tasks", self.play)
+
+    async def play(self, request: web.Request) -> web.Response:
+        task = AgentTask(**await request.json())
+        self.seeds.setdefault(task.episode, []).append(task.seed)
+        if task.episode in self.held:
+            return web.Response(status=409, text="it cannot begin anew")
+        if len(self.seeds) > 32 and task.episode.endswith("/0") and not self.told:
+            self.held.add(task.episode)
+            while request.transport is not None:
+                await asyncio.sleep(0.01)
+            self.told.add(task.episode)
+            return web.Response()
+        return web.json_response(await branches(task))
+
+
+@pytest.mark.slow
+def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tmp_path: Path) -> None:
+    service = Service()
+    with served(service.app) as url:
+        keys = (
+            *(text for text in SMALL if not text.startswith(("env.", "checkpointing.", "grpo.max_num_steps"))),
+            "grpo.max_num_steps=4",
+            "grpo.val_at_end=false",
+            "grpo.max_failed_sample_fraction=0.25",
+            "env.arithmetic_agent.run=null",
+            f"+env.arithmetic_agent.url={url}/tasks",
+            "checkpointing.save_period=1",
+            "checkpointing.metric_name=null",
+        )
+        killed = start(tmp_path, *keys, script=SCRIPT, config=CONFIG)
+        while len(service.held) < 4:
+            assert killed.poll() is None, (tmp_path / "out.log").read_text()[-4000:]
+            time.sleep(0.05)
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+        while len(service.told) < 4:  # the test's limit ends this wait
+            time.sleep(0.05)
+        again = run(tmp_path, *keys, script=SCRIPT, config=CONFIG)
+    assert again.status == 0 and "status 409: it cannot begin anew" in again.output, again.output[-4000:]
+    rates = {row["step"]: row["train/agents/crashed_rate"] for row in again.metrics if "train/reward" in row}
+    assert rates == {3: 0.25, 4: 0.0}, "those that were open have no outcome, and no reward of 0"
+    posted = list(service.seeds.values())
+    assert len(posted) == 64 and all(len(set(seeds)) == 1 for seeds in posted), "an episode keeps its seed"
+    assert all(len(service.seeds[episode]) == 2 for episode in service.held)
 
 
 @pytest.mark.slow

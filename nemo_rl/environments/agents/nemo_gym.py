@@ -4,7 +4,8 @@
 
 A resources server has the tools of a task and its verifier; this module is then the agent: `/seed_session`, the model
 by `/v1/responses` and the tools in turn, `/verify`. An agent server does all of that by itself: `agent_url` is posted
-`/run`. Rows come from `dataset_name: nemo_gym`.
+`/run`. Its requests have the parameters of the row, with the key of the episode's session in their metadata, so its
+model server is `http://<session.host>:<session.port>` of the run. Rows come from `dataset_name: nemo_gym`.
 """
 
 import json
@@ -53,8 +54,9 @@ async def play(
     timeout = aiohttp.ClientTimeout(total=None)  # the runner has the limit of the episode
     async with aiohttp.ClientSession(cookie_jar=jar, timeout=timeout) as http:
         if agent_url is not None:
-            model = {"policy_base_url": task.base_url, "policy_api_key": task.api_key, "policy_model_name": task.model}
-            verified = await _post(http, f"{agent_url}/run", {**row, **model})
+            params = row["responses_create_params"]
+            params = {**params, "metadata": {**(params.get("metadata") or {}), "nemo_rl_key": task.api_key}}
+            verified = await _post(http, f"{agent_url}/run", {**row, "responses_create_params": params})
         else:
             await _post(http, f"{resources_url}/seed_session", row)
             response = await _respond(http, task, str(resources_url), row["responses_create_params"], max_steps)

@@ -5,11 +5,13 @@
     POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one, with
                                  "role": <name>, of that role
 
-Without `/s/<session>` the key alone says which session it is, for clients whose URL cannot change. A session ends with
-its agent. Later requests are answered with status 410.
+Without `/s/<session>` the key alone says which session it is, for clients whose URL cannot change; those that cannot
+change their headers send it in the request, as `"metadata": {"nemo_rl_key": key}`. A session ends with its agent. Later
+requests are answered with status 410.
 """
 
 import asyncio
+import json
 import secrets
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -35,12 +37,12 @@ from nemo_rl.rollouts.openai_server import (
     add_routes,
     error_response,
     guarded,
-    has_token,
 )
 from nemo_rl.types import Completion, GenerateFn, ImageSpan, OnTokens, SamplingParams
 
 _SHUTDOWN_TIMEOUT_S = 1.0
 _SEED_BITS = 62
+KEY_IN_METADATA = "nemo_rl_key"
 _MAX_ENDED = 100_000  # sessions whose late calls are told that they have ended
 
 
@@ -223,6 +225,18 @@ def _answers(request: web.Request) -> Answers:
     return request[_SESSION].answers(request.match_info.get("role", ""))
 
 
+async def _key_of(request: web.Request) -> str:
+    """The key that a request carries, in its header or in its metadata."""
+    if (header := request.headers.get("Authorization")) is not None or request.method != "POST":
+        return (header or "").removeprefix("Bearer ")
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError, web.HTTPRequestEntityTooLarge):  # RecursionError: thousands of brackets
+        return ""
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    return str(metadata.get(KEY_IN_METADATA, "")) if isinstance(metadata, dict) else ""
+
+
 class SessionServer:
     """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
 
@@ -276,13 +290,13 @@ class SessionServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = await _key_of(request)
         name = request.match_info.get("session", key)
         session = self.sessions.get(name) or self._by_key.get(name)
         if session is None and name in self._ended:
             self.num_late_calls += 1
             return error_response("this episode has ended", 410)
-        if session is None or not has_token(request, session.key):
+        if session is None or not secrets.compare_digest(key.encode(errors="replace"), session.key.encode()):
             return error_response("there is no such session, or the key is wrong", 401)
         request[_SESSION] = session
         return await guarded(request, handler)

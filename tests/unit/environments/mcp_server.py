@@ -1,7 +1,6 @@
-"""An MCP server with two tools, over stdio, or over HTTP at the port that is its argument."""
+"""An MCP server with two tools, over stdio."""
 
 import os
-import sys
 
 from mcp.server import MCPServer
 
@@ -23,7 +22,4 @@ def divide(a: int, b: int) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
-    else:
-        server.run("stdio")
+    server.run("stdio")

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -59,31 +57,6 @@ def test_calls_are_answered_and_other_turns_go_to_the_environment():
         assert (env.num_calls, env.num_errors) == (6, 2)
     finally:
         env.shutdown()
-
-
-@pytest.mark.slow
-def test_a_server_behind_http():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert server.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        env = environment(sums={"url": f"http://127.0.0.1:{port}/mcp"})
-        try:
-            given = env.step([turn(("add", {"a": 1, "b": 2}))], [{}])
-            assert given.observations == [{"role": "tool", "content": "3"}]
-        finally:
-            env.shutdown()
-    finally:
-        server.kill()
-        server.wait()
 
 
 async def answers_and_holds_on(request: web.Request) -> web.Response:

@@ -102,7 +102,8 @@ def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
 def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
     servers = Servers()
     assert played(servers, tmp_path, "agent_url") == {"reward": 0.5, "metrics": {}}
-    assert servers.ran["agent_ref"] == ROW["agent_ref"] and servers.ran["policy_api_key"] == "k"
+    params = {**ROW["responses_create_params"], "metadata": {"nemo_rl_key": "k"}}
+    assert servers.ran == {**ROW, "responses_create_params": params}
 
 
 def test_a_verifier_without_a_reward_is_an_error(tmp_path: Path):

@@ -2,15 +2,11 @@
 
 import asyncio
 import itertools
-import json
 import os
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.launch import readable
-from nemo_rl.environments.agents.runner import AgentFailed, AgentRunner, post_task
+from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.environments.config import check_sections
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
@@ -412,6 +408,8 @@ def test_a_service_is_posted_its_task():
         body = await request.json()
         posted.append(body)
         await ask(AgentTask(**body), body["messages"])
+        if len(posted) == 3:
+            return web.Response(status=409, text="it cannot begin anew")
         return web.json_response({"reward": 0.25} if len(posted) == 1 else {"points": 1})
 
     app = web.Application()
@@ -419,46 +417,11 @@ def test_a_service_is_posted_its_task():
     with served(app) as url:
         [sample] = play(asks_twice, url=f"{url}/tasks")
         [odd] = play(asks_twice, url=f"{url}/tasks")
+        [refused] = play(asks_twice, url=f"{url}/tasks")
     assert sample.meta.reward == 0.25 and posted[0]["row"] == {"expected_answer": "3"}
     assert odd.meta.status is SampleStatus.AGENT_CRASHED and "not points" in str(odd.meta.failure)
-
-
-POSTS = """
-import asyncio, json, sys
-from nemo_rl.environments.agents.interfaces import AgentTask
-from nemo_rl.environments.agents.runner import post_task
-print(asyncio.run(post_task(sys.argv[1], AgentTask(**json.loads(sys.argv[2])))).reward)
-"""
-
-
-def test_a_service_is_told_that_an_episode_is_over_and_may_refuse_to_begin_it_anew():
-    posted: list[Any] = []
-    began, told = threading.Event(), threading.Event()
-
-    async def service(request: web.Request) -> web.Response:
-        posted.append(await request.json())
-        if len(posted) == 2:
-            return web.Response(status=409, text="it cannot begin anew")
-        began.set()
-        while request.transport is not None:  # as long as somebody waits
-            await asyncio.sleep(0.01)
-        told.set()
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/tasks", service)
-    task = AgentTask(
-        base_url="", api_key="k", model="tiny", reward_url="", row={}, messages=[], metadata=None, seed=7, episode="g/0"
-    )
-    with served(app) as url:
-        command = [sys.executable, "-c", POSTS, f"{url}/tasks", json.dumps(asdict(task))]
-        with subprocess.Popen(command) as run:
-            assert began.wait(60)
-            run.kill()
-        assert told.wait(60), "the connection of a killed run closes"
-        with pytest.raises(AgentFailed, match="status 409: it cannot begin anew"):
-            asyncio.run(post_task(f"{url}/tasks", task))
-    assert posted[0] == posted[1] and posted[1]["episode"] == "g/0" and posted[1]["seed"] == 7
+    assert refused.meta.status is SampleStatus.AGENT_CRASHED and "409: it cannot" in str(refused.meta.failure)
+    assert [(task["episode"], task["seed"]) for task in posted] == [("g/0", 0)] * 3
 
 
 def test_a_session_is_closed_to_others_and_after_its_end():
@@ -505,7 +468,11 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
             stream: Any = await client.chat.completions.create(model="any", messages=items, stream=True)
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
             items += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
-            await client.responses.create(model="any", input=items)
+        async with aiohttp.ClientSession() as http:
+            for key, status in ((task.api_key, 200), ("guess", 401), ("\ud800", 401), ([], 401)):
+                body = {"input": items, "metadata": {"nemo_rl_key": key}}
+                async with http.post(f"{root}/v1/responses", json=body) as answer:
+                    assert answer.status == status and await answer.json()
         return 1.0
 
     [sample] = play(asks_everywhere)

@@ -1,16 +1,23 @@
 """Random trees of conversations -> rows: every sampled token in the loss of exactly one row, as the client saw it."""
 
+import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.algorithms.setup.rollout_parts import decode
+from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
-from nemo_rl.types import Completion, StopReason
+from nemo_rl.types import Completion, SamplingParams, StopReason
+from tests.unit.rollouts.agents.test_play import ANSWERS, EOS, TOKENIZER, text_of, tokens
 
 
 @dataclass
@@ -126,3 +133,83 @@ def test_what_the_model_did_not_sample_there_is_context(edited: list[int]):
         (1, 2, 3, 4): [False, False, True, True],
         (*edited, 6): [False] * len(edited) + [True],
     }
+
+
+class OddEngine:
+    """Few texts, in tokens that the tokenizer may not choose, with or without an end; new weights now and then."""
+
+    def __init__(self) -> None:
+        self.sampled: list[tuple[list[int], int]] = []  # (prompt and completion, version) of each number
+        self.version = 0
+
+    async def __call__(self, prompt: list[int], sampling: SamplingParams, seed: int, **_: Any) -> Completion:
+        rng = random.Random(seed)
+        await asyncio.sleep(rng.random() / 1000)
+        self.version += rng.random() < 0.3
+        text = rng.choice(("\\boxed{3}", "3", "\\boxed{"))
+        said = tokens(text) if rng.random() < 0.5 else [token for character in text for token in tokens(character)]
+        said += [EOS] * (rng.random() < 0.7)
+        self.sampled.append(([*prompt, *said], self.version))
+        return completion(said, self.version, len(self.sampled) - 1)
+
+
+async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str], int]:
+    """A client that goes on, edits, forgets, repeats and asks in parallel. What it saw, and how often it went on."""
+    known: list[list[dict[str, str]]] = [[]]
+    seen: Counter[str] = Counter()
+    num_continued = 0
+
+    async def ask(client: openai.AsyncOpenAI, messages: list[Any]) -> None:
+        answer = await client.chat.completions.create(model="tiny", messages=messages)
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        seen[TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + said["content"]] += 1
+        known.append([*messages, said])
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        for _ in range(5):
+            asks = []
+            for _ in range(rng.randint(1, 3)):
+                before = list(rng.choice(known))
+                kind = rng.random() if before else 1.0
+                if kind < 0.2:
+                    before = before[2:]
+                elif kind < 0.5:
+                    before[-1] = {"role": "assistant", "content": rng.choice(("3", "edited"))}
+                num_continued += 0.5 <= kind < 1
+                asks.append(ask(client, [*before, {"role": "user", "content": rng.choice("12")}]))
+            await asyncio.gather(*asks)
+    return seen, num_continued
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_rows_decode_to_what_the_client_saw_and_have_what_was_sampled(seed):
+    """Through HTTP, chat template and tokenizer: a token is what was sampled, by its weights, trained once."""
+
+    async def main() -> tuple[Session, Counter[str], int]:
+        session = Session(
+            replace(ANSWERS, decode=partial(decode, TOKENIZER)),
+            generate=engine,
+            sampling=SamplingParams(max_new_tokens=20),
+            seed_of=lambda turn: turn,
+            limits=SessionLimits(max_calls=99, max_generated_tokens=None),
+        )
+        server = SessionServer("127.0.0.1", 0)
+        seen = await talk(random.Random(seed), f"{await server.open(session)}/v1", session.key)
+        await server.stop()
+        return session, *seen
+
+    engine = OddEngine()
+    session, seen, num_continued = asyncio.run(main())
+    assert sum(call.parent is not None for call in session.calls) >= num_continued, "no answer is tokenised again"
+    shown, trained = Counter[str](), Counter[int]()
+    for _, row in session.branches():
+        assert row.token_mask.sum() == sum(turn.num_generated_tokens for turn in row.turns)
+        for call, turn in zip(row.trained, row.turns, strict=True):
+            begin = call.length - turn.num_generated_tokens
+            [number] = set((-row.logprobs[begin : call.length]).astype(int).tolist())
+            assert (row.token_ids[: call.length].tolist(), turn.weight_version) == engine.sampled[number - 1]
+            assert row.token_mask[begin : call.length].all()
+            shown[text_of(row.token_ids[: call.length].tolist()).removesuffix("<eos>")] += 1
+            trained[number] += 1
+    assert shown == seen and trained == Counter(range(1, len(engine.sampled) + 1))
