@@ -300,7 +300,7 @@ def train(size: Size, device: torch.device) -> list[Result]:
         loss = ClippedPGLoss(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 
         def step() -> None:
-            worker.load(plan.ranks[0], list(range(len(groups))), *groups)
+            worker.load(plan.ranks[0], {number: (0, number) for number in range(len(groups))}, groups)
             assert np.isfinite(worker.train(loss, Logprobs()).losses[0])
 
         seconds = seconds_of(step, device, size.rounds)
@@ -487,19 +487,10 @@ def step(size: Size) -> list[Result]:
         model = str(save_model(size, Path(folder), torch.bfloat16))
         torch.cuda.empty_cache()
         script = Path(__file__).with_name("grpo_vs_trl.py")
-        command = [
-            sys.executable,
-            str(script),
-            "--device",
-            "cuda",
-            "--model",
-            model,
-            "--max-new-tokens",
-            "512",
-            "--repeats",
-            "1",
-        ]
-        out = subprocess.run([*command, "--steps", "3"], check=True, stdout=subprocess.PIPE, text=True).stdout
+        # TRL keeps the activations and logits of a whole micro-batch.
+        sizes = "--device cuda --max-new-tokens 512 --micro-batch 8 --repeats 1 --warmup 1 --steps 2".split()
+        command = [sys.executable, str(script), "--model", model, *sizes]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)]
 
 

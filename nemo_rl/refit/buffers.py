@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -430,20 +431,27 @@ class CollectiveBuffer(TransferBuffer):
 
 
 class GlooGroup:
-    """A group over gloo, which connects in its constructor and fails at once when a member ends."""
+    """A group over gloo, which connects in its first collective, as NCCL does, and fails at once when a member ends."""
 
     def __init__(self, store: Store, member: int, endpoint: dict[str, Any]) -> None:
+        self._members = store, member, endpoint
+        self._listeners = set[tuple[str, int]]()
+
+    @cached_property
+    def _group(self) -> Any:
         from torch.distributed import ProcessGroupGloo
 
+        store, member, endpoint = self._members
         gloo: Any = ProcessGroupGloo  # whose stubs are incomplete
         options = gloo._Options()
         own, before = own_address(endpoint["host"], endpoint["port"]), _listening_addresses()
         options._devices = [gloo.create_device(hostname=own)]
         options._timeout = timedelta(seconds=min(_CONNECT_S, endpoint["timeout_s"]))
         store.set(f"listeners/{member}", json.dumps(sorted(_listening_addresses() - before)))
-        self._group = gloo(store, member, endpoint["size"], options)
+        group = gloo(store, member, endpoint["size"], options)
         of_members = [json.loads(store.get(f"listeners/{number}")) for number in range(endpoint["size"])]
         self._listeners = {(host, port) for addresses in of_members for host, port in addresses}
+        return group
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
         return self._group.broadcast(tensors, options)

@@ -52,7 +52,7 @@ class Scenario:
         """All overrides."""
         common = (*(GRPO if self.samples else ()), f"policy.precision={self.precision}")
         if device == "cpu":
-            return (*common, *self.overrides)
+            return (*common, *(text.replace("gpus_per_node", "cpu_workers_per_node") for text in self.overrides))
         return (*common, *ON_A_GPU, *(ENGINE_ON_A_GPU if self.samples else ()), *self.overrides)
 
 

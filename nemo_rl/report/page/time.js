@@ -37,11 +37,16 @@ function drawTime(body, run) {
   const bars = svg("svg", { height: 200, class: "bars" });
   body.append(el("div", { class: "card" }, bars));
   requestAnimationFrame(() => drawBars(bars, run, totals.map(([name]) => name)));
+  // Of runs on GPUs whose rates are known: what a model of the step and the hardware itself would take.
+  const told = (kind, name) => (run.metrics[`performance/${kind}_s/${name}`] || []).filter((value) => typeof value === "number");
+  const models = ["predicted", "ideal"].filter((kind) => totals.some(([name]) => told(kind, name).length)).map((kind) => (
+    { title: kind, n: true, key: ([name]) => median(told(kind, name)), of: ([name]) => (told(kind, name).length ? span(median(told(kind, name))) : "") }));
   body.append(el("h3", { text: "Seconds" }), table([
     { title: "phase", of: ([name]) => el("span", {}, swatch(phaseColour(name)), ` ${name}`), key: ([name]) => name },
     { title: "in all", n: true, key: ([, values]) => sum(values), of: ([, values]) => span(sum(values)) },
     { title: "share", n: true, key: ([, values]) => sum(values), of: ([, values]) => `${((100 * sum(values)) / whole).toFixed(1)} %` },
     { title: "median", n: true, key: ([, values]) => median(values), of: ([, values]) => span(median(values)) },
+    ...models,
     { title: "largest", n: true, key: ([, values]) => Math.max(...values), of: ([, values]) => span(Math.max(...values)) },
     { title: "steps", n: true, of: ([, values]) => values.length },
   ], totals));

@@ -57,7 +57,11 @@ def test_every_shipped_config_loads(path: Path) -> None:
     section = "eval" if path.parent.name == "evals" else re.split("[-_]", path.stem)[0]
     if path.parent.name == "methods" and section not in MASTERS:  # named by their method
         section = "grpo"
-    load_config(MASTERS[section], path)
+    config = load_config(MASTERS[section], path)
+    if isinstance(config, GRPOMasterConfig) and config.cluster.use_gpus:
+        assert config.policy.sequence_packing.enabled
+        cut = config.policy.dtensor_cfg
+        assert not cut.torch_compile or cut.tensor_parallel_size == cut.context_parallel_size == 1, "not proven"
 
 
 def test_defaults_that_follow_other_keys() -> None:

@@ -61,7 +61,9 @@ def test_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
 
 
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm.startup import engine_args
+    from vllm.usage.usage_lib import UsageContext
+
+    from nemo_rl.models.generation.vllm.startup import engine_args, engine_config
 
     make_model(tmp_path)
     chosen = engine_args(settings_for(tmp_path, "bfloat16", "cuda"), {})
@@ -70,6 +72,24 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
     on_cpu = engine_args(settings_for(tmp_path, "float32", "cpu"), {})
     assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
+    apart = settings_for(tmp_path, "bfloat16", "cuda")
+    apart.cfg.colocated.enabled = False  # a CPU has no sleep mode
+    tokens, requests = (defaults[UsageContext.LLM_CLASS] for defaults in chosen.get_batch_defaults(1))
+    scheduler = engine_config(apart, {}).scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, requests), "those of its usage"
+
+
+def test_an_engine_on_a_gpu_has_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core in a thread of the worker is for CPUs: everything of it here has run there alone."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    from nemo_rl.models.generation.vllm.startup import start_engine
+
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda config: UniProcExecutor)
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", lambda config, executor, **how: executor)
+    engine: Any = start_engine(SimpleNamespace(), None, "generation-0")  # type: ignore[arg-type]
+    assert engine.__name__ == "BoundUniProcExecutor"
 
 
 @pytest.mark.parametrize(("precision", "found"), [("float32", "ieee"), ("bfloat16", None)])

@@ -1,16 +1,21 @@
-"""Who is named when the group of a sync breaks."""
+"""What a sync moves and sends, and who is named when its group breaks."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.rollouts import Devices, _make_refit
+from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.refit import sync as refit
 from nemo_rl.refit.layout import PackLayout, RefitError, TensorMeta
-from nemo_rl.refit.sync import Refit
+from nemo_rl.refit.sync import REFIT, Refit
 
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 LAYOUT = PackLayout.build([TensorMeta("w", "float32", (4,))], 1 << 20)
 
 
@@ -152,3 +157,29 @@ def test_what_nobody_died_of_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(refit, "_DEATH_SEEN_S", 0.0)
     with pytest.raises(RefitError, match="failed at bucket 0 of 1"):
         synced(Policy(), Generation(error(WorkerError, "generation-0-0", "RefitError")))
+
+
+def test_from_training_to_a_sync_only_the_optimizer_moves():
+    """And after it the policy leaves as a whole, from wherever the sync began."""
+    moves: list[Any] = []
+
+    class Moved:
+        name_prefix, transport = "policy", "packed_ipc"
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *tags: moves.append((name, *tags))
+
+    policy: Any = Moved()
+    engines: Any = Moved()
+    accelerator = Accelerator(exclusive=True)
+    accelerator.register("policy", policy.onload, policy.offload, is_awake=True)
+    accelerator.register("generation", engines.onload, engines.sleep)
+    config = load_config(GRPOMasterConfig, CONFIGS / "grpo_math_1B.yaml")
+    devices = Devices(cluster=engines, accelerator=accelerator)
+    assert _make_refit(config, policy, engines, devices, devices).bucket_bytes == 512 << 20
+    for name in (REFIT, "generation", REFIT, "generation", "policy"):
+        accelerator.acquire(name)
+    to_generation = [("offload",), ("onload",)]
+    from_training = [("offload_optimizer",), ("onload", ["weights"])]
+    from_generation = [("sleep",), ("onload_weights",), ("onload", ["weights"])]
+    assert moves == [*from_training, *to_generation, *from_generation, *to_generation, ("sleep",), ("onload",)]

@@ -1,6 +1,5 @@
-"""A process group on a CPU that behaves as NCCL's does where gloo is kinder.
+"""A process group on a CPU that behaves as NCCL's does where gloo is kinder, beside what `GlooGroup` does already.
 
-* The constructor connects nothing. The first collective connects, and blocks its caller until every member has called.
 * A collective whose peer has ended never ends and reports no error.
 * `abort`, from another thread, ends what is in flight. It then counts as completed, whatever is in the memory.
 """
@@ -14,23 +13,17 @@ import torch
 from nemo_rl.refit.buffers import GlooGroup
 
 
-class LazyGroup:
+class LazyGroup(GlooGroup):
     """For `nemo_rl.refit.buffers.GROUPS`."""
 
-    def __init__(self, store: Any, member: int, endpoint: dict[str, Any]) -> None:
-        self._connect = lambda: GlooGroup(store, member, endpoint)  # which waits for all members
-        self._gloo: GlooGroup | None = None
-        self.is_aborted = False
+    is_aborted = False
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LazyWork:
-        if self._gloo is None:
-            self._gloo = self._connect()
-        return LazyWork(self, self._gloo.broadcast(tensors, options))
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return LazyWork(self, super().broadcast(tensors, options))
 
     def abort(self) -> None:
         self.is_aborted = True
-        if self._gloo is not None:
-            self._gloo.abort()
+        super().abort()
 
 
 class LazyWork:

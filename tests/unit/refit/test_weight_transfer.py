@@ -96,9 +96,9 @@ def test_word_fingerprint_sees_every_byte_and_position(content: bytes, data: st.
 
 
 def test_word_fingerprint_sees_exchanged_words_across_rows() -> None:
-    words = torch.arange(5, (1 << 20) + 25, dtype=torch.int64)
+    words = torch.arange(5, (1 << 21) + 25, dtype=torch.int64)
     swapped = words.clone()
-    swapped[[1, (1 << 20) + 2]] = swapped[[(1 << 20) + 2, 1]]
+    swapped[[1, (1 << 21) + 2]] = swapped[[(1 << 21) + 2, 1]]
     assert int(word_fingerprint(words.view(torch.uint8))) != int(word_fingerprint(swapped.view(torch.uint8)))
 
 

@@ -202,12 +202,16 @@ def write_times(run: Path) -> None:
 def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
     run = write_run(tmp_path / "exp_000")
     write_times(run)
+    told = {"timing/train/weight_sync": 2.0, "performance/predicted_s/weight_sync": 1.5}
+    append(run / "metrics.jsonl", step=13, **told, **{"performance/ideal_s/weight_sync": 0.5})
     browser.open(write_report([run]), "#time")
     browser.wait("document.querySelectorAll('.lanes .lane').length === 6")
     lanes = browser.evaluate("[...document.querySelectorAll('.lanes .lane')].map(t => t.textContent)")
     assert lanes == ["controller", "policy-0", "policy-1", "generation-0", "rollout-0", "environment math"]
     text = browser.evaluate("document.getElementById('main').textContent")
     rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
+    assert next(row for row in rows if row[0] == "phase")[3:6] == ["median", "predicted", "ideal"]
+    assert next(row for row in rows if "weight_sync" in row[0])[4:6] == ["1.50 s", "500 ms"]
     last = next(row for row in rows if row[0] == "policy_training" and row[2].startswith("policy"))
     assert last[2:] == ["policy-1", "200 ms"]
     idle = next(row for row in rows if row[0] == "policy-0")

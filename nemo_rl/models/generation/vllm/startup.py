@@ -71,6 +71,13 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
+def engine_config(settings: EngineSettings, nodes: Mapping[str, Any], *, headless: bool = False) -> EngineConfig:
+    """vLLM's configuration. The usage decides what a step of a GPU's engine holds, unless the user does."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=headless)
+
+
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
     """vLLM's arguments. `nodes`: from `join_nodes`. All other arguments are the same on every node of an engine."""
     from transformers import PretrainedConfig
@@ -107,7 +114,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
         }
-    else:  # vLLM chooses how many tokens and requests a step has: its usage context knows the device
+    else:
         arguments |= {
             "enforce_eager": vllm_cfg.enforce_eager,
             "enable_prefix_caching": vllm_cfg.enable_prefix_caching,

@@ -21,7 +21,7 @@ import numpy as np
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.startup import (
-    engine_args,
+    engine_config,
     join_nodes,
     num_admitted,
     prepare_environment,
@@ -79,13 +79,10 @@ class VllmWorker:
         self._num_syncs = 0  # started or aborted
         nodes = join_nodes()
         prepare_environment(device, cfg.vllm_cfg)
-
-        from vllm.usage.usage_lib import UsageContext
-
         self._returns_experts = settings.return_routed_experts
         self._records = settings.return_routed_experts and device == "cpu"
         self._recording: asyncio.Future[Any] | None = None
-        config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS)
+        config = engine_config(settings, nodes)
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
         loggers = [_draft_logger(self._draft_counts)] if cfg.speculates else None
@@ -403,12 +400,10 @@ class VllmFollower:
         self._name = f"node {nodes['node_rank']} of generation replica {settings.replica}"
         prepare_environment(settings.device, settings.cfg.vllm_cfg)
 
-        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         # The processes of the ranks end with this one: they watch a pipe from it.
-        config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=True)
-        self._executor = MultiprocExecutor(config, monitor_workers=False)
+        self._executor = MultiprocExecutor(engine_config(settings, nodes, headless=True), monitor_workers=False)
         self._executor.start_worker_monitor()
 
     def check_health(self) -> None:
