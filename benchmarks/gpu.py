@@ -488,8 +488,9 @@ def step(size: Size) -> list[Result]:
         torch.cuda.empty_cache()
         script = Path(__file__).with_name("grpo_vs_trl.py")
         # TRL keeps the activations and logits of a whole micro-batch.
-        sizes = "--device cuda --max-new-tokens 512 --micro-batch 8 --repeats 1 --warmup 1 --steps 2".split()
-        command = [sys.executable, str(script), "--model", model, *sizes]
+        sizes = {"max-new-tokens": 512, "micro-batch": 8, "repeats": 1, "warmup": 1, "steps": 2}
+        options = [f"--{name}={value}" for name, value in ({"device": "cuda", "model": model} | sizes).items()]
+        command = [sys.executable, str(script), *options]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)]
 

@@ -329,7 +329,13 @@ def predict_memory(
     """
     generation, engine = _engine(policy, model, machine)
     colocated = policy.generation.colocated.enabled and not policy.generation.is_by_policy
-    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated)]
+    compute = BYTES[policy.precision]
+    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
+    given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
+    halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
+    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
+    kept = [buffers] if machine.is_gpu and not policy.generation.is_by_policy else []  # from sync to sync
+    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept]
     beside += generation if colocated and not machine.is_gpu else []
     phases = predict_training(
         policy,
@@ -344,11 +350,6 @@ def predict_memory(
     if policy.generation.is_by_policy:
         return phases
     weights, optimizer = phases[0].parts[:2]
-    compute = BYTES[policy.precision]
-    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
-    given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
-    halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
-    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
     largest = model.largest_parameter * compute
     gathered = Part(name="gathered tensor", num_bytes=largest, key="a model with a smaller vocabulary")
     refit = [*_process(machine), weights, gathered, buffers]
@@ -361,7 +362,7 @@ def predict_memory(
         ]
     # On a CPU everything stays where it is. On a GPU the optimizer waits on the host, and weights while others draw.
     held = [engine] if machine.is_gpu else [optimizer, *generation]
-    resident = asleep(machine, 1 + num_colocated) if machine.is_gpu else [weights, optimizer]
+    resident = [*asleep(machine, 1 + num_colocated), *kept] if machine.is_gpu else [weights, optimizer]
     return [
         *phases,
         Phase(name="weight sync", device="", parts=(*refit, *held)),

@@ -72,8 +72,9 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
     on_cpu = engine_args(settings_for(tmp_path, "float32", "cpu"), {})
     assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
-    apart = settings_for(tmp_path, "bfloat16", "cuda")
-    apart.cfg.colocated.enabled = False  # a CPU has no sleep mode
+    colocated = (settings := settings_for(tmp_path, "bfloat16", "cuda")).cfg.colocated
+    awake = {"colocated": colocated.model_copy(update={"enabled": False})}  # a CPU has no sleep mode
+    apart = replace(settings, cfg=settings.cfg.model_copy(update=awake))
     tokens, requests = (defaults[UsageContext.LLM_CLASS] for defaults in chosen.get_batch_defaults(1))
     scheduler = engine_config(apart, {}).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, requests), "those of its usage"
