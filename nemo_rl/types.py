@@ -177,6 +177,10 @@ class EnvironmentStep:
     reward_parts: list[float] = field(default_factory=list)  # the rewards, where there are several
 
 
+class EnvironmentFailure(RuntimeError):
+    """The environment raised, died twice, took too long or returned no valid answer. The episode has no reward."""
+
+
 class SampleStatus(StrEnum):
     """How an episode ended. Only COMPLETED and TRUNCATED samples have a reward."""
 

@@ -50,20 +50,21 @@ def guard_children() -> None:
     """Kill the process group of this process when it ends. Children that join other groups escape."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    _guard()
+    start_guard(_GUARD)
 
 
 @cache
 def scratch_folder() -> str:
     """A folder for temporary files of this process and its children, which disappears with this process."""
     folder = tempfile.mkdtemp(prefix="nemo_rl_")
-    _guard(folder)
+    start_guard(_GUARD, folder)
     return folder
 
 
-def _guard(*arguments: str) -> None:
+def start_guard(program: str, *arguments: object) -> None:
+    """Run a Python program that puts itself into the background, with the id of this process and `arguments`."""
     # -I -S: Python reads nothing of its environment and starts in about 20 ms.
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *arguments]
+    command = [sys.executable, "-I", "-S", "-c", program, str(os.getpid()), *map(str, arguments)]
     null = subprocess.DEVNULL
     subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
 

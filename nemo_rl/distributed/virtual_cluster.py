@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +22,7 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.actor_host import start_guard
 from nemo_rl.distributed.errors import ResourceInsufficientError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,9 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
             },
         )
     _started_here = True
-    _guard_agents()
+    node = global_worker.node
+    assert node is not None
+    start_guard(_GUARD, *_children(node.all_processes["raylet"][0].process.pid))
 
 
 def ray_loss() -> str | None:
@@ -167,16 +168,6 @@ def ray_loss() -> str | None:
         f"Ray's own process on this node (raylet, pid {raylet.pid}) has ended with status {raylet.returncode}, and all "
         "workers with it: killed from outside, or out of memory (`dmesg -T | tail`)"
     )
-
-
-def _guard_agents() -> None:
-    node = global_worker.node
-    assert node is not None
-    raylet = node.all_processes["raylet"][0].process.pid
-    # -I -S: Python reads nothing of its environment and starts in about 20 ms.
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *map(str, _children(raylet))]
-    null = subprocess.DEVNULL
-    subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
 
 
 def _children(parent: int) -> list[int]:

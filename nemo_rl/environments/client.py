@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.types import EnvironmentStep, LLMMessageLogType
+from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,6 @@ END_TIMEOUT_S = 15.0  # within this time Ray ends a process, a stopped one inclu
 MAX_GROUPS_REMEMBERED = 100_000
 MAX_EXCERPT = 120  # characters
 PART_TYPES = ("text", "image", "image_url")  # of a content that is a list
-
-
-class EnvironmentFailure(RuntimeError):
-    """The environment raised, died twice, took too long or returned no valid answer. The episode has no reward."""
 
 
 class StepRefused(Exception):

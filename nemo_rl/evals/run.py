@@ -25,7 +25,7 @@ from nemo_rl.algorithms.setup.preflight import (
 from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import build_config, dump_config
-from nemo_rl.data.config import DatasetConfig, dataset_label
+from nemo_rl.data.config import DatasetConfig, dataset_label, first_free
 from nemo_rl.data.datasets.files import is_file
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.registry import all_rows, known_datasets
@@ -541,9 +541,7 @@ def load_eval_data(config: EvalMasterConfig) -> EvalData:
     tasks: dict[str, Task] = {}
     for dataset in config.data.chosen:
         label = dataset_label(DatasetConfig(dataset_name=dataset.dataset_name, processor="", env_name=""))
-        number, name = 1, label
-        while name in tasks:
-            number, name = number + 1, f"{label}#{number + 1}"
+        name = first_free(label, tasks)
         rows = load_eval_rows(dataset)
         _check_answers(rows, label)
         env_name = config.environment_of(dataset)

@@ -23,7 +23,7 @@ from nemo_rl.report.run_files import (
     read_lines,
     status_of,
 )
-from nemo_rl.utils.console import EVENTS_NAME, message_text, visible
+from nemo_rl.utils.console import EVENTS_NAME, message_text, phase_seconds, visible
 from nemo_rl.utils.logger import METRICS_NAME
 
 CURVES = (  # title, metric
@@ -129,11 +129,7 @@ class Watch:
 
     def _phases(self, width: int) -> RenderableType:
         latest = next((row for row in reversed(self._latest_rows(5)) if f"{_TIMING}total_step_time" in row), {})
-        seconds = {
-            name.removeprefix(_TIMING): value
-            for name, value in latest.items()
-            if name.startswith(_TIMING) and "/" not in name.removeprefix(_TIMING) and "per_sec" not in name
-        }
+        seconds = phase_seconds(latest)
         total = seconds.pop("total_step_time", 0.0)
         table = Table.grid(padding=(0, 2))
         for name, value in sorted(seconds.items(), key=lambda item: -item[1]):

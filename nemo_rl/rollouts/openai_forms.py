@@ -329,6 +329,12 @@ class TextStream:
         self._begin = self._end = 0  # of the tokens whose text was decoded last: context for the next ones
         self._text = ""
         self.sent = ""
+        self.waiting: list[tuple[int, float]] = []  # token ids and logprobs that came and were not sent
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return len(self._token_ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that may be sent after these tokens."""

@@ -212,7 +212,7 @@ class Answers:
             )
         sampling = wanted.sampling(self.sampling, room)
         holds = (*sampling.stop_strings, *(CALL_MARKS if question.calls_of is not None else ()))
-        streams = [_ChoiceStream(self.settings.decode, holds) for _ in range(wanted.n)]
+        streams = [TextStream(self.settings.decode, holds) for _ in range(wanted.n)]
 
         def answer(completions: Sequence[Completion]) -> Answer:
             choices = [
@@ -242,7 +242,7 @@ class Answers:
         return web.json_response(form.whole(answer(await sample())))
 
     def _choice(
-        self, question: _Question, completion: Completion, sampling: SamplingParams, stream: _ChoiceStream
+        self, question: _Question, completion: Completion, sampling: SamplingParams, stream: TextStream
     ) -> Choice:
         text = self._text(completion, sampling)
         calls = question.calls_of(text) if question.calls_of is not None else []
@@ -252,7 +252,8 @@ class Answers:
         unsent = stream.rest(message["content"] or "")
         if stream.num_tokens:
             message["content"] = stream.sent or message["content"]
-        rest = zip(completion.token_ids[stream.num_sent :], completion.logprobs[stream.num_sent :], strict=True)
+        sent = stream.num_tokens - len(stream.waiting)
+        rest = zip(completion.token_ids[sent:], completion.logprobs[sent:], strict=True)
         tokens = self._token_texts(rest) if question.logprobs else None
         return Choice(completion=completion, message=message, unsent=unsent, tokens=tokens)
 
@@ -297,7 +298,7 @@ class Answers:
         request: web.Request,
         question: _Question,
         form: Form,
-        streams: Sequence[_ChoiceStream],
+        streams: Sequence[TextStream],
         sample: Callable[..., Awaitable[list[Completion]]],
         answer: Callable[[Sequence[Completion]], Answer],
     ) -> web.StreamResponse:
@@ -319,7 +320,6 @@ class Answers:
             while (part := await come.get()) is not None:
                 index, (token_ids, logprobs) = part
                 stream = streams[index]
-                stream.num_tokens += len(token_ids)
                 stream.waiting += zip(token_ids, logprobs, strict=True)
                 if text := stream.add(token_ids):
                     tokens = self._token_texts(stream.waiting) if question.logprobs else None
@@ -350,19 +350,6 @@ class _Question:
     retokenized: int | None  # earlier answers of the chat that were tokenised again; None: it is no chat
     logprobs: bool  # are wanted
     calls_of: Callable[[str], Sequence[Any]] | None = None
-
-
-class _ChoiceStream(TextStream):
-    """What was streamed of one choice."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], holds: Sequence[str]) -> None:
-        super().__init__(decode, holds)
-        self.num_tokens = 0  # that came
-        self.waiting: list[tuple[int, float]] = []  # token ids and logprobs that came and were not sent
-
-    @property
-    def num_sent(self) -> int:
-        return self.num_tokens - len(self.waiting)
 
 
 def _put(queue: asyncio.Queue[tuple[int, SampledTokens] | None], index: int, tokens: SampledTokens) -> None:

@@ -65,13 +65,11 @@ async def probe(worker: RolloutWorker, request: ProbeRequest, *groups: RolloutGr
     kept = RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh)
     kept.pixels = {digest: made for group in groups for digest, made in group.pixels.items()}
     handle = await worker.keep(kept, "")
-    recorded, drawn = (_num_changed(worker, samples[: request.num_whole]) for samples in (picked, fresh))
+    recorded, drawn = (
+        sum(not worker.settings.survives_text(s.token_ids[s.token_mask].tolist()) for s in samples[: request.num_whole])
+        for samples in (picked, fresh)
+    )
     return Probe(handle=handle, num_recorded_changed=recorded, num_fresh_changed=drawn)
-
-
-def _num_changed(worker: RolloutWorker, samples: Sequence[Sample]) -> int:
-    """Samples whose sampled tokens change when they are decoded and tokenised again."""
-    return sum(not worker.settings.survives_text(s.token_ids[s.token_mask].tolist()) for s in samples)
 
 
 async def _complete(

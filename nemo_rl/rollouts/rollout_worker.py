@@ -22,6 +22,7 @@ from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write
 from nemo_rl.types import (
     Completion,
     DatumSpec,
+    EnvironmentFailure,
     EnvironmentStep,
     GenerateFn,
     GroupHandle,
@@ -44,10 +45,6 @@ T = TypeVar("T")
 _PATIENCE = 0.05  # of the time that the first group of a call took, for others to end
 
 
-class EpisodeFailure(RuntimeError):
-    """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
     """One prompt, to be played `num_generations` times."""
@@ -66,7 +63,7 @@ class Environment(Protocol):
     def name(self) -> str: ...  # section of `env`
 
     async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
-        """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, which names the sample, if it cannot."""
+        """Answer one turn of the episode `sample_id`. EnvironmentFailure, which names the sample, if it cannot."""
         ...
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
@@ -265,7 +262,7 @@ class RolloutWorker:
                     limits=limits,
                     seed_of_turn=seed_of_turn,
                 )
-        except (EpisodeFailure, RequestFailed) as error:
+        except (EnvironmentFailure, RequestFailed) as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
         except TimeoutError:
             if limit is None or not limit.expired():
@@ -283,7 +280,7 @@ class RolloutWorker:
                 observation = (await self.settings.open_images({"messages": [observation]}))["messages"][0]
             rendered = self.settings.render(observation, pixels=new, **known)
         except ValueError as error:
-            raise EpisodeFailure(f"sample {sample_id}: {error}") from error
+            raise EnvironmentFailure(f"sample {sample_id}: {error}") from error
         images.add(new)
         return rendered
 

@@ -265,6 +265,15 @@ def message_text(message: Mapping[str, Any]) -> Text:
     return text.append(visible(str(message["content"])) + "\n", style=style)
 
 
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of each phase of a step, and of the step: `total_step_time`."""
+    seconds = {
+        key.removeprefix(_TIMING_PREFIX): value for key, value in metrics.items() if key.startswith(_TIMING_PREFIX)
+    }
+    # "a/b" is part of "a", and "valid_tokens_per_sec_per_gpu" is not a time.
+    return {name: value for name, value in seconds.items() if "/" not in name and "per_sec" not in name}
+
+
 def summary_line(metrics: Mapping[str, float]) -> str:
     """One line: the main metrics, tokens per second, and the seconds of each phase, longest first.
 
@@ -279,20 +288,14 @@ def summary_line(metrics: Mapping[str, float]) -> str:
     ]
     if _TOKENS_PER_S in metrics:
         parts.append(f"{metrics[_TOKENS_PER_S]:,.0f} tok/s")
-    seconds = {
-        key.removeprefix(_TIMING_PREFIX): value for key, value in metrics.items() if key.startswith(_TIMING_PREFIX)
-    }
-    total = seconds.get(_STEP_TIMER)
-    phases = sorted(
-        # "a/b" is part of "a", and "valid_tokens_per_sec_per_gpu" is not a time.
-        ((value, name) for name, value in seconds.items() if "/" not in name and "per_sec" not in name),
-        reverse=True,
-    )
+    seconds = phase_seconds(metrics)
+    total = seconds.pop(_STEP_TIMER, None)
+    phases = sorted(((value, name) for name, value in seconds.items()), reverse=True)
     predicted = {name: metrics.get(_PREDICTED_PREFIX + name) for _, name in phases}
     shown = ", ".join(
         f"{name} {value:.1f}" + (f" ({predicted[name]:.1f} predicted)" if predicted[name] is not None else "")
         for value, name in phases
-        if name != _STEP_TIMER and value >= 0.05
+        if value >= 0.05
     )
     if total is not None or shown:
         parts.append((f"{total:.1f} s" if total is not None else "seconds") + (f" ({shown})" if shown else ""))

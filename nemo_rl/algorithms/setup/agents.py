@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, EpisodeEnvironment, decode
+from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, decode
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
@@ -103,7 +103,7 @@ def _connect(
         judge = None
         if own.name in judges:
             name = judges[own.name]
-            judge = EpisodeEnvironment(EnvironmentPool(name, actors[name], env_step_timeout_s)).step
+            judge = EnvironmentPool(name, actors[name], env_step_timeout_s).step
         roles = {
             role: None if actor is None else frozen_generate(actor, own.answers.decode)
             for role, actor in frozen[own.name].items()

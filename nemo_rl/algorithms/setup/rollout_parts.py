@@ -17,11 +17,11 @@ from nemo_rl.data.chat.images import open_images
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool, EnvironmentStep
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool
 from nemo_rl.environments.config import AnyEnvironmentConfig
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import AgentEnvironment, EpisodeFailure, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.registry import import_object
 
@@ -103,17 +103,11 @@ def connect_environments(
 
 
 class EpisodeEnvironment:
-    """An environment whose failures count as failures of the episode."""
+    """An environment as the rollout worker uses it, with the metrics of finished episodes."""
 
     def __init__(self, client: EnvironmentPool) -> None:
         self.client = client
-        self.name = client.name
-
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
-        try:
-            return await self.client.step(message_log, metadata, sample_id=sample_id)
-        except EnvironmentFailure as failure:
-            raise EpisodeFailure(str(failure)) from failure
+        self.name, self.step = client.name, client.step
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
         """The result of `global_post_process_and_metrics`. A failure is logged and gives no metrics."""

@@ -128,13 +128,6 @@ def assert_equal(found: dict[tuple[Case, str], dict[str, float]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_model("llama", path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def expected(llama: Path) -> "Expected":
     return Expected.of(llama, list(CASES.values()))
 

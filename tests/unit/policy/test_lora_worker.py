@@ -15,7 +15,6 @@ from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import Segment
 from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import load_step, make_worker, policy_config, train_step, whole_weights
 from tests.worlds import run_world
 
@@ -31,13 +30,6 @@ def config_of(lora: dict[str, Any] | None = None, **directions: Any) -> PolicyCo
         sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70),
         train_micro_batch_size=2,
     )
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_model("llama", path)
-    return path
 
 
 @pytest.fixture(scope="module")

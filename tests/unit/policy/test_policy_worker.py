@@ -17,7 +17,6 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.report.run_files import read_block
 from nemo_rl.types import LossInputs, TrainResult
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import (
     LOSS,
     NUM_GENERATIONS,
@@ -36,21 +35,14 @@ from tests.worlds import run_world
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    save_model("qwen2-tied", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def alone(model_path: Path) -> Step:
+def alone(qwen: Path) -> Step:
     """One rank, one micro-batch per optimizer step: nothing was split."""
-    return run_world(one_step, 1, model_path, policy_config(train_micro_batch_size=8))[0]
+    return run_world(one_step, 1, qwen, policy_config(train_micro_batch_size=8))[0]
 
 
-def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_policy(model_path: Path) -> None:
+def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_policy(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> tuple[float, float, float]:
-        worker = make_worker(model_path, policy_config())
+        worker = make_worker(qwen, policy_config())
         train_step(worker)
         row = next(iter(worker.rows.values()))
         own, first = (row.columns[name].clone() for name in ("prev_logprobs", "reference_policy_logprobs"))
@@ -64,11 +56,11 @@ def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_poli
         assert policy_moved > 1e-3
 
 
-def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(model_path: Path) -> None:
+def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> list[TrainResult]:
         results = []
         for score in (True, False):
-            worker = make_worker(model_path, policy_config(train_global_batch_size=16))
+            worker = make_worker(qwen, policy_config(train_global_batch_size=16))
             load_step(worker)
             if score:
                 worker.compute(Logprobs(), "prev_logprobs")
@@ -83,11 +75,9 @@ def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(m
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
-def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(
-    model_path: Path, alone: Step, master: str
-) -> None:
+def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Path, alone: Step, master: str) -> None:
     config = policy_config(precision="bfloat16", master_precision=master, train_micro_batch_size=4)
-    step = run_world(one_step, 2, model_path, config)[0]
+    step = run_world(one_step, 2, qwen, config)[0]
     assert step.result.losses == pytest.approx(alone.result.losses, rel=0.1, abs=0.02)
     assert step.result.grad_norms == pytest.approx(alone.result.grad_norms, rel=0.1)
     assert {weight.dtype for weight in step.weights.values()} == {DTYPES[master]}
@@ -118,10 +108,10 @@ class NanOnRankZero:
         return logprobs.sum() / toks + (float("nan") if dist.get_rank() == 0 else 0.0), {}
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_step(model_path: Path) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_step(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> TrainResult:
         config = policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
-        worker = make_worker(model_path, config)
+        worker = make_worker(qwen, config)
         load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         return worker.train(NanOnRankZero(), Logprobs())
@@ -151,14 +141,14 @@ def in_one_step(action: str, layout: str | None) -> PolicyConfig:
     ],
 )
 def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(
-    model_path: Path, action: str, layout: str | None
+    qwen: Path, action: str, layout: str | None
 ) -> None:
     config = in_one_step(action, layout)
 
     def rank_main(rank: int, world: int) -> TrainResult:
         after = []
         for comes_nan in (False, True):
-            worker = make_worker(model_path, config)
+            worker = make_worker(qwen, config)
             load_step(worker)
             if comes_nan:
                 before = whole_weights(worker)
@@ -182,9 +172,9 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(
 # -- samples
 
 
-def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path: Path) -> None:
+def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
-        worker = make_worker(model_path, policy_config())
+        worker = make_worker(qwen, policy_config())
         load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         for row in worker.rows.values():
@@ -201,14 +191,14 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path: Path
 
 @pytest.mark.parametrize("cut", [{}, {"pipeline_parallel_size": 2}], ids=["data", "pipeline"])
 def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(
-    model_path: Path, tmp_path: Path, cut: dict[str, int]
+    qwen: Path, tmp_path: Path, cut: dict[str, int]
 ) -> None:
     """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
     size = NUM_GROUPS * NUM_GENERATIONS
     config = policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
 
     def rank_main(rank: int, world: int) -> tuple[int, str | None]:
-        worker = make_worker(model_path, config)
+        worker = make_worker(qwen, config)
         worker.keep_samples(SampleSettings(folder=tmp_path / "samples", max_tokens=99, decode=str, anchor=0))
         handles, groups = make_groups()
         ones = [[1.0] * NUM_GENERATIONS] * NUM_GROUPS

@@ -31,7 +31,7 @@ from nemo_rl.types import (
     RowKey,
     TrainResult,
 )
-from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
@@ -84,13 +84,6 @@ def test_a_column_that_was_not_computed_is_refused_where_the_loss_cannot_do_with
 
 
 # -- pairs, over every layout
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_model("llama", path)
-    return path
 
 
 NUM_PAIRS, PAIRS_PER_GROUP = 12, 4

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.policy.megatron.parity import Layout, steps_in_one_world
 from tests.unit.policy.megatron.test_parity import CP, EP, ONE_BY_ONE, PACKED, PP, RECOMPUTED, SP, TP, selective
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import make_groups
 
 pytest.importorskip("megatron.core")
@@ -19,13 +18,6 @@ WHOLE = {"train_micro_batch_size": SAMPLES, "logprob_batch_size": SAMPLES}
 PADDED = PACKED | {"make_sequence_length_divisible_by": 20}
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("balance")
-    save_model("qwen3-moe", path)
-    return path
 
 
 def weights_after(path: Path, *cases: tuple[str, dict[str, Any], dict[str, Any]], world: int = 1) -> list[Weights]:
@@ -68,12 +60,12 @@ def assert_added(with_loss: Weights, without: Weights, gradients: Weights) -> No
         torch.testing.assert_close(moved, gradient, atol=3e-6, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_it_is_what_the_documentation_says(model: Path) -> None:
+def test_it_is_what_the_documentation_says(qwen_moe: Path) -> None:
     none, whole, packed = weights_after(
-        model, ("none", {}, WHOLE), ("aux_loss", {}, WHOLE), ("seq_aux_loss", {}, PADDED)
+        qwen_moe, ("none", {}, WHOLE), ("aux_loss", {}, WHOLE), ("seq_aux_loss", {}, PADDED)
     )
-    assert_added(whole, none, by_definition(model, per_sequence=False))
-    assert_added(packed, none, by_definition(model, per_sequence=True))
+    assert_added(whole, none, by_definition(qwen_moe, per_sequence=False))
+    assert_added(packed, none, by_definition(qwen_moe, per_sequence=True))
 
 
 @pytest.mark.slow
@@ -86,11 +78,11 @@ def test_it_is_what_the_documentation_says(model: Path) -> None:
         (4, {TP: 2, SP: True, CP: 2, EP: 2}),
     ],
 )
-def test_micro_batches_and_ranks_do_not_change_it(model: Path, world: int, cut: dict[str, Any]) -> None:
+def test_micro_batches_and_ranks_do_not_change_it(qwen_moe: Path, world: int, cut: dict[str, Any]) -> None:
     """`global_aux_loss` is of the samples of all data ranks together."""
     cases = [("seq_aux_loss", cut, batching) for batching in (PADDED, ONE_BY_ONE | PADDED)]
     cases.append(("global_aux_loss", cut, WHOLE))
-    none, *by_sequence, together = weights_after(model, ("none", cut, PADDED), *cases, world=world)
+    none, *by_sequence, together = weights_after(qwen_moe, ("none", cut, PADDED), *cases, world=world)
     for weights in by_sequence:
-        assert_added(weights, none, by_definition(model, per_sequence=True))
-    assert_added(together, none, by_definition(model, per_sequence=False))
+        assert_added(weights, none, by_definition(qwen_moe, per_sequence=True))
+    assert_added(together, none, by_definition(qwen_moe, per_sequence=False))

@@ -19,7 +19,6 @@ from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.parity import distances
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import (
     Step,
     logprobs_of,
@@ -69,13 +68,6 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
         worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
         steps.append(step_of(worker))
     return steps
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deep")
-    save_model("deep", path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose, highest
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.megatron.parity import Layout, distances, steps_in_one_world, torch_step
-from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import (
     LOSS,
     NUM_GENERATIONS,
@@ -49,13 +49,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2, "activation_checkpointing": True}),
     (2, {"pipeline_model_parallel_size": 2, **SELECTIVE}),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3-moe")
-    save_model("qwen3-moe", path)
-    return path
 
 
 def train(path: Path, world: int, **megatron: Any) -> list[Trained]:
@@ -114,15 +107,15 @@ def test_given_experts_are_taken_and_their_scores_keep_the_gradient():
 # -- learning
 
 
-def test_frozen_routers_stay_and_everything_else_learns(model):
-    before = {name: tensor for name, tensor in stored(model).items() if name.endswith("mlp.gate.weight")}
-    [(metrics, weights)] = train(model, 1, freeze_moe_router=True)
+def test_frozen_routers_stay_and_everything_else_learns(qwen_moe):
+    before = {name: tensor for name, tensor in stored(qwen_moe).items() if name.endswith("mlp.gate.weight")}
+    [(metrics, weights)] = train(qwen_moe, 1, freeze_moe_router=True)
     assert len(before) == 2
     assert set(metrics) == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
     for name, tensor in before.items():
         assert torch.equal(weights[name], tensor), name
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    assert not torch.equal(weights[name], stored(model)[name])
+    assert not torch.equal(weights[name], stored(qwen_moe)[name])
 
 
 # -- the bias of experts
@@ -218,10 +211,10 @@ PADDED = {"make_sequence_length_divisible_by": 8}
 @pytest.mark.parametrize(
     ("world", "megatron"), [(1, {}), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS)]
 )
-def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(model, world, megatron):
+def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(qwen_moe, world, megatron):
     layout = Layout(world=world, megatron={"moe_per_layer_logging": True} | megatron, policy=PADDED)
-    want = torch_step(model, layout)
-    for (step,) in zip(*steps_in_one_world(model, [layout]), strict=True):
+    want = torch_step(qwen_moe, layout)
+    for (step,) in zip(*steps_in_one_world(qwen_moe, [layout]), strict=True):
         assert_same_load(of_routers(step), of_routers(want))
 
 
@@ -284,13 +277,13 @@ def logprobs_of_transformers(path: Path, row: Row, experts: torch.Tensor | None)
     return torch.cat([torch.zeros(1), found]) * row.token_mask
 
 
-def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_own(model):
-    [(step, rows)] = replayed(model, Layout(world=1, policy=REPLAY, megatron={"moe_per_layer_logging": True}))
+def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_own(qwen_moe):
+    [(step, rows)] = replayed(qwen_moe, Layout(world=1, policy=REPLAY, megatron={"moe_per_layer_logging": True}))
     changed = 0.0
     for sample_id in ("0/0", "2/1", FAILED, UNRECORDED):
         row = rows[sample_id]
-        forced = logprobs_of_transformers(model, row, random_experts(row))
-        own = logprobs_of_transformers(model, row, None)
+        forced = logprobs_of_transformers(qwen_moe, row, random_experts(row))
+        own = logprobs_of_transformers(qwen_moe, row, None)
         torch.testing.assert_close(step.logprobs[sample_id][0], forced, rtol=0, atol=1e-5)
         torch.testing.assert_close(step.logprobs[sample_id][1], own, rtol=0, atol=1e-5)
         changed = max(changed, float((forced - own).abs().max()))
@@ -319,10 +312,10 @@ REPLAYED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "megatron"), REPLAYED)
-def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomputed(model, world, megatron):
+def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomputed(qwen_moe, world, megatron):
     policy = REPLAY | {"make_sequence_length_divisible_by": 8}
-    [(want, _)] = replayed(model, Layout(world=1, policy=policy))
-    ranks = [step for step, _ in replayed(model, Layout(world=world, megatron=megatron, policy=policy))]
+    [(want, _)] = replayed(qwen_moe, Layout(world=1, policy=policy))
+    ranks = [step for step, _ in replayed(qwen_moe, Layout(world=world, megatron=megatron, policy=policy))]
     off = distances(ranks, want)
     assert max(off.logprobs, off.loss, off.grad_norm) <= 1e-5
     assert off.weights <= 1e-6

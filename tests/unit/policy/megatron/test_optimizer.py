@@ -15,7 +15,6 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.types import TrainResult
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, megatron_policy, whole_weights
 from tests.unit.policy.steps import make_worker as worker_of
 from tests.worlds import in_new_process, run_world
@@ -134,13 +133,6 @@ def test_every_value_reaches_megatron() -> None:
 # -- steps
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_model("deep", path)
-    return path
-
-
 def make_worker(path: Path, policy: PolicyConfig, *, use_gpu: bool = False) -> MegatronPolicyWorker:
     return worker_of(path, policy, init_reference_model=False, use_gpu=use_gpu)
 
@@ -179,11 +171,11 @@ def reference_optimizer(settings: dict[str, Any], weights: list[torch.Tensor]) -
 
 
 @pytest.mark.parametrize("settings", [ADAM, SGD], ids=["adam", "sgd"])
-def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(model: Path, settings: dict[str, Any]) -> None:
+def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(deep: Path, settings: dict[str, Any]) -> None:
     max_norm = 5.0
 
     def steps(rank: int, world: int) -> None:
-        worker = make_worker(model, policy_of(settings, max_grad_norm=max_norm))
+        worker = make_worker(deep, policy_of(settings, max_grad_norm=max_norm))
         expected = {name: torch.nn.Parameter(weight) for name, weight in held(worker).items()}
         reference = reference_optimizer(settings, list(expected.values()))
         for seed in range(3):
@@ -208,10 +200,10 @@ def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(model: Path, settings
     run_world(steps, 1)
 
 
-def test_bfloat16_weights_are_rounded_copies_of_float32_ones(model: Path) -> None:
+def test_bfloat16_weights_are_rounded_copies_of_float32_ones(deep: Path) -> None:
     def steps(rank: int, world: int) -> None:
         small = {**ADAM, "lr": 1e-5, "weight_decay": 0.0}  # each step is lost in bfloat16
-        worker = make_worker(model, policy_of(small, precision="bfloat16"))
+        worker = make_worker(deep, policy_of(small, precision="bfloat16"))
         before = held(worker)
         for _ in range(100):
             set_gradients(worker, 0)
@@ -228,11 +220,11 @@ def test_bfloat16_weights_are_rounded_copies_of_float32_ones(model: Path) -> Non
     run_world(steps, 1)
 
 
-def test_learning_rate_is_that_of_the_step(model: Path) -> None:
+def test_learning_rate_is_that_of_the_step(deep: Path) -> None:
     def trained(rank: int, world: int) -> tuple[list[float], float]:
         rates = {"lr_warmup_iters": 4, "lr_decay_iters": 8, "lr_decay_style": "linear"}
         settings = {**SGD, "lr": LR, "min_lr": 0.0, "sgd_momentum": 0.0, "weight_decay": 0.0}
-        worker = make_worker(model, policy_of(settings, rates))
+        worker = make_worker(deep, policy_of(settings, rates))
         before = held(worker)
         found = [rate for _ in range(2) for rate in train(worker).learning_rates]
         return found, max((weight - before[name]).abs().max().item() for name, weight in held(worker).items())
@@ -288,9 +280,9 @@ def muon_steps(path: Path, world: int, **megatron: Any) -> dict[str, torch.Tenso
     return ranks[0]
 
 
-def test_muon_moves_matrices_alone(model: Path) -> None:
+def test_muon_moves_matrices_alone(deep: Path) -> None:
     def one(rank: int, world: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        worker = make_worker(model, policy_of({**MUON, "weight_decay": 0.0}))
+        worker = make_worker(deep, policy_of({**MUON, "weight_decay": 0.0}))
         before = whole_weights(worker)
         set_gradients(worker, 0)
         step(worker)
@@ -317,9 +309,9 @@ def test_muon_moves_matrices_alone(model: Path) -> None:
     ],
     ids=["tp2", "tp2 distributed", "dp2 distributed", "pp2"],
 )
-def test_muon_on_every_layout(model: Path, world: int, megatron: dict[str, Any]) -> None:
-    expected = muon_steps(model, 1)
-    for name, weight in muon_steps(model, world, **megatron).items():
+def test_muon_on_every_layout(deep: Path, world: int, megatron: dict[str, Any]) -> None:
+    expected = muon_steps(deep, 1)
+    for name, weight in muon_steps(deep, world, **megatron).items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
 
 
@@ -346,8 +338,8 @@ def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     ],
     ids=["moments", "half on the host", "all on the host"],
 )
-def test_precision_aware_adam_is_adam(model: Path, settings: dict[str, Any]) -> None:
-    expected = in_new_process(steps_on_a_gpu, model, {})
-    aware = in_new_process(steps_on_a_gpu, model, {"use_precision_aware_optimizer": True, **settings})
+def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> None:
+    expected = in_new_process(steps_on_a_gpu, deep, {})
+    aware = in_new_process(steps_on_a_gpu, deep, {"use_precision_aware_optimizer": True, **settings})
     for name, weight in aware.items():
         torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-3, msg=name)
