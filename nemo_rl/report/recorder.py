@@ -29,6 +29,7 @@ from typing import Any, Concatenate, ParamSpec
 import ray
 from ray.exceptions import RayError
 
+from nemo_rl.algorithms.setup.hardware import gpu_names
 from nemo_rl.config.cli import SOURCES
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values
@@ -308,12 +309,6 @@ def machine() -> dict[str, Any]:
         int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line
     )
     models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")}
-    gpus = [
-        line.partition(":")[2].strip()
-        for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        for line in _lines(file)
-        if line.startswith("Model")
-    ]
     installed = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions() if dist.name}
     return {
         "command": [sys.executable, *sys.argv],
@@ -325,7 +320,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processors": f"{len(os.sched_getaffinity(0))} of {', '.join(sorted(models)) or 'unknown kind'}",
         "memory_gb": round(memory_kb / 2**20, 1),
-        "gpus": gpus,
+        "gpus": gpu_names(),
         "driver": next(iter(_lines("/proc/driver/nvidia/version")), None),
         "python": platform.python_version(),
         "versions": {name: installed[name] for name in _PACKAGES if name in installed},

@@ -63,6 +63,13 @@ def _a_cluster_runs_here() -> bool:
     return True
 
 
+def gpu_names() -> list[str]:
+    """The names of this machine's GPUs, without CUDA."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    return [line.removeprefix("Model:").strip() for line in lines if line.startswith("Model:")]
+
+
 def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """The number of GPUs that a process on this machine can use, without importing torch."""
     devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
+from nemo_rl.algorithms.setup.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.evals.config import EvalMasterConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
 
-DRIVER_FILES = "/proc/driver/nvidia/gpus"
 ASSUMED_GPU = "NVIDIA H100"
 FULL = 0.92  # of a device's memory: beyond it, fragmentation ends runs
 MB_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
@@ -370,7 +370,7 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
         return [f"memory: not predicted: the layers of {found.model_type!r} are not known"]
     model, samples = ModelShape.of(found), isinstance(cfg, RolloutMasterConfig)
     if cfg.cluster.use_gpus:
-        name = this_gpu()
+        name = next(iter(gpu_names()), None)
         if name is not None and find_gpu(name) is None:
             return [f"memory: not predicted: the memory of {name!r} is not known"]
         machine = machine_of(name or ASSUMED_GPU)
@@ -444,15 +444,6 @@ def _budgets(policy: PolicyConfig, sequences: int = 1) -> tuple[int, int]:
         return token_budgets(policy, sequences)
     longest = policy.max_total_sequence_length * sequences
     return longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size
-
-
-def this_gpu() -> str | None:
-    """The name of this machine's first GPU, without CUDA; None if there is none."""
-    for file in sorted(Path(DRIVER_FILES).glob("*/information")):
-        for line in file.read_text(errors="replace").splitlines():
-            if line.startswith("Model:"):
-                return line.removeprefix("Model:").strip()
-    return None
 
 
 def machine_of(gpu: str) -> Machine:
