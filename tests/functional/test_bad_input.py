@@ -71,7 +71,6 @@ REFUSED = """
 data.train.dataset_name=arithmetics -> did you mean arithmetic
 data.train={dataset_name: arithmetic, kwargs: {samples: 3}} -> num_samples, max_operand, operators; samp
 data.default.processor=math_processor -> did you mean math_data_processor
-env.math.type=maths -> did you mean math
 +env.mine={type: nowhere.envs:MyEnv} & data.default.env_name=mine -> no module 'nowhere' can be imported
 policy.model_name=tiny:arithmetics -> did you mean tiny:arithmetic
 policy.model_name=./no/such -> policy.model_name: directory './no/such' does not exist

@@ -58,11 +58,6 @@ def test_a_value_model_with_another_vocabulary(other_tokens):
         prepare_ppo(f"value.model_name={other_tokens}")
 
 
-def test_a_value_model_that_is_not_there():
-    with pytest.raises(ValueError, match=r"value\.model_name: directory 'no/such/model' does not exist"):
-        prepare_ppo("value.model_name=no/such/model")
-
-
 def test_a_teacher_with_another_vocabulary(other_tokens):
     told = r"2 of the student's 264 tokens are others for the teacher.*\n  token \d+: student '1', teacher '2'"
     with pytest.raises(ValueError, match=r"^teacher\.tokenizer\.name: " + told):
