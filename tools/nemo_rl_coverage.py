@@ -22,6 +22,7 @@ import yaml
 
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
+from nemo_rl.config.translations import PICTURE_ENVIRONMENTS
 from nemo_rl.utils.registry import import_object
 from tools.config_cli import MODELS
 
@@ -79,6 +80,8 @@ SHOWN: dict[str, Any] = {
     "policy.megatron_cfg.optimizer.min_lr": 5.0e-6,
     "value_loss_fn.cliprange": 0.2,
     "grpo.num_val_generations_per_prompt": 4,
+    "data.train.max_samples": 1000,
+    **{f"env.{name}.type": "vlm" for name in PICTURE_ENVIRONMENTS},  # what the section is by its name
 }
 """Values that the answers leave out, and that the key or the answer lets no doubt about."""
 HINTS: dict[str, Any] = {
@@ -106,6 +109,10 @@ BESIDE: dict[str, dict[str, Any]] = {
         "policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "match_all_linear": False, "exclude_modules": ["x"]}}}
     },
     "env.reward_model": {"env": {"reward_model": {"model_name": "r"}}},
+    **{
+        f"env.{name}.type": {"env": {name: {"reward_functions": [{"name": "format", "weight": 1.0}]}}}
+        for name in PICTURE_ENVIRONMENTS
+    },
     "policy.generation.vllm_cfg.quantization_ignored_layer_kws": {
         "policy": {"generation": {"vllm_cfg": {"precision": "fp8"}}}
     },

@@ -365,8 +365,6 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
 SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
 PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
 """Sections of `env` that are of type `vlm` where they do not say it."""
-REWARDS = {"exact_alnum": "exact_answer_alphanumeric", "math_expr": "math_expression", "bbox_giou": "box_giou"}
-"""Names of reward functions -> their names today."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from nemo_rl.config.translations import (
     OF_ONE_DATASET,
     PICTURE_ENVIRONMENTS,
     PUZZLE_DATA,
-    REWARDS,
     USED,
     VALIDATION_OF,
     VALUES,
@@ -129,11 +128,6 @@ class Translator:
                 if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
                     self._put((*path, "type"), "vlm")
                     self.remark(path, "is of type vlm")
-        for _, path in places("env.*.reward_functions.#.name", values):
-            name = self.tree.get(path)
-            if isinstance(name, str) and name in REWARDS:
-                self.remark(path, f"{name} is {REWARDS[name]} today")
-                self._put(path, REWARDS[name])
         if isinstance(values.get("data"), dict):
             if "eval" in values or "generation" in values:
                 self._file_of_an_evaluation()

@@ -27,18 +27,19 @@ OTHERS: dict[str, tuple[str, type, str]] = {
         "distillation_math_megatron_cpu.yaml",
     ),
 }
-GRPO = [path for path in RECIPES if path.stem not in OTHERS]
+LARGE = ("grpo-llama3.3-70b-instruct-16k-8n8g", "grpo-qwen3-235ba22b-24n8g")
+GRPO = [path for path in RECIPES if path.stem not in OTHERS] + [CONFIGS / f"recipes/llm/{name}.yaml" for name in LARGE]
 
 # The rest of a recipe is about models, machines and lengths, which a twin has from grpo_math_cpu.yaml.
 METHOD_KEYS = (
     *("normalize_rewards", "use_leave_one_out_baseline", "adv_estimator", "use_dynamic_sampling", "batch_multiplier"),
-    *("overlong_filtering", "reward_shaping", "reward_scaling"),
+    *("overlong_filtering", "reward_shaping", "reward_scaling", "async_grpo"),
 )
 
 
 def twin(recipe: Path) -> dict[str, Any]:
-    """The method of a GRPO recipe on the tiny model: sections that go on top of grpo_math_cpu.yaml."""
-    values = load_tree(recipe).values
+    """The method of a GRPO recipe on a tiny model: sections that go on top of grpo_math_cpu.yaml."""
+    values, policy = load_tree(recipe).values, load_config(GRPOMasterConfig, recipe).policy
     grpo = {key: value for key, value in values["grpo"].items() if key in METHOD_KEYS}
     sections: dict[str, Any] = {"defaults": str(CONFIGS / "grpo_math_cpu.yaml"), "grpo": grpo}
     sections["loss_fn"] = dict(values["loss_fn"])
@@ -48,9 +49,24 @@ def twin(recipe: Path) -> dict[str, Any]:
         grpo["reward_shaping"] |= {"max_response_length": 16, "overlong_buffer_length": 4}
     if "length_normalizer" in sections["loss_fn"]:
         sections["loss_fn"]["length_normalizer"] = 16
-    if values["policy"]["dtensor_cfg"].get("context_parallel_size", 1) > 1:
-        sections["policy"] = {"dtensor_cfg": {"context_parallel_size": 2}, "sequence_packing": {"enabled": True}}
-        sections["cluster"] = {"cpu_workers_per_node": 2}
+    cut = {
+        f"{axis}_parallel_size": 2
+        for axis in ("context", "tensor")
+        if vars(policy.dtensor_cfg)[f"{axis}_parallel_size"] > 1
+    }
+    if policy.megatron_cfg.enabled:  # stages and experts on four ranks, and an engine apart
+        sections["defaults"] = str(CONFIGS / "grpo_math_megatron_cpu.yaml")
+        cut = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+        apart = {"enabled": False, "resources": {"cpu_workers_per_node": 1}}
+        sections["policy"] = {
+            "model_name": "tiny:arithmetic-moe",
+            "megatron_cfg": cut,
+            "generation": {"colocated": apart},
+        }
+        sections["cluster"] = {"cpu_workers_per_node": 5}
+    elif cut:
+        sections["policy"] = {"dtensor_cfg": cut, "sequence_packing": {"enabled": True}}
+        sections["cluster"] = {"cpu_workers_per_node": 2 ** len(cut)}
     return sections
 
 
@@ -77,7 +93,9 @@ def test_a_recipe_dry_runs(recipe, capsys, monkeypatch) -> None:
 def test_a_twin_loads_with_the_method_of_its_recipe(recipe, tmp_path) -> None:
     (tmp_path / "twin.yaml").write_text(yaml.safe_dump(twin(recipe)))
     small, large = load_config(GRPOMasterConfig, tmp_path / "twin.yaml"), load_config(GRPOMasterConfig, recipe)
-    assert small.policy.model_name == "tiny:arithmetic"
+    assert small.policy.model_name.startswith("tiny:arithmetic")
+    assert small.policy.megatron_cfg.enabled == large.policy.megatron_cfg.enabled
+    assert small.grpo.async_grpo.enabled == large.grpo.async_grpo.enabled
     assert small.loss_fn.model_copy(update={"length_normalizer": None}) == large.loss_fn.model_copy(
         update={"length_normalizer": None}
     )

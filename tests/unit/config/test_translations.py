@@ -15,6 +15,7 @@ from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.config.rules import _CLAUSE
 from nemo_rl.config.translations import DIFFERENCES, USED, VALUES
 from nemo_rl.environments.config import CompositeEnvironmentConfig
+from nemo_rl.environments.rewards import find_reward_function, load_reward
 from nemo_rl.evals.config import EvalMasterConfig
 from tests.tables import lines
 from tests.unit.config.run_configs import MINIMAL, problems_of
@@ -221,9 +222,8 @@ def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         section = build_config(GRPOMasterConfig, tree).env["clevr-cogent"]
     assert isinstance(section, CompositeEnvironmentConfig) and section.num_workers == 4
-    assert [part.function for part in section.reward_functions] == [
-        *("format", "exact_answer_alphanumeric", "math_expression", "box_giou")
-    ]
+    names = ("format", "exact_answer_alphanumeric", "math_expression", "box_giou")
+    assert [load_reward(part) for part in section.reward_functions] == [find_reward_function(name) for name in names]
     assert "env.clevr-cogent: is of type vlm" in remarks_of(caplog)
 
 
