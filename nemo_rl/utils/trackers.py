@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.files import flatten_dict
 
 RETRY_S = 300.0  # a tracker that failed rests for as long, so that its timeouts do not slow every step
+FINISH_S = 300.0  # the end of a run waits for a service as long; what is not sent by then stays in the run's folder
 SAMPLES = "validation/samples"
 
 log = logging.getLogger(__name__)
@@ -154,8 +156,6 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """Weights & Biases. A step that runs again after a resume keeps its first values there."""
 
-    FINISH_S = 300.0  # what is not sent by then stays in the run's folder, for `wandb sync`
-
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import wandb
         from wandb.errors import AuthenticationError, UsageError
@@ -173,7 +173,7 @@ class Wandb(Tracker):
                 resume="allow" if run_id is not None else None,
                 reinit="create_new",
                 # By default the end of the run waits for a server that is gone, for ever.
-                settings=wandb.Settings(finish_timeout=self.FINISH_S),
+                settings=wandb.Settings(finish_timeout=FINISH_S),
             )
         except (UsageError, AuthenticationError) as error:
             raise ValueError(f"logger.wandb: {error}; log in with `wandb login`, or set wandb.mode=offline") from error
@@ -183,7 +183,7 @@ class Wandb(Tracker):
     def failures() -> tuple[type[Exception], ...]:
         from wandb.errors import CommError
 
-        return (CommError,)
+        return (CommError, TimeoutError)
 
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
@@ -193,6 +193,13 @@ class Wandb(Tracker):
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         return self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+    def close(self) -> None:
+        """TimeoutError if not everything was sent: while a run works, the package says nothing of a lost server."""
+        began, folder = time.monotonic(), Path(self._run.dir).parent
+        self._run.finish()
+        if time.monotonic() - began >= FINISH_S:
+            raise TimeoutError(f"not everything has been sent; `wandb sync {folder}` sends it")
 
 
 class MLflow(Tracker):
@@ -284,12 +291,23 @@ class SwanLab(Tracker):
             # The package says so of a server that is gone, too: this raises the OSError of one.
             requests.head(swanlab.Settings().api_host, timeout=10)
             raise ValueError(f"logger.swanlab: {error}; {log_in}") from error
+        except RuntimeError as error:  # the server let us in and then failed
+            raise ConnectionError(str(error)) from error
+        self._folder = run_dir / "swanlab"
         self.run_id = self._run.id
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         table = self._swanlab.echarts.Table()
         table.add(list(rows[0]), [list(row.values()) for row in rows])
         return table
+
+    def close(self) -> None:
+        """TimeoutError if not everything was sent: the package would wait for a lost server for ever."""
+        end = threading.Thread(target=self._run.finish, daemon=True)
+        end.start()
+        end.join(FINISH_S)
+        if end.is_alive():
+            raise TimeoutError(f"not everything has been sent; `swanlab sync` sends what is in {self._folder}")
 
 
 class Trackio(Tracker):
