@@ -68,8 +68,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "data.processors": {
         "data.rows.processors": "PROCESSOR_REGISTRY register_processor math_data_processor math_hf_data_processor "
-        "math_gdpo_data_processor multichoice_qa_processor",
-        "data.rows.example_processors": "sft_processor helpsteer3_data_processor=preference_processor",
+        "math_gdpo_data_processor multichoice_qa_processor helpsteer3_data_processor=conversation_processor",
+        "data.rows.example_processors": "sft_processor",
     },
     "data.utils": {_CALLS: "setup_response_data setup_preference_data"},
     "distributed.virtual_cluster": {_CALLS: "PY_EXECUTABLES", "utils.config": "ClusterConfig"},

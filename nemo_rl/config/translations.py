@@ -41,18 +41,8 @@ NULL_IS_THE_DEFAULT = (
 
 OF_ONE_DATASET = (
     *("dataset_name", "data_path", "subset", "split", "split_validation_size", "seed", "download_dir", "input_key"),
-    *(
-        "max_samples",
-        "output_key",
-        "prompt_key",
-        "chosen_key",
-        "rejected_key",
-        "chat_key",
-        "system_key",
-        "system_prompt",
-        "tool_key",
-    ),
-    "use_preserving_dataset",
+    *("max_samples", "output_key", "prompt_key", "chosen_key", "rejected_key", "chat_key", "system_key"),
+    *("system_prompt", "tool_key", "use_preserving_dataset"),
 )
 OF_ALL_DATASETS = ("prompt_file", "system_prompt_file", "processor", "env_name")
 """Keys that stood in `data` itself before there were `data.train`, `data.validation` and `data.default`."""

@@ -127,7 +127,7 @@ class Translator:
             for _, path in places(f"env.{name}", values):
                 if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
                     self._put((*path, "type"), "vlm")
-                    self.remark(path, "is of type vlm")
+                    self.remark(path, "is of type vlm; its format reward is 1 or 0, of which NeMo RL gives parts")
         if isinstance(values.get("data"), dict):
             if "eval" in values or "generation" in values:
                 self._file_of_an_evaluation()
@@ -175,11 +175,9 @@ class Translator:
             self._put(("data", "dataset_name"), name)
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
+        files = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}
         for key in flat:
-            new = {"train_data_path": ("data", "train", "data_path")}.get(key, ("data", "train", key))
-            if key == "val_data_path":
-                new = ("data", "validation", "data_path")
-            self._move(("data", key), new, whole)
+            self._move(("data", key), ("data", *files.get(key, ("train", key))), whole)
         self._defaults_of_datasets()
 
     def _validation_set(self, name: str | None, columns: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from nemo_rl.data.datasets.files import (
     require_used_keys,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.data.rows.example_processors import split_preference
 
 IMAGE_MARK = "<image>"  # where an image stands in a text
 METADATA_FILE = "metadata.jsonl"
@@ -141,18 +142,19 @@ class HubProblems(HubTable):
 
 @dataclass(frozen=True, kw_only=True)
 class HubExamples(HubTable):
-    """Conversations, or preferences."""
+    """Conversations, or preferences; of these, other sections get the conversation with the preferred answer."""
 
     columns: tuple[str, ...]
     convert: Callable[[Row], Row]
     preferences: bool = False
 
     def load(self, cfg: TableConfig) -> Rows | StreamedTable:
-        if self.preferences != isinstance(cfg, PreferenceDatasetConfig):
-            held = "preferences: it is for DPO and reward models" if self.preferences else "no preferences"
-            raise ValueError(f"dataset {cfg.dataset_name!r} holds {held}")
+        in_pairs = isinstance(cfg, PreferenceDatasetConfig)
+        if in_pairs and not self.preferences:
+            raise ValueError(f"dataset {cfg.dataset_name!r} holds no preferences")
         require_used_keys(cfg, (), "the dataset has columns of its own")
-        return converted(self.table(cfg, self.columns), self.convert)
+        convert = self.convert if in_pairs == self.preferences else partial(preferred_row, convert=self.convert)
+        return converted(self.table(cfg, self.columns), convert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,12 @@ class PictureSet(HubTable):
 
 
 # -- Conversions of rows. Their errors follow the words "row 3 ...".
+
+
+def preferred_row(row: Row, *, convert: Callable[[Row], Row]) -> Row:
+    """The conversation of a preference with the preferred answer, for SFT and for prompts."""
+    prompt, chosen, _ = split_preference(convert(row))
+    return {"messages": [*prompt, *chosen], "expected_answer": str(chosen[-1]["content"])}
 
 
 def after_hashes(solution: str) -> str:

@@ -244,7 +244,7 @@ PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
     **{processor.__name__: processor for processor in _OF_PROMPTS},
     **dict.fromkeys(("default", "vlm_hf_data_processor"), math_hf_data_processor),
     **{name: f"{_EXAMPLE_PROCESSORS}:{name}" for name in ("sft_processor", "pretokenized", "preference_processor")},
-    "helpsteer3_data_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
+    "helpsteer3_data_processor": conversation_processor,  # of prompts; of pairs: `find_processor`
 }
 
 
@@ -266,6 +266,8 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
             f"processor {name!r} is not needed: set dataset_name: nemo_gym, processor: conversation_processor, and an "
             "environment of type agent (docs/guides/agents.md)"
         )
+    if of_examples and name == "helpsteer3_data_processor":
+        name = "preference_processor"
     processor = find(PROCESSOR_REGISTRY, name, "processor")
     if not of_examples:
         if isinstance(processor, str):

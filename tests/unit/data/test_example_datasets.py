@@ -245,7 +245,7 @@ def test_rows_that_cannot_be_converted_are_marked(write):
 
 
 @pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (1, "two"), (2, "two")])
-def test_helpsteer3(preference, chosen):
+def test_helpsteer3(preference, chosen, write):
     context = [user("q"), assistant("a"), user("q2")]
     row = {
         "domain": "general",
@@ -261,6 +261,8 @@ def test_helpsteer3(preference, chosen):
     assert {found["chosen"], found["rejected"]} == {"one", "two"}
     assert "tie" not in found
     assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
+    (plain,) = load_rows(sft(dataset_name="HelpSteer3", data_path=write([row])))[0]
+    assert plain == {"messages": [*context, assistant(chosen)], "expected_answer": chosen}
 
 
 def test_preference_files(write):
@@ -276,8 +278,6 @@ def test_preference_files(write):
     assert row == {"prompt": "1+1", "chosen": "2", "rejected": "3", "margin": 2}
     with pytest.raises(ValueError, match=r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"):
         load_rows(dpo(data_path=binary))
-    with pytest.raises(ValueError, match="'HelpSteer3' holds preferences"):
-        load_rows(sft(dataset_name="HelpSteer3"))
     with pytest.raises(ValueError, match="'PreferenceDataset' holds preferences"):
         load_rows(sft(dataset_name="PreferenceDataset", data_path=binary))
     with pytest.raises(ValueError, match="'squad' holds no preferences"):

@@ -137,3 +137,4 @@ def test_names_of_nemo_rl_are_found_or_refused_with_a_reason() -> None:
         find_processor("nemo_gym_data_processor")
     for name in ("sft_processor", "helpsteer3_data_processor"):
         assert find_processor(name, of_examples=True).__module__.endswith("example_processors")
+    assert find_processor("helpsteer3_data_processor") is find_processor("conversation_processor")
