@@ -26,8 +26,8 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.memory import Machine, ModelShape, TrainingShape, training_phases
+from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.types import PlannedSample, RankPlan, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams
 from tests.worlds import run_world
 

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
 
 
@@ -24,7 +24,7 @@ from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
 class Teacher:
     """A teacher, the tasks it teaches, and what it computes for the student."""
 
-    policy: PolicyInterface
+    policy: Policy
     batching: Batching
     task: HeadTask  # its column is what the student's head or loss reads
     tasks: frozenset[str]  # names of the tasks that it teaches

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, ExampleHandle, RowKey
 
 LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
@@ -61,7 +61,7 @@ class ReferenceSums:
     @classmethod
     def compute(
         cls,
-        policy: PolicyInterface,
+        policy: Policy,
         batches: Iterable[Sequence[ExampleHandle]],
         plan: Callable[[Sequence[ExampleHandle]], BatchPlan],
     ) -> ReferenceSums:

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan
 
 
@@ -36,7 +36,7 @@ class PPOTrainer(RolloutTrainer):
         config: PPOMasterConfig,
         tools: RunTools,
         parts: RolloutParts,
-        value: PolicyInterface,
+        value: Policy,
         value_flops: ModelFlops,
     ) -> None:
         super().__init__(config, tools, parts, others=[value])

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous, Transport, WeightComparison
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Refit(WeightSync):
     devices.
     """
 
-    policy: PolicyInterface
+    policy: Policy
     generation: GenerationInterface
     accelerator: Accelerator
     _: KW_ONLY

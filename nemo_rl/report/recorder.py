@@ -34,7 +34,7 @@ from nemo_rl.config.cli import SOURCES
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values
 from nemo_rl.distributed.worker_groups import LIVE
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey, SampleMeta, SampleStatus
 from nemo_rl.utils import files
 from nemo_rl.utils.config import ReportConfig
@@ -99,7 +99,7 @@ class RunRecorder:
 
     # -- from the loop
 
-    def start(self, config: Mapping[str, Any], num_steps: int | None, policy: PolicyInterface) -> None:
+    def start(self, config: Mapping[str, Any], num_steps: int | None, policy: Policy) -> None:
         """Write `run.json`, and make the workers of `policy` keep samples. `config` is the resolved configuration."""
         if self.cfg.samples_per_step > 0:
             policy.keep_samples(self.folder.absolute() / SAMPLES, self.cfg.tokens_per_sample)
@@ -164,7 +164,7 @@ class RunRecorder:
             rank.reported = [key for batch in rank.logprobs for sample in batch for key in sample.keys if key in chosen]
 
     @timed
-    def write_samples(self, step: int, policy: PolicyInterface) -> None:
+    def write_samples(self, step: int, policy: Policy) -> None:
         """Make the workers write the chosen rows. Comes after the update and before the next plan."""
         if self.cfg.samples_per_step > 0 and SAMPLES not in self._given_up:
             for problem in policy.write_samples(step):

@@ -28,6 +28,7 @@ SHORT_FILES = {
     "algorithms/losses/nll.py": "one loss",
     "algorithms/setup/grpo.py": "the way in to GRPO",
     "algorithms/setup/ppo.py": "the way in to PPO",
+    "models/policy/settings.py": "what driver and workers of a policy both know",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",
     "utils/registry.py": "names and import paths, used by every registry",
 }

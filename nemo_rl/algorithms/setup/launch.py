@@ -20,8 +20,8 @@ from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import require_shared
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SamplingParams

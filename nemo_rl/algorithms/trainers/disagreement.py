@@ -29,7 +29,7 @@ from nemo_rl.models.policy.inspection import (
     routed_otherwise,
     row_errors,
 )
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError, WeightComparison
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -334,7 +334,7 @@ def _sampling(variant: Variant) -> str:
 class Investigator:
     """Measures the evidence with the parts of a run. Nothing of the run changes but the rows that the policy holds."""
 
-    policy: PolicyInterface
+    policy: Policy
     generation: GenerationInterface
     refit: WeightSync
     rollouts: RolloutCollector

@@ -34,7 +34,7 @@ from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
@@ -52,7 +52,7 @@ VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that
 class RolloutParts:
     """The components of a run that samples."""
 
-    policy: PolicyInterface
+    policy: Policy
     generation: GenerationInterface | None  # None: the rollouts are recorded ones
     refit: WeightSync
     rollouts: RolloutCollector
@@ -74,7 +74,7 @@ class RolloutTrainer(Trainer):
         config: RolloutMasterConfig,
         tools: RunTools,
         parts: RolloutParts,
-        others: Sequence[PolicyInterface] = (),
+        others: Sequence[Policy] = (),
     ) -> None:
         requests = PromptRequests(parts.prompts, config.rollout, parts.train_sampling)
         super().__init__(

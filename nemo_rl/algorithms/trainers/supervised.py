@@ -19,7 +19,7 @@ from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, PlannedSample
 
 MAX_PROBLEMS_SHOWN = 3
@@ -29,7 +29,7 @@ MAX_PROBLEMS_SHOWN = 3
 class SupervisedParts:
     """The components of a run that learns from rows."""
 
-    policy: PolicyInterface
+    policy: Policy
     loader: ExampleLoader
     num_batches: int | None  # in an epoch; None: not known before it ends
     # By the name of the set. A call tokenises the set again if its rows were lost with their worker.

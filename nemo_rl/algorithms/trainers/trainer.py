@@ -21,7 +21,7 @@ from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import LossFunction, TrainResult, reduce_steps
 from nemo_rl.utils.alarms import LearningAlarms
@@ -98,7 +98,7 @@ class Trainer(ABC):
         tools: RunTools,
         *,
         num_steps: int | None,
-        policies: Sequence[PolicyInterface],
+        policies: Sequence[Policy],
         data: DataPosition,
         nonfinite_action: str,
     ) -> None:
@@ -266,9 +266,7 @@ class Trainer(ABC):
 
     # -- optimizer steps
 
-    def take_steps(
-        self, policy: PolicyInterface, loss_fn: LossFunction, task: HeadTask, *, num_passes: int = 1
-    ) -> TrainResult:
+    def take_steps(self, policy: Policy, loss_fn: LossFunction, task: HeadTask, *, num_passes: int = 1) -> TrainResult:
         """The optimizer steps of the loaded plan, `num_passes` times over.
 
         If a loss or gradient is not finite, its samples are written down; then the run stops or skips the update, as

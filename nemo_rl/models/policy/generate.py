@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.head.logit_tiles import smallest_kept
-from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.settings import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 

@@ -1,6 +1,6 @@
 """What an investigation asks of the policy's workers: how far training is from generation, and with which settings.
 
-The functions run on a worker (`PolicyInterface.inspect`), on the rows that it has loaded. `VariantLogprobs` computes
+The functions run on a worker (`Policy.inspect`), on the rows that it has loaded. `VariantLogprobs` computes
 logprobs of the same tokens under other settings of the head:
 
 hidden states [N, H] -> head in its own or another dtype -> logits [n, V] once per chunk -> logprob under each variant

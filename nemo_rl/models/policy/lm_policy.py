@@ -1,4 +1,4 @@
-"""The driver's handle of a policy: it sends plans and object references, and receives metadata."""
+"""A policy as the rest of the library sees it: it sends plans and object references, and receives metadata."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface, PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.layout import training_sizes
+from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
@@ -45,11 +45,19 @@ class WorkersWrite:
         self.group.wait(self.refs)
 
 
-class Policy(PolicyInterface):
-    """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
+class Policy:
+    """The trained model, sharded over workers, one on each bundle of `cluster`. Plans and handles go in, never tensors.
+
+    One step: `load(plan)`, then the logprob passes, then `train`. The results of a pass stay with the samples on the
+    workers. Convention: the logprob of token i is at position i, position 0 is 0, rows are right-padded.
 
     `processor_path`: folder of the image processor, which checkpoints of a vision-language model hold.
     Training, scoring and checkpointing acquire `accelerator` as `name_prefix`, which is `settings.folder`.
+
+    Attributes:
+        name_prefix: workers are named `<name_prefix>-<rank>`, in errors too.
+        data_parallel_size: ranks that hold different samples: `BatchPlan.ranks` has this many entries.
+        gpu: peak rates of one device; None if unknown (CPUs).
     """
 
     workers: ClassVar = {
@@ -102,7 +110,10 @@ class Policy(PolicyInterface):
         return DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
 
     def restart(self) -> None:
-        """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
+        """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint.
+
+        `load_checkpoint` and a new `prepare_refit` must follow.
+        """
         self.group.shutdown()
         awake = self.accelerator.awake
         if awake is not None and awake != self.name_prefix:
@@ -114,6 +125,7 @@ class Policy(PolicyInterface):
         self.accelerator.rebuilt(self.name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
+        """Call `callback` about twice a second while the controller waits for the workers. Its errors end the wait."""
         self._on_wait = self.group.on_wait = callback
 
     def onload(self) -> None:
@@ -134,9 +146,11 @@ class Policy(PolicyInterface):
 
     @property
     def controller_tensor_bytes(self) -> int:
+        """Bytes of arrays that passed through the controller on their way to or from the workers."""
         return self.group.controller_tensor_bytes
 
     def load(self, plan: BatchPlan) -> None:
+        """Every worker fetches the rows it owns from the object store and drops the rows of the last plan."""
         work = []
         for rank_plan in plan.ranks:
             refs, places = dict[Any, int](), dict[int, tuple[int, int]]()  # lists of groups, and groups in them
@@ -148,20 +162,28 @@ class Policy(PolicyInterface):
         self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
 
     def compute(self, task: HeadTask, column: str) -> None:
+        """Compute the output of `task` for the loaded rows under the current weights, and keep it as `column`.
+
+        `prev_logprobs` may be left out before a `train` of one optimizer step: its forward pass gives the same values.
+        """
         with self.accelerator.hold(self.name_prefix):
             self.group.call_all("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
+        """Compute logprobs under the weights the run started from, as column `reference_policy_logprobs`."""
         with self.accelerator.hold(self.name_prefix):
             self.group.call_all("compute_reference_logprobs")
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        """Sum a column over the tokens that carry loss, by row, and keep the sums as column `total`."""
         return _merged(self.group.call_all("sum_column", column, total))
 
     def share(self, column: str) -> dict[RowKey, Any]:
+        """References to a column of every loaded row, for `attach` of a policy that loaded the same groups."""
         return _merged(self.group.call_all("share", column))
 
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
+        """Every worker fetches, for its rows, the column that another policy shared."""
         assert self._plan is not None, "load comes first"
         work = []
         for rank_plan in self._plan.ranks:
@@ -170,20 +192,29 @@ class Policy(PolicyInterface):
         self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 
     def inspect(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` on every worker, as an investigation does (`inspection.py`)."""
         with self.accelerator.hold(self.name_prefix):
             return self.group.call_all("inspect", function, *args)
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
+        """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`
+        take no part in the loss.
+
+        Returns `max_seq_mult_prob_error` and `num_masked_seqs_by_logprob_error`.
+        """
         return self.group.call_all("mask_sequences_by_importance", threshold)[0]
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
         self.group.call_all("set_token_advantages", advantages)
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
         with self.accelerator.hold(self.name_prefix):
             return self.group.call_all("evaluate", loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
         with self.accelerator.hold(self.name_prefix):
             results = self.group.call_all("train", loss_fn, task)
         first = results[0]
@@ -191,6 +222,7 @@ class Policy(PolicyInterface):
         return first
 
     def keep_samples(self, folder: Path, max_tokens: int) -> None:
+        """From the next plan on, keep the values that `write_samples` writes of the reported rows."""
         tokenizer: Any = self.tokenizer
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         anchor = tokenizer("0", add_special_tokens=False)["input_ids"][-1]
@@ -198,9 +230,17 @@ class Policy(PolicyInterface):
         self.group.call_all("keep_samples", self._samples)
 
     def write_samples(self, step: int) -> list[str]:
+        """The workers write the reported rows of the loaded plan, with up to `max_tokens` tokens each, into the folder.
+
+        Returns the problems. Every `load` drops the rows of the last plan.
+        """
         return [problem for problem in self.group.call_all("write_samples", step) if problem is not None]
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
+        """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`.
+
+        With `request.in_background`, weights and optimizer state are still being written when this returns.
+        """
         with self.accelerator.hold(self.name_prefix):
             self.group.call_all("save_checkpoint", directory, request)
         self._save_tokenizer(directory / self.name_prefix / "tokenizer")
@@ -214,22 +254,28 @@ class Policy(PolicyInterface):
         self.tokenizer.save_pretrained(folder)  # with the chat template of the run
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
+        """Read the files of `save_checkpoint`, on the same or another number of ranks."""
         with self.accelerator.hold(self.name_prefix):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
         return self.group.call_all("prepare_refit", settings)
 
     def start_pack(self, bucket: int) -> Any:
+        """Begin to pack bucket number `bucket`; returns a future for `finish_pack`."""
         return self.group.start_all("pack", bucket)
 
     def finish_pack(self, future: Any) -> list[dict[str, Any]]:
+        """Wait for a bucket. Returns each sending rank's message to its receiver (fingerprints, never tensors)."""
         return self.group.wait(future)
 
     def check_health(self, timeout_s: float | None = None) -> None:
+        """Raise WorkerDied, naming the worker, if one is gone, or WorkerHang if one does not answer."""
         self.group.call_all("device_name", timeout_s=timeout_s)
 
     def shutdown(self) -> None:
+        """End the workers."""
         self.group.shutdown("shutdown")
 
 

@@ -38,8 +38,8 @@ from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.models.policy.interfaces import PolicyWorkerSettings, SampleSettings
 from nemo_rl.models.policy.residency import Residency
+from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.transfer import Sender, WeightSender
 from nemo_rl.types import (
@@ -254,7 +254,7 @@ class PolicyWorker(ABC):
             self.rows[key].columns[column] = torch.from_numpy(np.array(value))
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
-        """See `PolicyInterface.mask_sequences_by_importance`."""
+        """See `Policy.mask_sequences_by_importance`."""
         worst = torch.zeros(1)
         masked = torch.zeros(1)
         for row in self.rows.values():
@@ -284,7 +284,7 @@ class PolicyWorker(ABC):
             row.columns["advantages"] = advantages.finish(row.columns["advantages"], mask, sums)
 
     def inspect(self, function: Callable[..., T], *args: Any) -> T:
-        """See `PolicyInterface.inspect`."""
+        """See `Policy.inspect`."""
         return function(self, *args)
 
     # -- training

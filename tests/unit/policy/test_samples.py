@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.batch.samples import SampleWriter, TokenTexts, disagreement
-from nemo_rl.models.policy.interfaces import SampleSettings
+from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.run_files import read_block, read_index
 from nemo_rl.types import PREVIEW, Example, ExampleGroup, ImageSpan, RolloutGroup, Sample
 from tests.fakes import sample_meta

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.batch.microbatches import Row
-from nemo_rl.models.policy.interfaces import SampleSettings
+from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.types import PREVIEW, Example, ExampleGroup, RolloutGroup, RowKey
 from nemo_rl.utils.files import script_json
 

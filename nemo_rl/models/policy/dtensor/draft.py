@@ -45,8 +45,8 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logit_tiles import OutputHead, whole_logits
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
-from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
+from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported, in_sending_order
 from nemo_rl.types import LossFunction, TrainResult

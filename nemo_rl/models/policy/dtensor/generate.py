@@ -18,7 +18,7 @@ from nemo_rl.models.policy.attention import ATTENTION, causal_mask
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.logprobs import LogprobModel
-from nemo_rl.models.policy.interfaces import GenerationSettings
+from nemo_rl.models.policy.settings import GenerationSettings
 
 
 class _HfSequences(Sequences):

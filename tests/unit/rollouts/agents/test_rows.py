@@ -16,7 +16,7 @@ from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
 from nemo_rl.models.policy.batch.samples import SampleWriter
-from nemo_rl.models.policy.interfaces import SampleSettings
+from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.recorder import chosen_rows
 from nemo_rl.report.run_files import read_index
 from nemo_rl.rollouts.records import read_groups, write_groups

@@ -1,0 +1,56 @@
+"""What the workers of a policy are told when they start, and of the samples that they write or draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.types import Pixels, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWorkerSettings:
+    """Arguments of a worker beside the user's `policy` section."""
+
+    model_path: str
+    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
+    use_gpu: bool
+    workers_per_node: int
+    init_reference_model: bool
+    init_optimizer: bool
+    seed: int
+    folder: str = "policy"  # of a checkpoint that this model is in, and its name in errors: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+    blank_image: Pixels | None = None  # of a vision-language model: a small image as its processor makes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Where samples go, and how their tokens become text. Can be pickled."""
+
+    folder: Path
+    max_tokens: int  # of a longer sample the beginning and the end are kept
+    decode: Callable[[list[int]], str]
+    anchor: int  # a token to decode others behind: some tokenizers drop the space before the first
+    block_bytes: int = 512 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """The ends of completions, and how many completions are drawn at a time."""
+
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+
+    max_batch_size: int
+    """Completions that one rank draws at a time."""
+
+    end_token_id: int
+    """Ends a completion, beside the stop tokens of its request."""
+
+    special_token_ids: frozenset[int]
+    """Have no text: stop strings are looked for in the text of the other tokens."""
+
+    decode: Callable[[list[int]], str]
+    """Tokens to text, for stop strings."""
