@@ -407,6 +407,7 @@ class PlannedSample:
     advantage: float
     mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
     num_pixels: int = 0  # of its images
+    prompt: int = 0  # tokens with which all planned samples of its group begin
 
     @property
     def length(self) -> int:

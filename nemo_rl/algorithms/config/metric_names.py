@@ -12,7 +12,7 @@ UPDATE = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_vali
 PACKING = frozenset(
     {
         *("packing/fill", "packing/padding_fraction", "packing/samples_per_micro_batch"),
-        *("packing/num_micro_batches", "packing/num_logprob_micro_batches"),
+        *("packing/num_micro_batches", "packing/num_logprob_micro_batches", "packing/shared_prompt_tokens"),
         *("packing/token_imbalance", "packing/work_imbalance", "packing/wait_imbalance"),
     }
 )

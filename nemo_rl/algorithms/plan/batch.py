@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from nemo_rl.data.packing import (
     split_fullest,
 )
 from nemo_rl.models.policy.config import PolicyConfig, sequence_chunks, token_budgets
+from nemo_rl.models.policy.flops import CostWeights
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
 
 
@@ -112,6 +113,7 @@ class Batching:
     Attributes:
         quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
         pixel_weight: cost of a pixel of an image relative to a token.
+        shares_prompts: samples of a group that are in one micro-batch compute their prompt once.
         micro_batch_multiple: pipeline schedules need a number of micro-batches that is a multiple of this.
     """
 
@@ -119,16 +121,18 @@ class Batching:
     logprobs: MicroBatching
     quadratic_weight: float
     pixel_weight: float = 0.0
+    shares_prompts: bool = False
     micro_batch_multiple: int = 1
 
     def __post_init__(self) -> None:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(
-        cls, policy: PolicyConfig, *, quadratic_weight: float, pixel_weight: float = 0.0, sequences_per_sample: int = 1
-    ) -> Batching:
-        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
+    def of(cls, policy: PolicyConfig, *, sequences_per_sample: int = 1, **weights: Unpack[CostWeights]) -> Batching:
+        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences.
+
+        `weights`: attributes of the same names, see `ModelFlops.cost_weights`.
+        """
         packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, sequence_chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
@@ -142,7 +146,6 @@ class Batching:
             how = {"length_round": math.lcm(*multiples), "key": policy.key("dynamic_batching")}
             train, logprobs = (PaddedTokens(tokens=n, **how) for n in budgets)
         multiple = policy.backend_cfg.micro_batch_multiple
-        weights = {"quadratic_weight": quadratic_weight, "pixel_weight": pixel_weight}
         return cls(train=train, logprobs=logprobs, micro_batch_multiple=multiple, **weights)
 
     def of_scoring(self) -> Batching:
@@ -153,7 +156,15 @@ class Batching:
         """Work of a micro-batch without its padding, in units of a token."""
         weight = self.quadratic_weight
         text = sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
-        return text + self.pixel_weight * sum(sample.num_pixels for sample in micro_batch)
+        images = self.pixel_weight * sum(sample.num_pixels for sample in micro_batch)
+        return text + images - self.saved_tokens(micro_batch)
+
+    def saved_tokens(self, samples: Sequence[PlannedSample]) -> int:
+        """Tokens of prompts that a micro-batch does not compute, because other samples of the group do."""
+        if not self.shares_prompts:
+            return 0
+        prompts = {sample.group: sample.prompt for sample in samples}
+        return sum(sample.prompt for sample in samples) - sum(prompts.values())
 
 
 def plan_batch(
@@ -167,9 +178,18 @@ def plan_batch(
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
     episodes: list[list[PlannedSample]] = []
     for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True)):
+        # Branches of an episode begin in different ways, and a row without an answer has no end of its prompt.
+        is_shared = all(meta.num_generated_tokens and not meta.branches for meta in group.samples)
+        prompt = min(meta.num_prompt_tokens for meta in group.samples) if is_shared else 0
         rows = [
             PlannedSample(
-                group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask, num_pixels=meta.num_pixels
+                group=g,
+                index=i,
+                lengths=(meta.length,),
+                advantage=advantage,
+                mask=mask,
+                num_pixels=meta.num_pixels,
+                prompt=prompt,
             )
             for i, (meta, advantage, mask) in enumerate(zip(group.rows, group_advantages, group_masks, strict=True))
         ]
@@ -267,15 +287,31 @@ def _share(
     if not isinstance(batching.train, PackedTokens):
         # By cost and not by tokens: attention's squared lengths decide how long a rank computes.
         parts = balance([batching.cost([sample]) for sample in samples], num_ranks)
-        return [[[samples[i]] for i in part] for part in parts]
+        shares = [[samples[i] for i in part] for part in parts]
+        if (whole := _share_groups(samples, num_ranks, batching)) is not None:
+            shares = min(whole, shares, key=lambda shares: max(map(batching.cost, shares)))
+        return [[[sample] for sample in share] for share in shares]
     assert isinstance(batching.logprobs, PackedTokens)
     # Bins of the smaller budget fit into both passes, so a rank that gets whole bins can always run both.
     rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
     # As many bins on each rank, and a multiple that pipeline schedules take.
-    bins = _pack(samples, rule, bin_count_multiple=num_ranks * multiple)
-    pieces = _even_out(samples, bins, rule, batching, group=num_ranks)
+    units = _units(samples, rule, batching, at_least=num_ranks * multiple)
+    bins = _pack(units, rule, batching, bin_count_multiple=num_ranks * multiple)
+    pieces = _even_out(units, bins, rule, batching, group=num_ranks)
     parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
     return [[pieces[k] for k in part] for part in parts]
+
+
+def _share_groups(samples: Sequence[PlannedSample], num_ranks: int, batching: Batching) -> list[MicroBatch] | None:
+    """Whole groups by rank, where their samples share a prompt; None if that gives the ranks unequal numbers."""
+    groups: dict[int, MicroBatch] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    members = list(groups.values())
+    if not batching.shares_prompts or len(members) % num_ranks or len({len(group) for group in members}) > 1:
+        return None
+    parts = balance([batching.cost(group) for group in members], num_ranks)
+    return [[sample for i in part for sample in members[i]] for part in parts]
 
 
 def _fill(
@@ -284,10 +320,15 @@ def _fill(
     """Micro-batches of every rank's share, costliest first and the same number on all ranks."""
     if isinstance(rule, PackedTokens):
         return _fill_packed(shares, rule, batching, multiple)
-    # Similar lengths side by side pad little. Group and index make the order, and so the plan, deterministic.
-    ranks = [
-        sorted((s for piece in share for s in piece), key=lambda s: (-s.longest, s.group, s.index)) for share in shares
-    ]
+    ranks = []
+    for share in shares:
+        mine = [sample for piece in share for sample in piece]
+        # Similar lengths side by side pad little. Group and index make the order, and so the plan, deterministic.
+        mine.sort(key=lambda s: (-s.longest, s.group, s.index))
+        if batching.shares_prompts and isinstance(rule, FixedSize):  # nothing is padded then: groups side by side
+            first = {sample.group: k for k, sample in reversed(list(enumerate(mine)))}
+            mine.sort(key=lambda s: first[s.group])
+        ranks.append(mine)
     # All ranks get one division into micro-batches, because they meet in collectives at each of them. The division fits
     # every rank if it fits the longest of the k-th samples of all ranks, for each k.
     longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
@@ -301,33 +342,64 @@ def _fill_packed(
 ) -> list[list[MicroBatch]]:
     """Each rank's samples packed again into fewer bins than pieces if that is possible on all ranks, else the pieces.
 
-    Every rank has at least as many samples as pieces, so every rank can fill the number of bins that one rank needs.
+    Every rank has at least as many units as pieces, so every rank can fill the number of bins that one rank needs.
     """
-    ranks = [[sample for piece in share for sample in piece] for share in shares]
-    bins = [_pack(mine, rule) for mine in ranks]
     num_pieces = len(shares[0])
+    ranks = [
+        _units([sample for piece in share for sample in piece], rule, batching, at_least=num_pieces) for share in shares
+    ]
+    bins = [_pack(mine, rule, batching) for mine in ranks]
     # The rank that needs most bins decides, because every rank must run as many.
     count = min(round_up(max(len(mine) for mine in bins), multiple), num_pieces)
     filled = []
     for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
         micro_batches = share
         if count < num_pieces:
-            lengths = [rule.tokens_of(sample) for sample in mine]
+            lengths = [_tokens(unit, rule, batching) for unit in mine]
             micro_batches = _even_out(mine, split_fullest(own_bins, lengths, count), rule, batching)
         # Costliest first: ranks meet at micro-batches of similar work, and memory runs out at the first one or never.
         filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
     return filled
 
 
-def _pack(samples: Sequence[PlannedSample], rule: PackedTokens, bin_count_multiple: int | None = None) -> Bins:
+def _units(
+    samples: Sequence[PlannedSample], rule: PackedTokens, batching: Batching, *, at_least: int
+) -> list[MicroBatch]:
+    """What is packed as one: samples that share a prompt, as far as they take a quarter of the budget together.
+
+    Each sample alone if prompts are not shared or there would be fewer units than `at_least`.
+    """
+    alone = [[sample] for sample in samples]
+    if not batching.shares_prompts:
+        return alone
+    units: list[MicroBatch] = []
+    for sample in sorted(samples, key=lambda s: (s.group, -s.length, s.index)):
+        joined = [*units[-1], sample] if units and units[-1][0].group == sample.group and sample.prompt else []
+        if joined and 4 * _tokens(joined, rule, batching) <= rule.tokens:
+            units[-1] = joined
+        else:
+            units.append([sample])
+    return units if len(units) >= at_least else alone
+
+
+def _tokens(unit: MicroBatch, rule: PackedTokens, batching: Batching) -> int:
+    return sum(map(rule.tokens_of, unit)) - batching.saved_tokens(unit)
+
+
+def _pack(
+    units: Sequence[MicroBatch], rule: PackedTokens, batching: Batching, bin_count_multiple: int | None = None
+) -> Bins:
     packer = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=bin_count_multiple)
-    return packer.pack([rule.tokens_of(sample) for sample in samples])
+    return packer.pack([_tokens(unit, rule, batching) for unit in units])
 
 
 def _even_out(
-    samples: Sequence[PlannedSample], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
+    units: Sequence[MicroBatch], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
 ) -> list[MicroBatch]:
     # Bins are filled by tokens, which the memory bounds, and evened out by cost, for which ranks wait.
-    lengths = [rule.tokens_of(sample) for sample in samples]
-    costs = [batching.cost([sample]) for sample in samples]
-    return [[samples[i] for i in members] for members in even_out(bins, lengths, costs, rule.tokens, group)]
+    lengths = [_tokens(unit, rule, batching) for unit in units]
+    costs = [batching.cost(unit) for unit in units]
+    return [
+        [sample for i in members for sample in units[i]]
+        for members in even_out(bins, lengths, costs, rule.tokens, group)
+    ]

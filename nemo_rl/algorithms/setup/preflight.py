@@ -33,6 +33,7 @@ from nemo_rl.environments.config import (
 )
 from nemo_rl.environments.registry import env_class_path, find_env_class
 from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, RolloutPolicyConfig, SecondModelConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
@@ -133,7 +134,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
             policy.key(f"{policy.backend_key}.{adapters}"): _adapters(policy),
             policy.key("tokenizer"): tokenizer_identity(tokenizer),
         },
-        flops=ModelFlops.of(model, frozen),
+        flops=ModelFlops.of(model, frozen, shares_prompts=policy.shares_prompts and can_share_prompts(model)),
         processor_path=processor_path,
         blank_image=blank_image(processor_path) if processor_path is not None else None,
     )

@@ -242,6 +242,7 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
         packing/num_logprob_micro_batches: of each rank, for logprobs.
         packing/samples_per_micro_batch: mean, in training.
         packing/fill: tokens over the token budget, or over the padded tokens if there is no budget.
+        packing/shared_prompt_tokens: tokens of prompts that are not computed, because other samples of the group do.
         packing/padding_fraction: the share of padding if these micro-batches were right-padded. Padding-free layouts,
             such as sequence packing, do not compute it.
         packing/token_imbalance: tokens of the fullest rank over the mean of all ranks (1.0 is even).
@@ -253,13 +254,15 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     batches = [batch for rank in ranks for batch in rank]
     tokens = sum(sample.length for batch in batches for sample in batch)
     padded = sum(_padded_tokens(batching.train, batch) for batch in batches)
+    shared = sum(map(batching.saved_tokens, batches))
     room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
     work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
     return {
         "packing/num_micro_batches": len(ranks[0]),
         "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
         "packing/samples_per_micro_batch": sum(len(batch) for batch in batches) / len(batches),
-        "packing/fill": tokens / room,
+        "packing/fill": (tokens - shared) / room,
+        "packing/shared_prompt_tokens": shared,
         "packing/padding_fraction": 1 - tokens / padded,
         "packing/token_imbalance": token_imbalance(plan),
         # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.

@@ -256,7 +256,10 @@ class RolloutTrainer(Trainer):
             seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
             images = [num_pixels for group in seen for num_pixels in group.values()]
             has_adapters = run.policy.adapters.enabled
-            train_flops = num_passes * self.flops.train(lengths, images, has_adapters=has_adapters)
+            shared = self.metrics["train/packing/shared_prompt_tokens"]
+            train_flops = num_passes * self.flops.train(
+                lengths, images, has_adapters=has_adapters, shared_tokens=shared
+            )
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 

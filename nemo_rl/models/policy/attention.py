@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.models.policy.weight_loading import local_part
 
@@ -92,6 +93,14 @@ def uncuttable_reason(config: PretrainedConfig) -> str | None:
     return unpackable_reason(config)
 
 
+def can_share_prompts(config: PretrainedConfig) -> bool:
+    """Whether sequences that begin alike can have their common tokens once, in a segment that all attend to.
+
+    The load of experts counts the tokens of each sequence, and images have positions of their own.
+    """
+    return uncuttable_reason(config) is None and num_experts(config) == 0 and not sees_images(config)
+
+
 def attention_implementation(config: PretrainedConfig) -> str | dict[str, str]:
     """The `attn_implementation` to build the model with: ours, or the fastest exact one of transformers.
 
@@ -113,9 +122,9 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextKeys:
-    """Where the keys of this rank's queries lie when sequences are spread over the ranks of `group`."""
+    """Where the keys of this rank's queries lie if sequences are spread over the ranks of `group` or share prompts."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: all keys are here
     index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, concatenated in rank order
 
 
@@ -395,12 +404,16 @@ class _GatherByIndex(torch.autograd.Function):
     """Rows `index` of the concatenated rows of all ranks. In backward, each rank gets the summed gradient of its rows.
 
     The sum is a reduce-scatter: every rank's queries contribute a gradient to the keys that they saw on other ranks.
+    Without a group the rows are those of this rank.
     """
 
     @staticmethod
-    def forward(ctx, local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.group = group
+        if group is None:
+            ctx.shape = local.shape
+            return local.index_select(0, index)
         ctx.shape = (group.size() * len(local), *local.shape[1:])
         gathered = local.new_empty(ctx.shape)
         dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
@@ -410,6 +423,8 @@ class _GatherByIndex(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (index,) = ctx.saved_tensors
         full = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
+        if ctx.group is None:
+            return full, None, None
         local = grad.new_empty((len(full) // ctx.group.size(), *full.shape[1:]))
         dist.reduce_scatter_tensor(local, full, group=ctx.group)
         return local, None, None

@@ -417,6 +417,12 @@ class PolicyConfig(StrictModel):
         """The low-rank adapters of the backend that trains."""
         return self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether sequences of a micro-batch have a common prompt once, if the model can: see `can_share_prompts`."""
+        is_whole = self.dtensor_cfg.context_parallel_size == 1
+        return is_whole and self.padding_free is not False and not self.megatron_cfg.enabled
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from self._check_scheduler()
         megatron = self.megatron_cfg
@@ -545,6 +551,10 @@ class RolloutPolicyConfig(PolicyConfig):
             "which counts the prompt too; use at most that"
         ),
     }
+
+    @property
+    def shares_prompts(self) -> bool:
+        return super().shares_prompts and not self.draft.enabled  # a draft reads the next token beside each
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from super().cross_checks()

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -114,7 +114,8 @@ class CostWeights(TypedDict):
     """See `Batching`."""
 
     quadratic_weight: float
-    pixel_weight: float
+    pixel_weight: NotRequired[float]
+    shares_prompts: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,10 @@ class ModelFlops:
     cache_size: int  # numbers that a token has in the KV cache
     tower: TowerFlops | None = None  # of a vision-language model
     frozen: Collection[str] = ()  # its parts in which nothing is trained, not even an adapter
+    shares_prompts: bool = False  # sequences of a micro-batch compute a common prompt once
 
     @classmethod
-    def of(cls, config: PretrainedConfig, frozen: Collection[str] = ()) -> ModelFlops:
+    def of(cls, config: PretrainedConfig, frozen: Collection[str] = (), *, shares_prompts: bool = False) -> ModelFlops:
         """Count the layers of the model that `config` describes. Allocates nothing."""
         text = config.get_text_config()
         model: nn.Module = build_on_meta(config if sees_images(config) else text, torch.float32)
@@ -153,6 +155,7 @@ class ModelFlops:
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
             "tower": tower,
             "frozen": frozen,
+            "shares_prompts": shares_prompts,
         }
         if text.attribute_map.get("num_attention_heads", "num_attention_heads") not in settings:
             return cls(**counted, per_pair=0.0, windows=(), cache_size=0)  # Mamba, RWKV
@@ -179,10 +182,14 @@ class ModelFlops:
 
     @property
     def cost_weights(self) -> CostWeights:
-        """Forward operations relative to those per token: per squared token, and per pixel of an image."""
+        """Forward operations relative to those per token, and what saves some: see `Batching`."""
         tower = self.tower
         per_pixel = 0.0 if tower is None else tower.per_patch / tower.patch_pixels / self.per_token
-        return {"quadratic_weight": self.quadratic_weight, "pixel_weight": per_pixel}
+        return {
+            "quadratic_weight": self.quadratic_weight,
+            "pixel_weight": per_pixel,
+            "shares_prompts": self.shares_prompts,
+        }
 
     def forward(self, length: int) -> float:
         """Operations of one forward pass over a sequence of `length` tokens, causal attention."""
@@ -194,16 +201,25 @@ class ModelFlops:
             attention += num_layers * self.per_pair * pairs
         return self.per_token * length + attention
 
-    def train(self, lengths: Iterable[int], images: Iterable[int] = (), *, has_adapters: bool = False) -> float:
+    def train(
+        self,
+        lengths: Iterable[int],
+        images: Iterable[int] = (),
+        *,
+        has_adapters: bool = False,
+        shared_tokens: float = 0.0,
+    ) -> float:
         """Operations of forward and backward passes over sequences of these lengths, and images of so many pixels.
 
-        Base weights under adapters and frozen weights get no gradient, which saves one product of each layer. Nothing
-        goes back through a frozen tower.
+        `shared_tokens` of the sequences are not computed, because others have the same beginning. Base weights under
+        adapters and frozen weights get no gradient, which saves one product of each layer. Nothing goes back through a
+        frozen tower.
         """
         lengths = list(lengths)
-        whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
+        shared = self.per_token * shared_tokens
+        whole = (1 + BACKWARD_FACTOR) * (sum(self.forward(length) for length in lengths) - shared)
         if has_adapters or LANGUAGE_MODEL in self.frozen:
-            whole -= self.per_token * sum(lengths)
+            whole -= self.per_token * sum(lengths) - shared
         if self.tower is None:
             return whole
         passes = 1 if VISION_TOWER in self.frozen else BACKWARD_FACTOR if has_adapters else 1 + BACKWARD_FACTOR

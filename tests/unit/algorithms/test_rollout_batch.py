@@ -19,11 +19,17 @@ from tests.unit.config.run_configs import build
 LONGEST = 99
 
 
-def plan_of(lengths: list[int], batching: Batching, **layout: Any) -> BatchPlan:
-    """Groups of one sample; the advantage of a sample is its number."""
-    groups = [replace(handle(sample(prompt=1, generated=n - 1)), ref=f"ref{i}") for i, n in enumerate(lengths)]
-    advantages = [[float(i)] for i in range(len(groups))]
-    return plan_batch(groups, advantages, [[1.0]] * len(groups), batching=batching, **layout)
+def plan_of(lengths: list[int], batching: Batching, group_size: int = 1, **layout: Any) -> BatchPlan:
+    """Groups whose shortest sample has an answer of one token; the advantage of a sample is its number."""
+    groups, advantages = [], []
+    for start in range(0, len(lengths), group_size):
+        own = lengths[start : start + group_size]
+        prompt = min(own) - 1
+        samples = [sample(prompt=prompt, generated=n - prompt) for n in own]
+        groups.append(replace(handle(*samples), ref=f"ref{len(groups)}"))
+        advantages.append([float(start + i) for i in range(len(own))])
+    ones = [[1.0] * len(own) for own in advantages]
+    return plan_batch(groups, advantages, ones, batching=batching, **layout)
 
 
 def fixed(train: int, logprobs: int) -> Batching:
@@ -69,7 +75,7 @@ def batchings(sequences_per_sample: int) -> st.SearchStrategy[Batching]:
     )
 
 
-def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch) -> None:
+def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch, *, shares: bool) -> None:
     assert batch, "no dummy work"
     sequences = [length for sample in batch for length in sample.lengths]
     if isinstance(rule, FixedSize):
@@ -79,7 +85,9 @@ def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch)
         assert len(sequences) * min(round_up(max(sequences), rule.length_round), most) <= rule.tokens
         assert len(sequences) * max(sequences) <= rule.tokens
     else:
-        assert sum(round_up(length, rule.length_multiple) for length in sequences) <= rule.tokens
+        prompts = {s.group: s.prompt for s in batch} if shares else {}
+        saved = sum(s.prompt for s in batch if shares) - sum(prompts.values())
+        assert sum(round_up(length, rule.length_multiple) for length in sequences) - saved <= rule.tokens
 
 
 def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching, **layout: int) -> None:
@@ -96,17 +104,18 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
         assert len(scored) == len(mine) and set(scored) == mine
         assert len(rank.logprobs) == len(plan.ranks[0].logprobs) and len(rank.logprobs) % multiple == 0
         for batch in rank.logprobs:
-            check_room(batching.logprobs, batch)
+            check_room(batching.logprobs, batch, shares=batching.shares_prompts)
         for number, step in enumerate(rank.train):
             assert len(step) == len(plan.ranks[0].train[number]), "ranks enter the same collectives"
             assert len(step) % multiple == 0
             assert all(order[s] // global_batch == number for mb in step for s in mb)
             for batch in step:
-                check_room(batching.train, batch)
+                check_room(batching.train, batch, shares=batching.shares_prompts)
         for micro_batches in (*rank.train, rank.logprobs):
             by_cost = isinstance(batching.train, PackedTokens)
             keys = [batching.cost(mb) if by_cost else max(s.longest for s in mb) for mb in micro_batches]
-            assert keys == sorted(keys, reverse=True), "ranks wait for each other: the costliest first, on all of them"
+            in_order = keys == sorted(keys, reverse=True) or (batching.shares_prompts and not by_cost)
+            assert in_order, "ranks wait for each other: the costliest first, on all of them"
     metrics = packing_metrics(plan, batching)
     assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
     assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
@@ -119,20 +128,33 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
     per_rank=st.integers(1, 5),
     num_steps=st.integers(1, 3),
     batching=batchings(1),
+    group_size=st.sampled_from([1, 3, 4]),
+    shares=st.booleans(),
     data=st.data(),
 )
 def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
-    ranks, multiple, per_rank, num_steps, batching, data
+    ranks, multiple, per_rank, num_steps, batching, group_size, shares, data
 ):
     global_batch = ranks * multiple * per_rank
     num_samples = global_batch * num_steps
     lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=num_samples, max_size=num_samples))
     layout = {"num_ranks": ranks, "global_batch_size": global_batch}
-    batching = replace(batching, micro_batch_multiple=multiple)
-    plan = plan_of(lengths, batching, **layout)
-    assert plan == plan_of(lengths, batching, **layout)
-    assert plan.groups == [(f"ref{i}", 0) for i in range(num_samples)]
-    samples = [PlannedSample(group=i, index=0, lengths=(n,), advantage=i, mask=1.0) for i, n in enumerate(lengths)]
+    shares = shares and not (isinstance(batching.train, PackedTokens) and batching.train.length_multiple > 1)
+    batching = replace(batching, micro_batch_multiple=multiple, shares_prompts=shares)
+    plan = plan_of(lengths, batching, group_size, **layout)
+    assert plan == plan_of(lengths, batching, group_size, **layout)
+    assert plan.groups == [(f"ref{i}", 0) for i in range(-(-num_samples // group_size))]
+    samples = [
+        PlannedSample(
+            group=i // group_size,
+            index=i % group_size,
+            lengths=(n,),
+            advantage=i,
+            mask=1.0,
+            prompt=min(lengths[i - i % group_size :][:group_size]) - 1,
+        )
+        for i, n in enumerate(lengths)
+    ]
     check_plan(plan, samples, batching, **layout)
 
 
@@ -192,6 +214,22 @@ def test_a_pair_takes_the_room_of_two_sequences_of_its_longest():
 def sizes_of(plan: BatchPlan) -> tuple[list[int], list[int]]:
     (rank,) = plan.ranks
     return [len(batch) for batch in rank.train[0]], [len(batch) for batch in rank.logprobs]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers", "are_whole"),
+    [(20, [[4, 5], [5, 4], [4, 4], [5, 5]], True), (2, [[60, 59], [10, 9], [10, 8], [10, 7]], False)],
+)
+def test_samples_that_share_a_prompt_stay_together_unless_a_rank_waits_longer_for_it(prompt, answers, are_whole):
+    groups = [handle(*(sample(prompt=prompt, generated=n) for n in of_group)) for of_group in answers]
+    batching = replace(fixed(2, 4), shares_prompts=True)
+    ones = [[1.0, 1.0]] * 4
+    plan = plan_batch(groups, ones, ones, num_ranks=2, global_batch_size=8, batching=batching)
+    work = [sum(batching.cost(batch) for batch in rank.train[0]) for rank in plan.ranks]
+    assert max(work) < 1.1 * min(work)
+    planned = [{s.group for s in batch} for rank in plan.ranks for batch in rank.train[0]]
+    assert sorted(map(tuple, planned)) == [(0,), (1,), (2,), (3,)] if are_whole else {0} not in planned
+    assert batching.saved_tokens(plan.ranks[0].train[0][0]) == (prompt if are_whole else 0)
 
 
 def test_fixed_sizes_share_lengths_evenly_and_neighbours_share_micro_batches():

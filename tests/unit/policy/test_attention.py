@@ -33,6 +33,7 @@ from nemo_rl.models.policy.attention import (
     CuSeqlens,
     attention,
     attention_implementation,
+    can_share_prompts,
     unpackable_reason,
 )
 from nemo_rl.models.policy.batch.row_layout import RowLayout
@@ -113,6 +114,30 @@ def test_states_and_gradients_equal_those_of_each_sequence_alone_and_leak_withou
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     expected_grads, grads = gradients(alone, expected), gradients(together, actual)
     assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).norm() <= 1e-5 * expected_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if can_share_prompts(FAMILIES[family])])
+def test_a_shared_prompt_gives_the_states_and_gradients_of_whole_sequences(family):
+    prompts = [ids for ids, _ in sequences([9, 4, 9])]
+    answers = iter(sequences([5, 1, 12, 5, 3, 7, 2]))
+    together = [(torch.cat([prompts[k], next(answers)[0]]), len(prompts[k])) for k in (0, 1, 0, 2, 1, 0, 2)]
+    rows = [(ids, torch.arange(len(ids)) >= length) for ids, length in together]
+    found = []
+    for shares in (False, True):
+        model, batch = (
+            build(FAMILIES[family], ATTENTION),
+            RowLayout(padding_free=True, shares_prompts=shares).build(rows),
+        )
+        out = model.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
+        )
+        states = out.last_hidden_state.flatten(0, 1)[batch.states]
+        found.append((batch.input_ids.numel(), states, gradients(model, states)))
+    (whole, expected, expected_grads), (tokens, states, grads) = found
+    assert whole - tokens == 2 * 9 + 4 + 9, "each prompt is there once"
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).norm() <= 1e-5 * expected_grads[name].norm(), name
 

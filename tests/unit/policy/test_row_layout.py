@@ -46,6 +46,21 @@ def test_a_full_row_has_no_segment_of_padding():
     assert batch.cu_seqlens is not None and batch.cu_seqlens.query_lengths == (3, 1, 2)
 
 
+def test_a_prompt_that_sequences_share_lies_once_before_them():
+    shared = [sample([5, 6, 7], [2]), sample([8, 9], [1]), sample([5, 6, 3, 4], [2, 3]), sample([1], [])]
+    batch = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(shared)
+    assert batch.input_ids.tolist() == [[5, 6, 1, 8, 9, 7, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2, 2, 3]]
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.context is not None
+    assert batch.cu_seqlens.query_lengths == (2, 1, 2, 1, 2) and batch.cu_seqlens.key_lengths == (2, 1, 2, 3, 4)
+    assert batch.cu_seqlens.context.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]
+    assert batch.states.tolist() == [1, 3, 1, 6]  # the last token of the prompt predicts two tokens
+    assert batch.targets.tolist() == [7, 9, 3, 4]
+    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 1, 2, 2], [2, 1, 2, 3])
+    alone = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(THREE)
+    assert alone.cu_seqlens is not None and alone.cu_seqlens.context is None, "nothing is shared"
+
+
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
     sequences = [sample(list(range(10, 18)), []), sample([20, 21], [])]
     rows = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from nemo_rl.config.rules import round_up
 from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
@@ -78,6 +79,8 @@ class RowLayout:
         divisible_by: the physical width W is a multiple of it.
         context_group: required if context_size is above 1.
         own_states: a token is scored from its own state (reward models), not from the state of the token before it.
+        shares_prompts: sequences that begin with the same unscored tokens have them once, in a segment that they all
+            attend to ("shared prefix", arXiv 2506.05433). Needs `padding_free` and whole sequences.
     """
 
     padding_free: bool
@@ -86,6 +89,7 @@ class RowLayout:
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
     own_states: bool = False
+    shares_prompts: bool = False
 
     @property
     def _chunks(self) -> int:
@@ -135,9 +139,10 @@ class RowLayout:
         """
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
-        width = self.width(lengths)
+        prompts = _shared_prompts(sequences) if self.shares_prompts else []
+        spans = _SharedSpans.of(self, lengths, prompts) if prompts else _Spans.of(self, lengths, self.width(lengths))
         rows = 1 if self.padding_free else len(lengths)
-        spans = _Spans.of(self, lengths, width)
+        width = spans.tokens // rows
         ids = torch.cat([ids for ids, _ in sequences])
         mask = torch.cat([mask for _, mask in sequences])
         number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -235,6 +240,74 @@ class _Spans:
         assert layout.context_group is not None
         index = torch.cat([owner * self.tokens + slot, own_tail])
         return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
+
+
+def _shared_prompts(sequences: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[int]]]:
+    """(tokens, sequences) of each prompt, the tokens before the first scored one, that several sequences begin with."""
+    owners: dict[bytes, list[int]] = {}
+    for number, (ids, mask) in enumerate(sequences):
+        if length := int(mask.int().argmax()):  # 0 also where nothing is scored
+            owners.setdefault(ids[:length].numpy().tobytes(), []).append(number)
+    return [(len(ids) // 8, numbers) for ids, numbers in owners.items() if len(numbers) > 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SharedSpans:
+    """Where sequences lie in one row in which shared prompts come first, each once. int64 [sequences] each."""
+
+    length: torch.Tensor
+    shared: torch.Tensor  # tokens of the shared prompt, or 0
+    prompt: torch.Tensor  # first slot of the shared prompt
+    rest: torch.Tensor  # first slot of the sequence's other tokens
+    order: torch.Tensor  # of the sequences in the row
+    prompts: torch.Tensor  # tokens of each shared prompt, in order
+    tokens: int
+
+    @classmethod
+    def of(cls, layout: RowLayout, lengths: list[int], prompts: Sequence[tuple[int, list[int]]]) -> _SharedSpans:
+        assert layout.padding_free and layout.context_size == 1
+        prompts = sorted(prompts)  # segments of equal lengths side by side go into one product of attention on a CPU
+        shared, prompt, start = [0] * len(lengths), [0] * len(lengths), 0
+        for tokens, numbers in prompts:
+            for number in numbers:
+                shared[number], prompt[number] = tokens, start
+            start += tokens
+        order = sorted(range(len(lengths)), key=lambda number: (lengths[number], shared[number]))
+        rest = [0] * len(lengths)
+        for number in order:
+            rest[number] = start
+            start += lengths[number] - shared[number]
+        numbers = (torch.tensor(values) for values in (lengths, shared, prompt, rest, order))
+        tensors = dict(zip(("length", "shared", "prompt", "rest", "order"), numbers, strict=True))
+        tokens = round_up(start, layout.divisible_by)
+        return cls(**tensors, prompts=torch.tensor([tokens for tokens, _ in prompts]), tokens=tokens)
+
+    def locate(self, number: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `_Spans.locate`."""
+        behind = position - self.shared[number]
+        slot = torch.where(behind < 0, self.prompt[number] + position, self.rest[number] + behind)
+        return torch.zeros_like(slot), slot
+
+    def _queries(self) -> torch.Tensor:
+        """Tokens of the segments, without the padding."""
+        return torch.cat([self.prompts, (self.length - self.shared)[self.order]])
+
+    def positions(self) -> torch.Tensor:
+        """See `_Spans.positions`."""
+        queries = self._queries()
+        first = F.pad(self.shared[self.order], (len(self.prompts), 0))
+        used = _ranges(queries) + first.repeat_interleave(queries)
+        return torch.cat([used, torch.arange(self.tokens - len(used))])
+
+    def cu_seqlens(self) -> CuSeqlens:
+        """See `_Spans.cu_seqlens`."""
+        queries, lengths = self._queries(), self.length[self.order]
+        used = int(queries.sum())
+        tail = [self.tokens - used] if self.tokens > used else []
+        _, slot = self.locate(self.order.repeat_interleave(lengths), _ranges(lengths))
+        index = torch.cat([torch.arange(int(self.prompts.sum())), slot, torch.arange(used, self.tokens)])
+        keys = [*self.prompts.tolist(), *lengths.tolist(), *tail]
+        return CuSeqlens.of([*queries.tolist(), *tail], keys, ContextKeys(group=None, index=index))
 
 
 def _experts_of_tokens(routed_experts: Sequence[torch.Tensor | None], lengths: list[int]) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy import peft_format
-from nemo_rl.models.policy.attention import unpackable_reason
+from nemo_rl.models.policy.attention import can_share_prompts, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
@@ -145,6 +145,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
         context_rank=mesh.context_rank,
         context_group=mesh.context.get_group() if mesh.context is not None else None,
         own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
+        shares_prompts=config.shares_prompts and can_share_prompts(hf_config),
     )
 
 
