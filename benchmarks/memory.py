@@ -129,7 +129,7 @@ def peak_of_rank(rank: int, world: int, path: str, layout: str) -> tuple[int, fl
     group = samples(worker.parts[0].config.vocab_size)
     loss = ClippedPGLoss(ClippedPGLossConfig())
     for _ in range(2):
-        worker.load(RankPlan(train=[[planned]], logprobs=[planned]), [0], group)
+        worker.load(RankPlan(train=[[planned]], logprobs=[planned]), {0: (0, 0)}, [group])
         worker.train(loss, Logprobs())
     return status("VmHWM") - start, status("VmRSS") - start
 

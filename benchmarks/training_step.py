@@ -8,6 +8,9 @@ the same tokens. Prints worker / loop.
 of the step, lengths log-normal. Prints tokens per second packed / padded, and against padding of micro-batches that
 were sorted by length.
 
+`--compare prompts`: the worker, in which the samples of a group compute their prompt once, against the same worker and
+plan where each computes it. Prints seconds shared / not shared.
+
 `--compare backends`: the worker of Megatron Core against that of PyTorch, rows end to end on both, every sequence of
 the greatest length, steps taken by turns in one process. Then each alone, for the memory of its ranks: the peak of the
 resident set in a step, after one step, beyond what it was before the worker was made - weights, gradients, optimizer
@@ -15,6 +18,7 @@ state and activations. Prints megatron / pytorch of both.
 
     uv run --extra cpu benchmarks/training_step.py --compare loop --ranks 1
     uv run --extra cpu benchmarks/training_step.py --compare padding
+    uv run --extra cpu benchmarks/training_step.py --compare prompts --prompt-tokens 128 --group 8
     uv run --extra cpu --extra mcore benchmarks/training_step.py --compare backends --ranks 2
 """
 
@@ -27,6 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +81,7 @@ LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=["loop", "padding", "backends"], required=True)
+    parser.add_argument("--compare", choices=["loop", "padding", "prompts", "backends"], required=True)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, help="per rank; default: all cores shared out")
     parser.add_argument("--hidden", type=int, default=256)
@@ -84,6 +89,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=64, help="per step, over all ranks")
     parser.add_argument("--max-length", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=1, help="of each sequence")
+    parser.add_argument("--group", type=int, default=1, help="samples of a prompt")
     parser.add_argument("--mean-over-max", type=float, default=0.3, help="of the log-normal lengths")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples of the greatest length")
     parser.add_argument("--steps", type=int, default=7, help="counted steps of each side")
@@ -122,29 +129,35 @@ def lengths_of(args: argparse.Namespace) -> np.ndarray:
 
 def make_groups(args: argparse.Namespace) -> tuple[list[GroupHandle], list[RolloutGroup]]:
     generator = np.random.default_rng(1)
+    lengths = lengths_of(args)
     handles, groups = [], []
-    for number, length in enumerate(lengths_of(args)):
-        mask = np.arange(length) >= 1
-        sample = Sample(
-            meta=SampleMeta(
-                sample_id=f"{number}/0",
-                status=SampleStatus.COMPLETED,
-                length=int(length),
-                num_prompt_tokens=1,
-                num_generated_tokens=int(length) - 1,
-                num_turns=1,
-                reward=0.0,
-                weight_version=0,
-            ),
-            token_ids=generator.integers(0, args.vocab, int(length)),
-            token_mask=mask,
-            generation_logprobs=np.where(mask, -9.0, 0.0).astype(np.float32),
-        )
-        groups.append(RolloutGroup(group_id=str(number), prompt_id="p", samples=[sample]))
-        handles.append(
-            GroupHandle(group_id=str(number), prompt_id="p", task_name="t", ref=number, samples=[sample.meta])
-        )
+    for number, own in enumerate(lengths[start : start + args.group] for start in range(0, len(lengths), args.group)):
+        prompt = generator.integers(0, args.vocab, args.prompt_tokens)
+        samples = [make_sample(f"{number}/{i}", prompt, int(n), generator, args.vocab) for i, n in enumerate(own)]
+        groups.append(RolloutGroup(group_id=str(number), prompt_id="p", samples=samples))
+        metas = [sample.meta for sample in samples]
+        handles.append(GroupHandle(group_id=str(number), prompt_id="p", task_name="t", ref=number, samples=metas))
     return handles, groups
+
+
+def make_sample(name: str, prompt: np.ndarray, length: int, generator: np.random.Generator, vocab: int) -> Sample:
+    answer = generator.integers(0, vocab, length - len(prompt))
+    mask = np.arange(length) >= len(prompt)
+    return Sample(
+        meta=SampleMeta(
+            sample_id=name,
+            status=SampleStatus.COMPLETED,
+            length=length,
+            num_prompt_tokens=len(prompt),
+            num_generated_tokens=len(answer),
+            num_turns=1,
+            reward=0.0,
+            weight_version=0,
+        ),
+        token_ids=np.concatenate([prompt, answer]),
+        token_mask=mask,
+        generation_logprobs=np.where(mask, -9.0, 0.0).astype(np.float32),
+    )
 
 
 def make_worker(args: argparse.Namespace, path: Path, **changes: object) -> DTensorPolicyWorker:
@@ -194,15 +207,15 @@ def arguments_of(args: argparse.Namespace, path: Path, **changes: object) -> tup
 
 
 def sorted_plan(args: argparse.Namespace, worker: DTensorPolicyWorker, handles: list[GroupHandle]) -> BatchPlan:
-    ones = [[1.0]] * len(handles)
+    ones = [[1.0] * len(handle.samples) for handle in handles]
     weight = ModelFlops.of(worker.stages[0].hf.config).quadratic_weight
-    batching = Batching.of(worker.config, quadratic_weight=weight)
+    batching = Batching.of(worker.config, quadratic_weight=weight, shares_prompts=worker.layout.shares_prompts)
     return plan_batch(handles, ones, ones, num_ranks=args.ranks, global_batch_size=args.samples, batching=batching)
 
 
 def even_plan(args: argparse.Namespace, handles: list[GroupHandle]) -> BatchPlan:
     """Of samples of one length, for any worker."""
-    ones = [[1.0]] * len(handles)
+    ones = [[1.0] * len(handle.samples) for handle in handles]
     config, _ = arguments_of(args, Path("model"), padding_free=True)
     return plan_batch(
         handles,
@@ -230,7 +243,7 @@ def worker_step(worker: PolicyWorker, plan: BatchPlan, groups: list[RolloutGroup
     loss = ClippedPGLoss(LOSS)
 
     def step() -> float:
-        worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
+        worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(len(groups))}, groups)
         return worker.train(loss, Logprobs()).losses[0]
 
     return step
@@ -245,7 +258,7 @@ def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, grou
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    rows = [np.stack([groups[s.group].samples[0].token_ids for s in batch]) for batch in plan.train[0]]
+    rows = [np.stack([groups[s.group].samples[s.index].token_ids for s in batch]) for batch in plan.train[0]]
     batches = [torch.from_numpy(row) for row in rows]
     num_tokens = args.samples * (args.max_length - 1)
 
@@ -348,6 +361,12 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         plan = sorted_plan(args, worker, handles)
         ours = worker_step(worker, plan, groups)
         seconds = by_turns(args, {"worker": ours, "loop": hand_written_step(args, path, plan.ranks[rank], groups)})
+    elif args.compare == "prompts":
+        shared, whole = make_worker(args, path), make_worker(args, path)
+        whole.layout = replace(whole.layout, shares_prompts=False)
+        plan = sorted_plan(args, shared, handles)
+        sides = {"shared": worker_step(shared, plan, groups), "not shared": worker_step(whole, plan, groups)}
+        seconds = by_turns(args, sides)
     else:
         packing = SequencePackingConfig(enabled=True)
         packed, padded = make_worker(args, path, sequence_packing=packing), make_worker(args, path, padding_free=False)
@@ -364,7 +383,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
             },
         )
     if rank == 0:
-        report(args, seconds, num_tokens=sum(handle.samples[0].length for handle in handles))
+        report(args, seconds, num_tokens=sum(sample.length for handle in handles for sample in handle.samples))
     dist.barrier()
     dist.destroy_process_group()
 
