@@ -259,7 +259,8 @@ def world_of_one(device: torch.device) -> Iterator[None]:
 def train(size: Size, device: torch.device) -> list[Result]:
     from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
     from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-    from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+    from nemo_rl.algorithms.plan.batch import plan_batch
+    from nemo_rl.algorithms.plan.micro_batches import Batching
     from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
     from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
     from nemo_rl.models.policy.flops import ModelFlops

@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, PaddedTokens, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.metrics import packing_metrics
 from nemo_rl.data.packing import PackingAlgorithm, get_packer, sequence_cost
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus

@@ -45,7 +45,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.config import (
     DTensorConfig,
     OptimizerConfig,

@@ -11,7 +11,8 @@ from typing import Any
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_samples
+from nemo_rl.algorithms.plan.batch import plan_samples
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools

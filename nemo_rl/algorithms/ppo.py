@@ -17,7 +17,8 @@ from nemo_rl.algorithms.config.ppo import GAEConfig, PPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.divergence import calculate_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.algorithms.plan.token_advantages import whiten, whitening_sums
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
-from nemo_rl.algorithms.plan.batch import Batching
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
 from nemo_rl.algorithms.setup.preflight import ModelInputs, prepare_model
 from nemo_rl.algorithms.setup.rollouts import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from nemo_rl.algorithms.config.metric_names import turns_reported
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PaddedTokens
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PaddedTokens
 from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, SampleMeta, SampleStatus

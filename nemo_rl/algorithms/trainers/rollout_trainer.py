@@ -11,7 +11,8 @@ from typing import Any
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests, check_failures
 from nemo_rl.algorithms.trainers.metrics import (
     DraftMeter,

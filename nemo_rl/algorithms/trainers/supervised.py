@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, plan_samples
+from nemo_rl.algorithms.plan.batch import plan_samples
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
 from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics, token_imbalance
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader

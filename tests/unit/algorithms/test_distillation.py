@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
-from nemo_rl.algorithms.plan.batch import Batching
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.setup.distillation import check_teacher, tasks_by_teacher
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement

@@ -16,7 +16,8 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.trainers.metrics import (
     best_of_k,
     by_task,

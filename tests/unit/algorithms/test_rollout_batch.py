@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, PaddedTokens, plan_batch, plan_samples
+from nemo_rl.algorithms.plan.batch import plan_batch, plan_samples
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.metrics import packing_metrics, token_imbalance
 from nemo_rl.config.rules import round_up
 from nemo_rl.data.packing import PackingAlgorithm

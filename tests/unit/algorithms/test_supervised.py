@@ -16,7 +16,7 @@ from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
 from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.packing import PackingAlgorithm

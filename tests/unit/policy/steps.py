@@ -11,7 +11,8 @@ import torch
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer

@@ -14,7 +14,8 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.distillation import DistillationInputs
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs
 from nemo_rl.algorithms.losses.value import ValueInputs
-from nemo_rl.algorithms.plan.batch import Batching, plan_samples
+from nemo_rl.algorithms.plan.batch import plan_samples
+from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig

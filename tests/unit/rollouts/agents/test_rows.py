@@ -11,7 +11,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.config.grpo import GRPOConfig
 from nemo_rl.algorithms.plan.advantages import compute_advantages
-from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, plan_batch
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
