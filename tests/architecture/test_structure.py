@@ -10,7 +10,7 @@ LIMITS = {
     "lines of nemo_rl": 59_300,
     "files of nemo_rl": 272,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_100,
+    "lines that run_grpo_math.py reaches": 25_300,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_500,
     "files in the largest folder": 20,
