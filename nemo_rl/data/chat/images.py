@@ -253,6 +253,8 @@ def blank_image(processor_path: str) -> Pixels:
     try:
         processor = load_processor(processor_path)
         return process_image(processor, Image.new("RGB", (64, 64)))[0]
+    except ImportError as error:
+        raise ValueError(f"policy.model_name: the processor of {processor_path!r} cannot be loaded: {error}") from error
     except (OSError, AttributeError) as error:
         raise ValueError(
             f"policy.tokenizer.name: {processor_path!r} has no image processor ({error}); name the vision-language "

@@ -170,6 +170,24 @@ class CuSeqlens:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeSpans:
+    """Spans of tokens, such as images, in which every token sees all others, and all tokens before the span.
+
+    N is the number of their tokens on this rank. The order is that of the spans of which it has some.
+    """
+
+    queries: torch.Tensor  # int64 [N]; in R x W
+    positions: torch.Tensor  # int64 [N]; in their sequence
+    query_lengths: tuple[int, ...]  # of each span
+    keys: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all context ranks, as in `ContextKeys`
+    key_lengths: tuple[int, ...]  # tokens of the sequence up to the end of each span
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> WholeSpans:
+        """A copy with `move` applied to the tensors."""
+        return replace(self, queries=move(self.queries), positions=move(self.positions), keys=move(self.keys))
+
+
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """bool [queries, keys], True where a query sees a key; bottom-right aligned."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
@@ -193,6 +211,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
     seen: torch.Tensor | None = None,
+    whole_spans: WholeSpans | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it, over packed sequences.
@@ -205,6 +224,7 @@ def attention(
         sliding_window: a query sees at most this many keys, the last of which is its own.
         s_aux: [heads], one more score of each query, of a key without a value: a sink (GPT-OSS).
         seen: bool [R, 1, W, keys], in place of `cu_seqlens`: which keys of a cache each query sees.
+        whole_spans: tokens that see tokens after them too. A sliding window counts for what is before them.
 
     Returns:
         ([R, W, heads, D], None).
@@ -218,20 +238,31 @@ def attention(
         return _sdpa(query, key, value, scaling, sliding_window, s_aux, seen).transpose(1, 2).contiguous(), None
     if cu_seqlens is None:
         needs_mask = s_aux is not None or (sliding_window is not None and sliding_window < width)
-        if not (needs_mask and _has_flash(query, value)):
+        if whole_spans is None and not (needs_mask and _has_flash(query, value)):
             return _sdpa(query, key, value, scaling, sliding_window, s_aux).transpose(1, 2).contiguous(), None
         # Rows become segments here: windows and sinks would take W x W numbers and rule out the fast kernels.
         # Made on the device, unlike `CuSeqlens.of`, whose copy from the host would wait.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
         cu_seqlens = CuSeqlens((width,) * rows, (width,) * rows, offsets, offsets, width, width)
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
+    of_spans = None if whole_spans is None else (key, value)
     if cu_seqlens.context is not None:
-        # One collective for both: the keys and values of this rank's segments, in order.
+        # One collective for both: the keys and values of this rank's segments, in order, then those of its spans.
         index, group = cu_seqlens.context.index, cu_seqlens.context.group
+        lengths = [len(index), 0 if whole_spans is None else len(whole_spans.keys)]
+        index = index if whole_spans is None else torch.cat([index, whole_spans.keys])
         gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, group))
-        key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+        widths = [key.shape[-1], value.shape[-1]]
+        (key, value), of_spans = (part.split(widths, dim=-1) for part in gathered.split(lengths))
+    elif whole_spans is not None:
+        of_spans = key.index_select(0, whole_spans.keys), value.index_select(0, whole_spans.keys)
     attend = _flash if _has_flash(query, value) else _attend_by_length
     out = attend((query, key, value), cu_seqlens, scaling, sliding_window, s_aux)
+    if whole_spans is not None:
+        assert of_spans is not None and s_aux is None
+        out = out.index_copy(
+            0, whole_spans.queries, _attend_whole((query, *of_spans), whole_spans, scaling, sliding_window)
+        )
     return out.unflatten(0, (rows, width)), None
 
 
@@ -347,6 +378,26 @@ def _attend_by_length(
         batched = [x.unflatten(0, (count, n)).transpose(1, 2) for x, n in zip(parts, (q, k, k), strict=True)]
         outs.append(_sdpa(*batched, scaling, window, sinks).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
+
+
+@torch.compiler.disable
+def _attend_whole(states: _States, spans: WholeSpans, scaling: float | None, window: int | None) -> torch.Tensor:
+    """One SDPA call per span: its queries, all keys up to its end. Queries [T, heads, D] -> [N, heads, D of values]."""
+    query, key, value = states
+    query = query.index_select(0, spans.queries)
+    outs = []
+    for q, positions, k, v in zip(
+        query.split(spans.query_lengths),
+        spans.positions.split(spans.query_lengths),
+        key.split(spans.key_lengths),
+        value.split(spans.key_lengths),
+        strict=True,
+    ):
+        distance = positions[:, None] - torch.arange(len(k), device=k.device)
+        seen = distance < (len(k) if window is None else window)
+        batched = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        outs.append(_sdpa(*batched, scaling, None, None, seen[None, None])[0].transpose(0, 1))
+    return torch.cat(outs) if outs else query[:, :, : value.shape[-1]]
 
 
 def _sdpa(

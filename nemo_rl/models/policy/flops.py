@@ -89,12 +89,13 @@ class TowerFlops:
     def of(cls, config: PretrainedConfig, model: nn.Module) -> TowerFlops:
         """Count the layers of the tower of `model`. The projector runs once for each token of an image."""
         family, vision = FAMILIES[config.model_type], config.vision_config.to_dict()
-        per_token = (vision.get("spatial_merge_size") or config.scale_factor) ** 2  # patches
+        per_token = family.patches_per_token(config)
         weights = 0.0
         for name, module in model.named_modules():
             part = part_of(f"{name}.", family)
-            if part != LANGUAGE_MODEL and isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
-                weights += module.weight.numel() / (per_token if part == PROJECTOR else 1)
+            for weight in module.parameters(recurse=False) if part != LANGUAGE_MODEL else ():
+                if weight.ndim > 1 and not isinstance(module, nn.Embedding):
+                    weights += weight.numel() / (per_token if part == PROJECTOR else 1)
         size, width = vision["patch_size"], vision.get("embed_dim") or vision["hidden_size"]
         window = vision.get("window_size") or vision.get("image_size")  # a tile is an image of its own
         reach = None if window is None else (window // size) ** 2

@@ -76,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 64, **_EXPERTS,
         "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+        "time_step_min": 1e-30,  # for transformers a limit of time steps, for vLLM and for training here none
     },
     "llama4_text": {
         "intermediate_size_mlp": 192, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 4,

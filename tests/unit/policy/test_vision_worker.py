@@ -1,5 +1,6 @@
 """A training step of a vision-language model: the same on any number of ranks, packed or padded; frozen parts."""
 
+import math
 import random
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from nemo_rl.models.policy.vision.families import FAMILIES, part_of
 from nemo_rl.types import ImageSpan
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
-from tests.unit.policy.test_vision import qwen3_vl
+from tests.unit.policy.test_vision import FAMILY_MODELS, gemma3_processor
 from tests.worlds import run_world
 
 SHARED_OUT = DynamicBatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=8)
@@ -57,14 +58,16 @@ def groups_with_images(processor: Any, token: int) -> Any:
     rng = random.Random(0)
     for number in (0, 3):
         image = draw(describe(draw_shapes(rng, 3)))
-        pixels, _ = process_image(processor, image)
-        span = ImageSpan(digest=image_digest(image), start=1, length=9)
+        pixels, expansion = process_image(processor, image)
+        span = ImageSpan(digest=image_digest(image), start=1, length=expansion.count("<|image_pad|>"))
         groups[number].pixels = {span.digest: pixels}
         for sample in groups[number].samples:
-            sample.token_ids = np.concatenate([[7], np.full(9, token), [8], sample.token_ids])
-            sample.token_mask = np.concatenate([np.zeros(11, bool), sample.token_mask])
-            sample.generation_logprobs = np.concatenate([np.zeros(11, np.float32), sample.generation_logprobs])
-            sample.meta = replace(sample.meta, length=sample.meta.length + 11)
+            before = np.concatenate([[7], np.full(span.length, token), [8]])
+            sample.token_ids = np.concatenate([before, sample.token_ids])
+            sample.token_mask = np.concatenate([np.zeros(len(before), bool), sample.token_mask])
+            zeros = np.zeros(len(before), np.float32)
+            sample.generation_logprobs = np.concatenate([zeros, sample.generation_logprobs])
+            sample.meta = replace(sample.meta, length=sample.meta.length + len(before))
             sample.images = [span]
         handles[number] = replace(handles[number], samples=[sample.meta for sample in groups[number].samples])
     return handles, groups
@@ -101,6 +104,7 @@ def whole(model) -> tuple[float, float, dict[str, torch.Tensor]]:
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
         (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}),
         (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)}),
+        (4, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, context_parallel_size=2)}),
     ],
 )
 def test_the_split_does_not_matter(model, whole, world, changes):
@@ -113,14 +117,26 @@ def test_the_split_does_not_matter(model, whole, world, changes):
 
 
 @pytest.mark.slow
-def test_features_that_join_after_layers_are_whole_on_tensor_ranks(model, tmp_path):
-    """Qwen3-VL, whose norms of heads are cut too."""
+@pytest.mark.parametrize(
+    "family, sizes",
+    [
+        ("qwen3_vl", {"tensor_parallel_size": 2}),
+        ("qwen3_vl", {"context_parallel_size": 2}),
+        ("gemma3", {"tensor_parallel_size": 2, "sequence_parallel": True}),
+        ("gemma3", {"context_parallel_size": 2}),
+        ("gemma3", {"tensor_parallel_size": 2, "context_parallel_size": 2}),
+    ],
+)
+def test_other_families_are_cut_too(model, tmp_path, family, sizes):
+    """Qwen3-VL has features that join after layers and norms of heads. Images of Gemma 3 see tokens of other ranks."""
     recipe = RECIPES["shapes"]
     assert isinstance(recipe, TinyVisionRecipe)
-    qwen3_vl(recipe, build_tiny_tokenizer(recipe)).save_pretrained(tmp_path)
-    other = (tmp_path, *model[1:])
+    tokenizer = build_tiny_tokenizer(recipe)
+    FAMILY_MODELS[family](recipe, tokenizer).save_pretrained(tmp_path)
+    processor = gemma3_processor(recipe, tokenizer) if family == "gemma3" else model[1]
+    other = (tmp_path, processor, model[2])
     loss, norm, weights = step(other, 1)
-    cut = step(other, 2, **TENSOR, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
+    cut = step(other, math.prod(sizes.values()), **TENSOR, dtensor_cfg=DTensorConfig(**sizes))
     assert cut[:2] == pytest.approx((loss, norm), rel=1e-5)
     for name, weight in cut[2].items():
         torch.testing.assert_close(weight, weights[name], atol=2e-6, rtol=0, msg=name)

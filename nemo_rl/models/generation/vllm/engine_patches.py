@@ -48,12 +48,14 @@ def enable() -> None:
     * The engine dies in a step in which drafts are possible but absent, if a request has a top-k. The filter is skipped
       for zero rows.
     * On a CPU, the kernel of rotary positions takes [T, H, D], which latent attention passes, for one head.
+    * On a CPU, attention is causal also inside images of models that see an image in both directions (Gemma 3).
     """
     from vllm.config.utils import replace
     from vllm.model_executor.layers import layernorm, utils
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.model_executor.model_loader.utils import get_draft_load_config
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -99,6 +101,8 @@ def enable() -> None:
         return method(positions, query, key)
 
     RotaryEmbedding.forward_cpu = rotate
+    CPUAttentionMetadataBuilder.build = keep_images(CPUAttentionMetadataBuilder.build)
+    CPUAttentionBackendImpl.forward = see_whole_images(CPUAttentionBackendImpl.forward)
 
 
 def sample_tokens(
@@ -129,6 +133,57 @@ def sample_tokens(
 
 _drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 """The next numbers of each request, the last one first."""
+
+
+def keep_images(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` of vLLM's attention; `images` of the metadata are those whose tokens a step computes and see each other.
+
+    Of each: the row of its request's first token, and the positions of its own first token and of the one behind it.
+    """
+
+    def made(builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = build(builder, common_prefix_len, common_attn_metadata, fast_build)
+        metadata.images = []
+        ranges = common_attn_metadata.mm_req_doc_ranges or {}
+        if any(ranges.values()):
+            rows, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+            for request, images in ranges.items():
+                num_computed = lengths[request] - (rows[request + 1] - rows[request])
+                new = [(rows[request], first, last + 1) for first, last in images if last >= num_computed]
+                assert not new or num_computed == 0, "prompts are prefilled whole"
+                metadata.images += new
+        return metadata
+
+    return made
+
+
+def see_whole_images(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of vLLM's attention, and then attention from each image's tokens to all of it and what is before it."""
+
+    def attend(
+        impl: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **scales: Any,
+    ) -> Any:
+        result = forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        for row, first, end in () if attn_metadata is None else attn_metadata.images:
+            own = slice(row + first, row + end)
+            states = (
+                tensor.transpose(0, 1)[None] for tensor in (query[own], key[row : row + end], value[row : row + end])
+            )
+            distance = torch.arange(first, end)[:, None] - torch.arange(end)
+            seen = distance < (impl.sliding_window if impl.sliding_window > 0 else end)
+            out = torch.nn.functional.scaled_dot_product_attention(*states, seen, scale=impl.scale, enable_gqa=True)
+            output[own] = out[0].transpose(0, 1)
+        return result
+
+    return attend
 
 
 class StepNames(list[str]):

@@ -68,6 +68,11 @@ class ImagePrompts:
             self._processor = MULTIMODAL_REGISTRY.create_processor(self._config)
         # A copy: arrays of the object store are read-only and would be held there.
         own = {name: torch.from_numpy(np.array(value)) for name, value in pixels.items() if name != PREVIEW}
+        if "image_grid_thw" not in own:  # tiles of one size: vLLM asks how many, and for them in one dimension
+            own = {
+                name: value.flatten(0, value.ndim - (4 if name == "pixel_values" else 3)) for name, value in own.items()
+            }
+            own["num_patches"] = torch.tensor([len(own["pixel_values"])])
         inputs = BatchFeature(own)
         fields = self._processor._get_mm_fields_config(inputs, {})
         [item] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[MODALITY]

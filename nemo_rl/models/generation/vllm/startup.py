@@ -133,6 +133,8 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.load_format == "dummy" and "quantization_config" in stored:
         arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
     text = stored.get("text_config", stored) | overrides
+    if settings.device == "cpu" and vllm_cfg.dtype == "float32" and text.get("kv_lora_rank") is not None:
+        arguments.setdefault("attention_backend", "CPU_MLA")  # vLLM's choice where the CPU has AMX takes no float32
     if text.get("model_type") == "llama4_text":
         # vLLM's Llama 4 reads it from here alone, and otherwise scales queries only above 32768 positions.
         tuning = {"attn_temperature_tuning": text.get("attn_temperature_tuning", True)}

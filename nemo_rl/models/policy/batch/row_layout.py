@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nemo_rl.config.rules import round_up
-from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
+from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens, WholeSpans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,13 @@ class ImageBatch:
     features: torch.Tensor  # int64 [R, W]; in 0 ... F - 1, -1 where a token stands for no image
     positions: torch.Tensor  # int64 [3, R, W]; of time, height and width
     num_distinct: int  # images; 0 if `pixels` are those of a blank one
+    whole_spans: WholeSpans | None = None  # the images, for a model that sees them in both directions
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ImageBatch:
         pixels = {name: move(value) for name, value in self.pixels.items()}
-        return replace(self, pixels=pixels, features=move(self.features), positions=move(self.positions))
+        spans = None if self.whole_spans is None else self.whole_spans.moved(move)
+        moved = {"features": move(self.features), "positions": move(self.positions)}
+        return replace(self, pixels=pixels, whole_spans=spans, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,36 @@ class RowLayout:
         out = torch.full((rows * width, *joined.shape[1:]), fill, dtype=joined.dtype)
         out[slot[is_here]] = joined[is_here]
         return out.view(rows, width, *joined.shape[1:])
+
+    def whole_spans(self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> WholeSpans | None:
+        """Of sequences of these lengths, whose `spans` go from a position to the one behind their last; None for none.
+
+        With context parallelism every rank gets some spans or none does, as all of them gather keys together.
+        """
+        placed = _Spans.of(self, list(lengths), self.width(lengths))
+        queries, positions, counts, keys, ends = [], [], [], [], []
+        for number, own in enumerate(spans):
+            for first, end in own:
+                position = torch.arange(end)
+                owner, slot = placed.locate(torch.full((end,), number), position)
+                is_here = (owner == self.context_rank) & (position >= first)
+                if not is_here.any():
+                    continue
+                queries.append(slot[is_here])
+                positions.append(position[is_here])
+                counts.append(int(is_here.sum()))
+                keys.append(owner * placed.tokens + slot)
+                ends.append(end)
+        if not any(spans):
+            return None
+        none = [torch.empty(0, dtype=torch.int64)]
+        return WholeSpans(
+            queries=torch.cat(queries or none),
+            positions=torch.cat(positions or none),
+            query_lengths=tuple(counts),
+            keys=torch.cat(keys or none),
+            key_lengths=tuple(ends),
+        )
 
     def build(
         self,

@@ -31,7 +31,7 @@ from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
-from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images
+from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images, stored_name
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
 from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts, in_sending_order
@@ -234,7 +234,15 @@ def export_weights(
     Adapters are merged into their weights. Unless `merged`, they are tensors of their own after all base weights
     (`ExportedTensor.adapts`), with B multiplied by alpha / r. Frozen weights come first.
     """
-    own = [tensor for stage in stages for tensor in _exported_of(stage, merged)]
+    own = [
+        replace(
+            tensor,
+            name=stored_name(tensor.name, stage.config),
+            adapts=None if tensor.adapts is None else stored_name(tensor.adapts, stage.config),
+        )
+        for stage in stages
+        for tensor in _exported_of(stage, merged)
+    ]
     everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
     return in_sending_order(everywhere)
 

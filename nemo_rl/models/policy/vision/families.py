@@ -1,6 +1,6 @@
 """Which vision-language models there are, how they take images, and the parts that they consist of."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,17 @@ class VisionFamily:
     projector: tuple[str, ...]
     has_grid_positions: bool = False  # rotary positions of an image count its rows and columns
     pixels_dim: int = 0  # the dimension of the pixels along which images follow one another
-    older_prefixes: tuple[
-        tuple[str, str], ...
-    ] = ()  # of tensors in older checkpoints, and in the model; the first counts
+    sees_both_ways: bool = False  # each token of an image attends to all of that image, not to those before it alone
+    patches_per_token: Callable[[Any], float] = lambda config: config.vision_config.spatial_merge_size**2
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
+    """Of tensors outside the model, and in it; the first that fits counts. What is written and sent has the first."""
 
 
 _QWEN = VisionFamily(
     tower=("visual.",),
     projector=("visual.merger.",),
     has_grid_positions=True,
-    older_prefixes=(
+    stored_prefixes=(
         ("model.language_model.", "model.language_model."),
         ("model.visual.", "model.visual."),
         ("model.", "model.language_model."),
@@ -41,7 +42,27 @@ FAMILIES = {
     "qwen3_vl": VisionFamily(
         tower=("visual.",), projector=("visual.merger.", "visual.deepstack_merger_list."), has_grid_positions=True
     ),
-    "smolvlm": VisionFamily(tower=("vision_model.",), projector=("connector.",), pixels_dim=1),
+    "smolvlm": VisionFamily(
+        tower=("vision_model.",),
+        projector=("connector.",),
+        pixels_dim=1,
+        patches_per_token=lambda config: config.scale_factor**2,
+    ),
+    "gemma3": VisionFamily(
+        tower=("vision_tower.",),
+        projector=("multi_modal_projector.",),
+        sees_both_ways=True,
+        patches_per_token=lambda config: (
+            (config.vision_config.image_size // config.vision_config.patch_size) ** 2 / config.mm_tokens_per_image
+        ),
+        stored_prefixes=(
+            ("model.vision_tower.vision_model.", "model.vision_tower."),
+            ("vision_tower.vision_model.", "model.vision_tower."),
+            ("vision_tower.", "model.vision_tower."),
+            ("multi_modal_projector.", "model.multi_modal_projector."),
+            ("language_model.model.", "model.language_model."),
+        ),
+    ),
 }
 """By `model_type` of config.json."""
 
@@ -59,9 +80,18 @@ def image_token_id(config: Any) -> int | None:
 def name_in_model(name: str, config: PretrainedConfig) -> str:
     """The name that a tensor of a checkpoint has in the model of `config`."""
     family = FAMILIES.get(config.model_type)
-    for stored, known in family.older_prefixes if family is not None else ():
+    for stored, known in family.stored_prefixes if family is not None else ():
         if name.startswith(stored):
             return known + name.removeprefix(stored)
+    return name
+
+
+def stored_name(name: str, config: PretrainedConfig) -> str:
+    """The name that a tensor of the model of `config` has in what is written, and in engines."""
+    family = FAMILIES.get(config.model_type)
+    for stored, known in family.stored_prefixes[:1] if family is not None else ():
+        if name.startswith(known):
+            return stored + name.removeprefix(known)
     return name
 
 

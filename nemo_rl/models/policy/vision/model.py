@@ -52,9 +52,10 @@ class VisionInputs:
         pixels: dict[str, Pixels] = {}
         first: dict[str, int] = {}  # feature of each distinct image
         num_features = 0
-        features, positions = [], []
+        features, positions, spans = [], [], []
         for ids, own in zip(token_ids, images, strict=True):
             feature = torch.full((len(ids),), -1)
+            spans.append([])
             for span, made in own:
                 stands_for = (
                     span.start + (ids[span.start : span.start + span.length] == self.image_token_id).nonzero()[:, 0]
@@ -63,6 +64,8 @@ class VisionInputs:
                     pixels[span.digest], first[span.digest] = made, num_features
                     num_features += len(stands_for)
                 feature[stands_for] = first[span.digest] + torch.arange(len(stands_for))
+                if self.family.sees_both_ways:
+                    spans[-1] += _runs(stands_for)
             features.append(feature)
             positions.append(self.positions(len(ids), own))
         return ImageBatch(
@@ -70,6 +73,7 @@ class VisionInputs:
             features=layout.place(features, fill=-1),
             positions=layout.place(positions, fill=0).permute(2, 0, 1).contiguous(),
             num_distinct=len(pixels),
+            whole_spans=layout.whole_spans([len(ids) for ids in token_ids], spans),
         )
 
     def _joined(self, images: list[Pixels]) -> dict[str, torch.Tensor]:
@@ -100,6 +104,12 @@ class VisionInputs:
             at = span.start + span.length
         pieces.append(_text_positions(next_position, length - at))
         return torch.cat(pieces)
+
+
+def _runs(places: torch.Tensor) -> list[tuple[int, int]]:
+    """[3, 4, 5, 8, 9] -> [(3, 6), (8, 10)]: the parts of an image that was cut into several."""
+    borders = (places.diff() > 1).nonzero()[:, 0] + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in places.tensor_split(borders)]
 
 
 def _text_positions(start: int, length: int) -> torch.Tensor:
@@ -135,6 +145,7 @@ class VisionLogprobModel(LogprobModel):
             position_ids=positions,
             use_cache=False,
             cu_seqlens=batch.cu_seqlens,
+            whole_spans=images.whole_spans,
             **further,
         ).last_hidden_state
 

@@ -1,0 +1,79 @@
+"""Models that see in the real engine: after a sync its logprobs are those of transformers, with and without images."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.policy.dtensor.model import export_weights
+from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.refit.sync import REFIT, Refit
+from nemo_rl.types import PromptImage, SamplingParams
+from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.test_refit_vllm import OneRankPolicy, change
+from tests.unit.policy.test_vision import FAMILY_MODELS, Row, gemma3_processor, make_row, theirs_on
+
+
+class VisionPolicy(OneRankPolicy):
+    def weights(self) -> list[ExportedTensor]:
+        mesh: Any = SimpleNamespace(pipeline=None)
+        return export_weights([self.model], mesh, torch.device("cpu"))
+
+
+def distance(model: Any, generation: VllmGeneration, rows: list[Row], version: int) -> float:
+    """The largest difference between logprobs of the engine's samples and the model's."""
+    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
+    calls = []
+    for seed, (ids, images) in enumerate(rows):
+        given = [PromptImage(span=span, ref=ray.put(pixels)) for span, pixels in images]
+        calls.append(generation.workers[0].call.remote("generate", ids.tolist(), sampling, seed, given))
+    worst = 0.0
+    for (ids, images), completion in zip(rows, ray.get(calls, timeout=120), strict=True):
+        assert completion.weight_version == version
+        tokens = torch.tensor(completion.token_ids)
+        assert model.config.image_token_id not in tokens, "another seed: a sampled one is text here alone"
+        with torch.no_grad():
+            logits = theirs_on(model, (torch.cat([ids, tokens]), images)).logits[0, len(ids) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        worst = max(worst, float((own - torch.tensor(completion.logprobs)).abs().max()))
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILY_MODELS)
+def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path: Path, family: str):
+    recipe, rng = RECIPES["shapes"], random.Random(0)
+    assert isinstance(recipe, TinyVisionRecipe)
+    tokenizer = build_tiny_tokenizer(recipe)
+    processor = (gemma3_processor if family == "gemma3" else build_processor)(recipe, tokenizer)
+    model = FAMILY_MODELS[family](recipe, tokenizer).eval()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    first, second = (draw(describe(draw_shapes(rng, 4))) for _ in range(2))
+    rows = [
+        make_row(processor, [first], "How many?"),
+        make_row(processor, [], "No image at all."),
+        make_row(processor, [second.resize((80, 48)), first], "Where?"),
+    ]
+    accelerator = Accelerator(exclusive=False)
+    accelerator.register(REFIT, lambda: None, lambda: None)
+    settings: Any = {"accelerator": accelerator, "load_format": "dummy", "max_images": 2}
+    with engines(str(tmp_path), generation_config(), **settings) as generation:
+        policy: Any = VisionPolicy(model)
+        refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32")
+        for version in range(2):
+            change(model, version)
+            refit.sync(version)
+            difference = distance(model, generation, rows, version)
+            print(family, version, difference)
+            assert difference < 1e-5
+        change(model, 2)
+        assert distance(model, generation, rows, 1) > 1e-3, "this test would see stale weights"
