@@ -71,6 +71,7 @@ ENVIRONMENT_INPUTS = {
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
 FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
+PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of config.json
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
 LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
@@ -114,6 +115,13 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
     import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path)
     if isinstance(policy, RolloutPolicyConfig) and policy.draft.enabled:
         import_object(DRAFT_CONFIG, policy.draft.key("enabled"))(policy, model)
+    if isinstance(policy, RolloutPolicyConfig) and policy.generation.speculation.get("method") == "mtp":
+        counts = (model.get_text_config().to_dict().get(name) for name in PREDICTION_HEADS)
+        if not any(counts):
+            raise ValueError(
+                f"{policy.generation.key('vllm_kwargs.speculative_config.method')}=mtp: config.json of "
+                f"{policy.model_name!r} names no prediction heads ({' or '.join(PREDICTION_HEADS)}); set ngram"
+            )
     metric = checkpointing.metric_name if checkpointing.enabled else None
     has_metrics = not isinstance(policy, SecondModelConfig)
     if has_metrics and metric is not None and metric.startswith("train:moe/") and num_experts(model) == 0:

@@ -20,7 +20,8 @@ _SPECULATION_DEFAULTS = {
     "draft_load_config": None,
 }
 _SPECULATION_RULES = {
-    "method != [ngram, draft_model, eagle3]": "not supported yet: {method}; set ngram, draft_model or eagle3",
+    "method != [ngram, draft_model, eagle3, mtp]": "not supported yet: {method}; set ngram, draft_model, eagle3 or mtp",
+    "model: method=mtp excludes model": "its weights are in the policy's checkpoint; remove the key",
     "model: method=draft_model requires model": (
         "a draft model needs the name or folder of its weights; name one with the policy's vocabulary"
     ),

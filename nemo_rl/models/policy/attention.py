@@ -260,9 +260,8 @@ def attention(
     out = attend((query, key, value), cu_seqlens, scaling, sliding_window, s_aux)
     if whole_spans is not None:
         assert of_spans is not None and s_aux is None
-        out = out.index_copy(
-            0, whole_spans.queries, _attend_whole((query, *of_spans), whole_spans, scaling, sliding_window)
-        )
+        seen_whole = _attend_whole((query, *of_spans), whole_spans, scaling, sliding_window)
+        out = out.index_copy(0, whole_spans.queries, seen_whole)
     return out.unflatten(0, (rows, width)), None
 
 
@@ -386,18 +385,14 @@ def _attend_whole(states: _States, spans: WholeSpans, scaling: float | None, win
     query, key, value = states
     query = query.index_select(0, spans.queries)
     outs = []
-    for q, positions, k, v in zip(
-        query.split(spans.query_lengths),
-        spans.positions.split(spans.query_lengths),
-        key.split(spans.key_lengths),
-        value.split(spans.key_lengths),
-        strict=True,
-    ):
+    of_queries = (x.split(spans.query_lengths) for x in (query, spans.positions))
+    of_keys = (x.split(spans.key_lengths) for x in (key, value))
+    for q, positions, k, v in zip(*of_queries, *of_keys, strict=True):
         distance = positions[:, None] - torch.arange(len(k), device=k.device)
         seen = distance < (len(k) if window is None else window)
         batched = [x.transpose(0, 1)[None] for x in (q, k, v)]
         outs.append(_sdpa(*batched, scaling, None, None, seen[None, None])[0].transpose(0, 1))
-    return torch.cat(outs) if outs else query[:, :, : value.shape[-1]]
+    return torch.cat(outs)
 
 
 def _sdpa(

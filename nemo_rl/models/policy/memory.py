@@ -27,6 +27,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
 HEAP_SHARE = 0.08  # of a CPU process: freed pieces between others that live (measured: the mean of twelve cases)
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
+DRAFT_ROWS = 256  # whose logits over the whole vocabulary a draft has at a time
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
 OPTIMIZER_STATE = "optimizer state"
 WHOLE_GRADIENT_SHARE = 0.1  # of memory, below which gradients are reduced once: see the worker
@@ -335,7 +336,11 @@ def predict_memory(
     halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
     buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
     kept = [buffers] if machine.is_gpu and not policy.generation.is_by_policy else []  # from sync to sync
-    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept]
+    drafts: list[Part] = []
+    if policy.draft.enabled:
+        own, of_engine = _draft(policy, model, TrainingShape.of(policy, num_ranks, budgets))
+        drafts, generation = [own], [*generation, of_engine]
+    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts]
     beside += generation if colocated and not machine.is_gpu else []
     phases = predict_training(
         policy,
@@ -352,7 +357,7 @@ def predict_memory(
     weights, optimizer = phases[0].parts[:2]
     largest = model.largest_parameter * compute
     gathered = Part(name="gathered tensor", num_bytes=largest, key="a model with a smaller vocabulary")
-    refit = [*_process(machine), weights, gathered, buffers]
+    refit = [*_process(machine), weights, *drafts, gathered, buffers]
     if not colocated:
         drawing = (*_process(machine), *generation, buffers)
         return [
@@ -362,12 +367,29 @@ def predict_memory(
         ]
     # On a CPU everything stays where it is. On a GPU the optimizer waits on the host, and weights while others draw.
     held = [engine] if machine.is_gpu else [optimizer, *generation]
-    resident = [*asleep(machine, 1 + num_colocated), *kept] if machine.is_gpu else [weights, optimizer]
+    resident = [*asleep(machine, 1 + num_colocated), *kept] if machine.is_gpu else [weights, optimizer, *drafts]
     return [
         *phases,
         Phase(name="weight sync", device="", parts=(*refit, *held)),
         Phase(name="generation", device="", parts=(*_process(machine), *generation, *resident)),
     ]
+
+
+def _draft(policy: RolloutPolicyConfig, model: ModelShape, shape: TrainingShape) -> tuple[Part, Part]:
+    """A draft that trains beside the policy, on a training device and on an engine's.
+
+    One block over an embedding and a state, which is made of three states of the policy or of `aux_layer_indices`.
+    """
+    num_states = len(policy.draft.aux_layer_indices or "123")
+    attention = 2 * model.hidden * (model.queries + model.key_values) + model.queries * model.hidden
+    number = num_states * model.hidden**2 + attention + 3 * model.hidden * model.intermediate
+    state = 4 * number / shape.sizes.dp_shard * shape.master_bytes  # weights, their gradients, two moments
+    per_token = model.saved_numbers(shape.compute_bytes, 1) + (num_states + 4) * model.hidden * shape.compute_bytes
+    logits = 3 * DRAFT_ROWS * model.vocab_size * 4
+    key = f"set {policy.draft.key('enabled')}=false"
+    ours = Part(name="draft", num_bytes=state + shape.train_tokens * per_token + logits, key=key)
+    theirs = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
+    return ours, Part(name="engine's draft", num_bytes=theirs, key=key)
 
 
 def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> tuple[list[Part], Part]:

@@ -25,8 +25,8 @@ _SHORTEST = 64
 def isolate_sequences(model: PreTrainedModel) -> None:
     """Make the layers of `OTHER_MIXERS` keep the sequences of a packed row apart, in place.
 
-    Time steps of Mamba-2 have no lower limit, as in vLLM. transformers takes `time_step_min` for one, which Nemotron-H's
-    own code reads for new weights only: logprobs would be off by 1e-4.
+    Time steps of Mamba-2 have no lower limit, as in vLLM. transformers takes `time_step_min` for one, which is that of
+    new weights alone: logprobs would be off by 1e-4.
     """
     name = OTHER_MIXERS.get(model.config.get_text_config().model_type)
     for module in model.modules():

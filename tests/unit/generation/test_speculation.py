@@ -22,6 +22,7 @@ from tests.unit.policy.filter_reference import filter_logits
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "model": "small"}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 4, "model": "head"}
 
 
@@ -29,9 +30,10 @@ EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 4, "model": "head"}
     ("settings", "key", "text"),
     [
         ("ngram", "", "must be a section"),
-        ({**NGRAM, "method": "eagle"}, ".method", "not supported yet: eagle; set ngram, draft_model or eagle3"),
+        ({**NGRAM, "method": "eagle"}, ".method", "not supported yet: eagle; set ngram, draft_model, eagle3 or mtp"),
         ({**NGRAM, "num_speculative_tokens": 0}, ".num_speculative_tokens", "1 or more"),
         ({**DRAFT, "model": None}, ".model", "name or folder of its weights"),
+        ({**MTP, "model": "heads"}, ".model", "in the policy's checkpoint"),
         ({**DRAFT, "rejection_sample_method": "synthetic"}, ".rejection_sample_method", "must be standard"),
         ({**DRAFT, "draft_sample_method": "probabilistic"}, ".draft_sample_method", "follow no request's seed"),
         ({**DRAFT, "draft_load_config": {}}, ".draft_load_config", "read from disk"),
@@ -42,7 +44,7 @@ def test_what_would_bias_samples_or_cannot_run_is_refused_by_name(settings: Any,
     assert found == f"speculative_config{key}" and text in message
 
 
-@pytest.mark.parametrize("settings", [NGRAM, DRAFT, EAGLE3])
+@pytest.mark.parametrize("settings", [NGRAM, DRAFT, EAGLE3, MTP])
 def test_what_keeps_the_distribution_is_accepted(settings: Any) -> None:
     assert not list(speculation_problems({"speculative_config": settings}))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
@@ -17,7 +17,9 @@ from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig
 from nemo_rl.algorithms.setup import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
-from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory
+from nemo_rl.data.tiny_model import tiny_model_config
+from nemo_rl.models.policy.dtensor.draft import DraftHead, draft_config
+from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, predict_memory
 
 CONFIGS = Path("examples/configs")
 SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -156,6 +158,17 @@ def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
     parts = {part.name: part.num_bytes for part in setup.phases_of(rewards, shape, Machine(is_gpu=False))[1].parts}
     assert "logit tiles" not in parts, "a reward model has no vocabulary"
     assert parts["activations"] > 0
+
+
+def test_a_draft_is_counted_in_training_and_in_the_engine():
+    engine = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}"
+    policy = config("+policy.draft.enabled=true", engine, name="grpo_math_cpu.yaml").policy
+    model = tiny_model_config("tiny:arithmetic")
+    number = sum(p.numel() for p in DraftHead(LlamaConfig(**draft_config(policy, model))).parameters())
+    phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
+    for phase in phases[1], phases[-1]:
+        parts = {part.name: part.num_bytes for part in phase.parts}
+        assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
 
 
 def test_a_vision_language_model_is_predicted_with_its_tower():

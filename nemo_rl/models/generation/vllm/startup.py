@@ -142,8 +142,9 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.draft is not None:
         own = {"model": draft_folder(settings.draft), "draft_load_config": {"load_format": "dummy"}}
         arguments[SPECULATION] = {**cfg.speculation, **own}
-    elif cfg.speculation.get("method") in ("draft_model", "eagle3"):
-        # A draft model has its own weights. The weights of the target come from the policy.
+    elif cfg.speculation.get("method") in ("draft_model", "eagle3", "mtp"):
+        # A draft has its own weights on disk; prediction heads are in the policy's checkpoint, which training does not
+        # load. The weights of the target, embeddings and output head among them, come from the policy.
         arguments[SPECULATION] = {**cfg.speculation, "draft_load_config": {"load_format": "auto"}}
     if settings.max_images is not None:
         # Images come processed, and their features are kept under names that every sync changes.

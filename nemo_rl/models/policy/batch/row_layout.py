@@ -125,31 +125,25 @@ class RowLayout:
     def whole_spans(self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> WholeSpans | None:
         """Of sequences of these lengths, whose `spans` go from a position to the one behind their last; None for none.
 
-        With context parallelism every rank gets some spans or none does, as all of them gather keys together.
+        Those of which no token is here are left out.
         """
-        placed = _Spans.of(self, list(lengths), self.width(lengths))
-        queries, positions, counts, keys, ends = [], [], [], [], []
+        placed, parts = _Spans.of(self, list(lengths), self.width(lengths)), []
         for number, own in enumerate(spans):
             for first, end in own:
                 position = torch.arange(end)
                 owner, slot = placed.locate(torch.full((end,), number), position)
                 is_here = (owner == self.context_rank) & (position >= first)
-                if not is_here.any():
-                    continue
-                queries.append(slot[is_here])
-                positions.append(position[is_here])
-                counts.append(int(is_here.sum()))
-                keys.append(owner * placed.tokens + slot)
-                ends.append(end)
-        if not any(spans):
+                if is_here.any():
+                    parts.append((slot[is_here], position[is_here], owner * placed.tokens + slot))
+        if not parts:
             return None
-        none = [torch.empty(0, dtype=torch.int64)]
+        queries, positions, keys = zip(*parts, strict=True)
         return WholeSpans(
-            queries=torch.cat(queries or none),
-            positions=torch.cat(positions or none),
-            query_lengths=tuple(counts),
-            keys=torch.cat(keys or none),
-            key_lengths=tuple(ends),
+            queries=torch.cat(queries),
+            positions=torch.cat(positions),
+            query_lengths=tuple(map(len, queries)),
+            keys=torch.cat(keys),
+            key_lengths=tuple(map(len, keys)),
         )
 
     def build(
