@@ -2,7 +2,7 @@
 
     uv run --extra vllm benchmarks/gpu.py                       # every part
     uv run --extra vllm benchmarks/gpu.py --parts refit train
-    python benchmarks/gpu.py --device cpu --size tiny           # the same functions, without engines
+    python benchmarks/gpu.py --device cpu --size tiny           # the same functions; with --parts engines too
 
     refit       seconds of a refit of random bfloat16 weights, over two copies of the same bytes one after the other
     train       tokens/s and MFU of optimizer steps on packed sequences; rate of offload and onload over that
@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -123,7 +122,9 @@ def seconds_of(run: Callable[[], Any], device: torch.device, rounds: int) -> flo
 
 
 def used_bytes() -> int:
-    """Memory of the GPU in use, by any process."""
+    """Memory of the GPU in use, by any process; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -411,7 +412,7 @@ def prompts_of(size: Size) -> list[list[int]]:
     return [[rng.randrange(10, 100) for _ in range(rng.randrange(32, 128))] for _ in range(size.requests)]
 
 
-def our_engine(size: Size, model: str) -> dict[str, float]:
+def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     """Tokens per second of the actor's class, and memory that is left asleep."""
     from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
     from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
@@ -425,9 +426,8 @@ def our_engine(size: Size, model: str) -> dict[str, float]:
         val_top_k=None,
         vllm_cfg=VllmConfig(precision="bfloat16", max_model_len=2048),
     )
-    worker = VllmWorker(
-        EngineSettings(model=model, tokenizer=model, cfg=cfg, device="cuda", seed=0, load_format="auto")
-    )
+    settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, device=device, seed=0, load_format="auto")
+    worker = VllmWorker(settings)
     sampling = SamplingParams(max_new_tokens=size.new_tokens)
 
     async def measure() -> float:
@@ -444,11 +444,13 @@ def our_engine(size: Size, model: str) -> dict[str, float]:
     return {"tokens_per_s": rate, "asleep_gb": (used_bytes() - before) / 1e9}
 
 
-def bare_engine(size: Size, model: str) -> dict[str, float]:
+def bare_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     """The same requests through `vllm.LLM`."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=model, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.6, seed=0)
+    on_cpu: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    memory = {"gpu_memory_utilization": 0.6} if device == "cuda" else on_cpu
+    engine = LLM(model=model, dtype="bfloat16", max_model_len=2048, seed=0, **memory)
     prompts = prompts_of(size)
     sampling = [
         SamplingParams(max_tokens=size.new_tokens, temperature=1.0, seed=seed, logprobs=0, detokenize=False)
@@ -465,12 +467,13 @@ def bare_engine(size: Size, model: str) -> dict[str, float]:
 ENGINES = {"ours": our_engine, "bare": bare_engine}
 
 
-def generation(size: Size, size_name: str) -> list[Result]:
+def generation(size: Size, size_name: str, device: str) -> list[Result]:
     """Each engine in its own process, with the whole GPU."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_model(size, Path(folder), torch.bfloat16))
         torch.cuda.empty_cache()
-        ours, bare = (child("--size", size_name, "--engine", name, "--model", model) for name in ENGINES)
+        options = ["--size", size_name, "--device", device, "--model", model]
+        ours, bare = (child(*options, "--engine", name) for name in ENGINES)
     return [
         Result("generation", ours["tokens_per_s"], "tokens/s"),
         Result("generation over a bare vllm.LLM", ours["tokens_per_s"] / bare["tokens_per_s"], at_least=0.95),
@@ -481,7 +484,7 @@ def generation(size: Size, size_name: str) -> list[Result]:
 # -- a whole step
 
 
-def step(size: Size) -> list[Result]:
+def step(size: Size, device: str) -> list[Result]:
     if importlib.util.find_spec("trl") is None:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -489,8 +492,9 @@ def step(size: Size) -> list[Result]:
         torch.cuda.empty_cache()
         script = Path(__file__).with_name("grpo_vs_trl.py")
         # TRL keeps the activations and logits of a whole micro-batch.
-        sizes = {"max-new-tokens": 512, "micro-batch": 8, "repeats": 1, "warmup": 1, "steps": 2}
-        options = [f"--{name}={value}" for name, value in ({"device": "cuda", "model": model} | sizes).items()]
+        sizes = {"micro-batch": 8, "repeats": 1, "warmup": 1, "steps": 2, "max-new-tokens": 2 * size.new_tokens}
+        sizes |= {"prompts": max(4, size.requests // 16), "generations": 8}
+        options = [f"--{name}={value}" for name, value in ({"device": device, "model": model} | sizes).items()]
         command = [sys.executable, str(script), *options]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)]
@@ -514,11 +518,7 @@ def parse() -> argparse.Namespace:
 
 def child(*arguments: str) -> Any:
     """What this script prints as its last line in a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **alone, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *arguments]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return json.loads(out.splitlines()[-1])
@@ -530,13 +530,13 @@ def measure(args: argparse.Namespace) -> list[Result]:
         return refit(size, device, args.bucket_mib << 20)
     if args.part in ("train", "head"):
         return {"train": train, "head": head}[args.part](size, device)
-    return generation(size, args.size) if args.part == "generation" else step(size)
+    return generation(size, args.size, args.device) if args.part == "generation" else step(size, args.device)
 
 
 def main() -> int:
     args = parse()
     if args.engine is not None:
-        sys.stdout.write("\n" + json.dumps(ENGINES[args.engine](SIZES[args.size], args.model)) + "\n")
+        sys.stdout.write("\n" + json.dumps(ENGINES[args.engine](SIZES[args.size], args.model, args.device)) + "\n")
         return 0
     if args.part is not None:
         sys.stdout.write("\n" + json.dumps([vars(result) for result in measure(args)]) + "\n")

@@ -4,6 +4,7 @@ Every run that needs nothing of a GPU alone is done on the device "cpu", too (`-
 """
 
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from tests.functional.cli import Finished, end, run, run_until
+from tests.functional.cli import ROOT, Finished, end, run, run_until
 from tests.functional.faulty import processes_below
 from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls, values
 
@@ -149,6 +150,14 @@ def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
 
 
 # -- without a GPU
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_on_a_cpu_what_needs_no_engine(tmp_path: Path) -> None:
+    found, options = tmp_path / "found.json", ("--device", "cpu", "--size", "tiny")
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "gpu.py", *options, "--json", found])
+    results = json.loads(found.read_text())["results"]
+    assert done.returncode in (0, 1) and len(results) == 5 and all(result["value"] > 0 for result in results)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -197,11 +197,15 @@ def test_a_step_does_not_depend_on_the_layout(alone: Alone, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_compiled_blocks_give_the_same_numbers(alone: Alone, recomputes: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "world", "recomputes"),
+    [("llama", 1, False), ("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, True)],
+)
+def test_compiled_blocks_give_the_same_numbers(alone: Alone, family: str, world: int, recomputes: bool) -> None:
+    """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
     config = settings_of(PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
-    for step in run_world(one_step, 1, alone.path("llama"), config, timeout=500):
-        assert_same(step, alone.step("llama"), 1e-5)
+    for step in run_world(one_step, world, alone.path(family), config, timeout=500):
+        assert_same(step, alone.step(family), 1e-5)
 
 
 def test_adapted_layers_move_and_nothing_else(alone: Alone) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,3 +324,17 @@ def test_the_rendezvous_is_on_the_address_it_is_told_alone() -> None:
             CollectiveBuffer.attach(elsewhere, CPU, 0)
     finally:
         buffer.close()
+
+
+def test_an_error_of_nccl_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a thread of the group ends it, which the constructor decides by a variable."""
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, member: int, size: int, options: Any) -> None:
+            self.found = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], size, options._timeout.total_seconds()
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group)
+    assert GROUPS["cuda"](None, 0, {"size": 2, "timeout_s": 5.0}).found == ("0", 2, 5.0)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
