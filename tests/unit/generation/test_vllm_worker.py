@@ -98,12 +98,14 @@ async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: Non
     """A sync wakes the weights alone. Another replica's episodes send requests meanwhile."""
     engine = Engine()
     worker = Worker(engine)
+    await worker.finish_weight_update(6)
     await worker.offload(keep_weights=keep_weights)
     waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+    await asyncio.sleep(0.01)
     await worker.onload(["weights"])
     await worker.finish_weight_update(7)
     await asyncio.sleep(0.01)
-    assert engine.salts == [] and engine.told == [1 if keep_weights else 2, "weights"]
+    assert engine.salts == [] and engine.told == ["resume", 1 if keep_weights else 2, "weights"]
     await worker.onload(["kv_cache"])
     assert (await asyncio.wait_for(waiting, 60)).weight_version == 7
     assert engine.told[-2:] == ["kv_cache", "resume"]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl.models.policy.head.linear import linear_kl, linear_logprobs, linear_topk_logprobs, topk_logits
-from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, tile_bytes_on
 from tests.unit.policy.filter_reference import filter_logits
 from tests.worlds import run_world
 
@@ -347,6 +347,18 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made() -> None:
     with LargestTensor() as largest:  # the measuring sees what it must
         (states @ head.weight.t()).log_softmax(-1)
     assert largest.numel == 512 * case.vocab
+
+
+@pytest.mark.parametrize(("free_gib", "mib"), [(1, 128), (14, 256), (100, 512)])
+def test_tiles_are_sized_by_the_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, free_gib: int, mib: int) -> None:
+    """Torch holds 2 GiB of it. Where ranks must choose alike, the least."""
+    gib = 1 << 30
+    for name, value in {"memory_reserved": 5 * gib, "memory_allocated": 3 * gib}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 140 * gib))
+    sizes = [tile_bytes_on(torch.device(kind), is_equal=False) for kind in ("cuda", "cpu")]
+    assert sizes == [mib << 20, 32 << 20]
+    assert tile_bytes_on(torch.device("cuda"), is_equal=True) == 128 << 20
 
 
 @pytest.mark.gpu
