@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,15 +279,10 @@ class SwanLab(Tracker):
         if of.mode == "online" and not swanlab.Settings().api_key:  # the package would ask on the terminal
             raise ValueError(f"logger.swanlab: this machine has no key of an account; {log_in}")
         try:
-            self._run = swanlab.init(
-                project=of.project,
-                name=of.name,
-                workspace=of.workspace,
-                mode=of.mode,
-                log_dir=str(run_dir / "swanlab"),
-                id=run_id,
-                resume="allow" if run_id is not None else None,
-            )
+            with ThreadPoolExecutor(1) as thread:  # in the main thread the package would take Ctrl-C for itself
+                settings = {"project": of.project, "name": of.name, "workspace": of.workspace, "mode": of.mode}
+                settings |= {"id": run_id, "resume": "allow" if run_id is not None else None}
+                self._run = thread.submit(swanlab.init, log_dir=str(run_dir / "swanlab"), **settings).result()
         except swanlab.exceptions.AuthenticationError as error:
             # The package says so of a server that is gone, too: this raises the OSError of one.
             requests.head(swanlab.Settings().api_host, timeout=10)
