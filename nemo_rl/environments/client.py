@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType
+from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
@@ -202,16 +202,33 @@ class EnvironmentPool:
         client = self.clients[self._actor_of(sample_id.rpartition("/")[0])]
         return await client.step(message_log, metadata, sample_id=sample_id)
 
-    async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """As `EnvironmentClient.metrics`, each actor with the groups that it answered.
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """As `EnvironmentClient.metrics` over (group id, sample) pairs, each actor with the groups that it answered.
 
-        Their metrics are averaged, weighted by the number of samples of each; those called `num_...` are added up.
+        Their metrics are averaged, weighted by the number of samples of each; those called `num_...` are added up. A
+        failure is logged and gives no metrics.
         """
-        numbers = [self._actor_of(group_id) for group_id in batch["group_id"]]
+        metas = [sample.meta for _, sample in samples]
+        content = {  # tensors are [B]
+            "group_id": [group_id for group_id, _ in samples],
+            "text": [sample.messages[0]["content"] for _, sample in samples],
+            "message_log": [sample.messages for _, sample in samples],
+            "metrics": [sample.metrics for _, sample in samples],
+            "rewards": torch.tensor([meta.reward for meta in metas]),
+            "is_end": torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
+            "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),
+            "generation_lengths": torch.tensor([meta.num_generated_tokens for meta in metas]),
+        }
+        batch = BatchedDataDict[Any](content)
+        numbers = [self._actor_of(group_id) for group_id, _ in samples]
         rows = {number: [i for i, mine in enumerate(numbers) if mine == number] for number in sorted(set(numbers))}
-        found = await asyncio.gather(
-            *(self.clients[number].metrics(batch.select_indices(of_actor)) for number, of_actor in rows.items())
-        )
+        try:
+            found = await asyncio.gather(
+                *(self.clients[number].metrics(batch.select_indices(of_actor)) for number, of_actor in rows.items())
+            )
+        except EnvironmentFailure as failure:  # training can continue without these metrics
+            logger.warning("%s", failure)
+            return {}
         told: dict[str, list[tuple[float, int]]] = {}  # metric -> (value, number of samples) of each actor
         for metrics, of_actor in zip(found, rows.values(), strict=True):
             for name, value in metrics.items():

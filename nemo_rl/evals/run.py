@@ -111,7 +111,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     data = load_eval_data(config)
     check_environments(config.env, data.environments)
     model = prepare_model(config)
-    images = image_reader(model.processor_path, config.data)
+    images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
     sampling = sampling_params(config.generation, model.tokenizer)

@@ -94,7 +94,9 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
     dataset: PromptDataset | None
     if isinstance(config, SupervisedMasterConfig):
         setup = setup_examples(config.examples)
-        make: MakeExample = example_maker(config, setup, tokenizer, image_reader(processor_path, config.examples))
+        make: MakeExample = example_maker(
+            config, setup, tokenizer, image_reader(processor_path, config.examples.max_images)
+        )
         parts = [part for validation in setup.validation.values() for part in validation.parts]
         dataset = PromptDataset(parts) if parts else None
         if kind == "train" and not isinstance(setup.train, PromptDataset):
@@ -105,7 +107,7 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
             dataset = setup.train
     else:
         data = setup_data(config.data, config.env)
-        images = image_reader(processor_path, config.data)
+        images = image_reader(processor_path, config.data.max_images)
         make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length, images))
         dataset = data.train if kind == "train" else data.validation
         note = "These are prompts: the answers that are sampled to them carry the loss."

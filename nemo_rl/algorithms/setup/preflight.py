@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -148,15 +148,9 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
     )
 
 
-class ImageSettings(Protocol):
-    """A section `data`."""
-
-    max_images: int
-
-
-def image_reader(processor_path: str | None, data: ImageSettings) -> ImageReader | None:
-    """What reads the images of rows; None for a model of text."""
-    return ImageReader(processor_path, data.max_images) if processor_path is not None else None
+def image_reader(processor_path: str | None, max_images: int) -> ImageReader | None:
+    """What reads the images of rows, at most `max_images` each; None for a model of text."""
+    return ImageReader(processor_path, max_images) if processor_path is not None else None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

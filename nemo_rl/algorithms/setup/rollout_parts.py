@@ -5,27 +5,22 @@ All of this is pickled. The worker's process imports this module, and none of th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.data.chat.images import open_images
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool
+from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.config import AnyEnvironmentConfig
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
-from nemo_rl.types import Sample, SampleStatus, SamplingParams
+from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
-
-logger = logging.getLogger(__name__)
 
 AGENTS = "nemo_rl.algorithms.setup.agents:make_connect_agents"  # imported in runs that have agents
 ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mapping[str, AgentEnvironment]]
@@ -94,39 +89,10 @@ def survives_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
 
 def connect_environments(
     actors: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str], step_timeout_s: float
-) -> dict[str, EpisodeEnvironment]:
+) -> dict[str, EnvironmentPool]:
     """Environments by task name. One pool per environment, so that all its episodes share batches."""
-    environments = {
-        name: EpisodeEnvironment(EnvironmentPool(name, handles, step_timeout_s)) for name, handles in actors.items()
-    }
+    environments = {name: EnvironmentPool(name, handles, step_timeout_s) for name, handles in actors.items()}
     return {task: environments[name] for task, name in task_to_env.items()}
-
-
-class EpisodeEnvironment:
-    """An environment as the rollout worker uses it, with the metrics of finished episodes."""
-
-    def __init__(self, client: EnvironmentPool) -> None:
-        self.client = client
-        self.name, self.step = client.name, client.step
-
-    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """The result of `global_post_process_and_metrics`. A failure is logged and gives no metrics."""
-        metas = [sample.meta for _, sample in samples]
-        batch = {  # tensors are [B]
-            "group_id": [group_id for group_id, _ in samples],
-            "text": [sample.messages[0]["content"] for _, sample in samples],
-            "message_log": [sample.messages for _, sample in samples],
-            "metrics": [sample.metrics for _, sample in samples],
-            "rewards": torch.tensor([meta.reward for meta in metas]),
-            "is_end": torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
-            "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),
-            "generation_lengths": torch.tensor([meta.num_generated_tokens for meta in metas]),
-        }
-        try:
-            return await self.client.metrics(BatchedDataDict(batch))
-        except EnvironmentFailure as failure:  # training can continue without these metrics
-            logger.warning("%s", failure)
-            return {}
 
 
 def sampling_params(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:

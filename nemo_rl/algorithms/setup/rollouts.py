@@ -91,7 +91,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         seed=rollout.seed,
         size_key=f"{section}.num_prompts_per_step",
     )
-    images = image_reader(model.processor_path, config.data)
+    images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_turns(config, model.tokenizer)
     check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))

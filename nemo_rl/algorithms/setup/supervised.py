@@ -78,7 +78,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     seed_everything(loop.seed)
     model = prepare_model(config.policy, config.checkpointing)
     setup = setup_examples(data)
-    make = example_maker(config, setup, model.tokenizer, image_reader(model.processor_path, data))
+    make = example_maker(config, setup, model.tokenizer, image_reader(model.processor_path, data.max_images))
     check_examples(make, setup.train, "data.train")
     for name, dataset in setup.validation.items() if loop.validates else ():
         check_examples(make, dataset, f"validation set {name!r}")
