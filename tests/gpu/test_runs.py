@@ -152,6 +152,11 @@ def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
 # -- without a GPU
 
 
+def test_other_tests_see_no_gpu(request: pytest.FixtureRequest) -> None:
+    """Megatron's stand-in for CUDA, for one, refuses a machine with a GPU."""
+    assert request.config.option.markexpr == "gpu" or os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 @pytest.mark.slow
 def test_the_benchmark_measures_on_a_cpu_what_needs_no_engine(tmp_path: Path) -> None:
     found, options = tmp_path / "found.json", ("--device", "cpu", "--size", "tiny")
