@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -142,14 +143,16 @@ class OddEngine:
         self.sampled: list[tuple[list[int], int]] = []  # (prompt and completion, version) of each number
         self.version = 0
 
-    async def __call__(self, prompt: list[int], sampling: SamplingParams, seed: int, **_: Any) -> Completion:
+    async def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, *_: Any, **__: Any
+    ) -> Completion:
         rng = random.Random(seed)
         await asyncio.sleep(rng.random() / 1000)
         self.version += rng.random() < 0.3
         text = rng.choice(("\\boxed{3}", "3", "\\boxed{"))
         said = tokens(text) if rng.random() < 0.5 else [token for character in text for token in tokens(character)]
         said += [EOS] * (rng.random() < 0.7)
-        self.sampled.append(([*prompt, *said], self.version))
+        self.sampled.append(([*prompt_token_ids, *said], self.version))
         return completion(said, self.version, len(self.sampled) - 1)
 
 
