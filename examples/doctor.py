@@ -44,7 +44,11 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     def show(finding: Finding) -> None:
         console.print(Text(str(finding), style=STYLES[finding.level]), soft_wrap=True)
 
-    is_well = examine(arguments.num_nodes, arguments.gpus_per_node, folders, show)
+    try:
+        is_well = examine(arguments.num_nodes, arguments.gpus_per_node, folders, show)
+    except ValueError as error:  # the cluster of RAY_ADDRESS, or its token
+        console.print(Text(str(error), style=STYLES["bad"]), soft_wrap=True)
+        return 2
     console.print(Text("nothing is bad" if is_well else "what is bad stops a run or makes it crawl", style="bold"))
     return 0 if is_well else 1
 

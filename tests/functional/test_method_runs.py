@@ -28,7 +28,9 @@ def test_a_twin_runs_two_steps(recipe, tmp_path):
     rows = [row for row in finished.metrics if row["step"] > 0]
     assert len(rows) == 2
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows), rows
-    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
+    # An asynchronous run also has samples of older weights.
+    fresh = [row for row in rows if row.get("train/weight_version_lag/max", 0) == 0]
+    assert fresh and all(row["train/token_mult_prob_error"] <= 1.00001 for row in fresh), rows
 
 
 def test_a_student_and_a_teacher_of_megatron_run_two_steps(tmp_path):
