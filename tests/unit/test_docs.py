@@ -171,7 +171,7 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
         load_config(model, ROOT / given, overrides)
 
 
-GUIDES_WITH_YAML = ("environments", "eval", "megatron", "multi-turn", "training-backends")
+GUIDES_WITH_YAML = ("agents", "environments", "eval", "megatron", "multi-turn", "training-backends")
 YAML_PAGES = [*SUPERVISED, *(f"docs/guides/{name}.md" for name in GUIDES_WITH_YAML)]
 YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[page], "yaml")]
 
@@ -184,7 +184,8 @@ def test_a_piece_of_yaml_loads_on_top_of_the_default_file(page: str, block: str,
     if "env" in yaml.safe_load(block):
         model, base = SCRIPTS["run_grpo_math"]
     file = tmp_path / "piece.yaml"
-    file.write_text(f"defaults: {CONFIGS / base}\n{block}")
+    whole = block if block.startswith("defaults:") else f"defaults: {CONFIGS / base}\n{block}"
+    file.write_text(whole.replace("defaults: examples/configs", f"defaults: {CONFIGS}"))
     load_config(model, file, [])
 
 
