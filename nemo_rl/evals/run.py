@@ -42,6 +42,7 @@ from nemo_rl.environments.registry import create_envs, find_env_class, wait_for_
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
@@ -213,14 +214,16 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
     generation = VllmGeneration(
         cluster,
-        config.generation,
-        model=inputs.model.model_path,
-        tokenizer=inputs.model.tokenizer_path,
-        seed=config.eval.seed,
+        EngineSettings(
+            model=inputs.model.model_path,
+            tokenizer=inputs.model.tokenizer_path,
+            cfg=config.generation,
+            seed=config.eval.seed,
+            load_format="auto",
+            max_images=config.data.max_images if inputs.model.processor_path is not None else None,
+        ),
         accelerator=accelerator,
-        load_format="auto",
         timeout_s=machines.worker_timeout_s,
-        max_images=config.data.max_images if inputs.model.processor_path is not None else None,
     )
     stack.callback(generation.shutdown)
     wait_for_envs(environments, machines.worker_timeout_s)

@@ -33,7 +33,7 @@ from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import create_envs, wait_for_envs
-from nemo_rl.models.generation.interfaces import GENERATION
+from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.vision.families import image_token_id
@@ -282,16 +282,18 @@ def start_vllm_generation(
     def start_engines() -> VllmGeneration:
         generation = VllmGeneration(
             devices.cluster,
-            config.policy.generation,
-            model=model.model_path,
-            tokenizer=model.tokenizer_path,
-            seed=config.rollout.seed,
-            hf_overrides=config.policy.hf_config_overrides,
+            EngineSettings(
+                model=model.model_path,
+                tokenizer=model.tokenizer_path,
+                cfg=config.policy.generation,
+                seed=config.rollout.seed,
+                hf_overrides=config.policy.hf_config_overrides,
+                return_routed_experts=config.policy.router_replay.enabled,
+                max_images=config.data.max_images if model.processor_path is not None else None,
+                draft=draft,
+            ),
             accelerator=devices.accelerator,
             timeout_s=config.cluster.worker_timeout_s,
-            return_routed_experts=config.policy.router_replay.enabled,
-            max_images=config.data.max_images if model.processor_path is not None else None,
-            draft=draft,
         )
         stack.callback(generation.shutdown)
         return generation

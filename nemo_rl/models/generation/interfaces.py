@@ -163,8 +163,8 @@ class EngineSettings:
     model: str  # directory or hub name; with `load_format="dummy"` only its configuration is read
     tokenizer: str  # directory or hub name
     cfg: GenerationConfig  # `policy.generation`; its sampling defaults are not used, as each request has its own
-    device: Literal["cpu", "cuda"]
     seed: int  # of the engine; each request has its own
+    device: Literal["cpu", "cuda"] = "cpu"
     load_format: Literal["dummy", "auto"] = "dummy"  # "dummy": the policy sends the weights; "auto": from `model`
     weight_transfer: Transport = "packed_shm"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json, as in training

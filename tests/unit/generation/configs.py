@@ -4,10 +4,12 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 
 
@@ -24,13 +26,20 @@ def generation_config(max_model_len: int = 128, **vllm_kwargs: Any) -> Generatio
 
 @contextmanager
 def engines(
-    model: str, config: GenerationConfig, *, replicas: int = 1, num_nodes: int = 1, **settings: Any
+    model: str,
+    config: GenerationConfig,
+    *,
+    replicas: int = 1,
+    num_nodes: int = 1,
+    accelerator: Accelerator | None = None,
+    load_format: Literal["dummy", "auto"] = "auto",
+    **settings: Any,
 ) -> Iterator[VllmGeneration]:
     """Real engines, which end with the block. `num_nodes` are groups of processes of this machine."""
     bundles = [replicas * config.vllm_cfg.engine_size // num_nodes] * num_nodes
+    engine = EngineSettings(model=model, tokenizer=model, cfg=config, seed=0, load_format=load_format, **settings)
     with RayVirtualCluster(bundles, use_gpus=False, name=f"engines of {model}") as cluster:
-        common: dict[str, Any] = {"load_format": "auto", "seed": 0, "timeout_s": 120}
-        generation = VllmGeneration(cluster, config, model=model, tokenizer=model, **common | settings)
+        generation = VllmGeneration(cluster, engine, accelerator=accelerator, timeout_s=120)
         yield generation
         generation.shutdown()
 

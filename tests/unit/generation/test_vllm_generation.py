@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
@@ -307,7 +308,7 @@ def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path
     (tmp_path / "model.safetensors").unlink()
     with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
         with pytest.raises(WorkerError, match=r"generation replica 0 did not start: .*weights") as raised:
-            VllmGeneration(
-                cluster, generation_config(64), model=model, tokenizer=model, seed=0, load_format="auto", timeout_s=120
-            )
+            cfg = generation_config(64)
+            settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, seed=0, load_format="auto")
+            VllmGeneration(cluster, settings, timeout_s=120)
         assert not raised.value.engine_died, "which would start it again"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.refit.layout import Transport
@@ -32,54 +32,33 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        cfg, model, tokenizer, load_format, return_routed_experts, max_images, draft: see `EngineSettings`.
-        seed: seed of the run.
+        settings: of each engine; `device` and `weight_transfer` are set here.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
-        hf_overrides: values that replace those of the model's config.json, as in training.
     """
 
     def __init__(
         self,
         cluster: RayVirtualCluster,
-        cfg: GenerationConfig,
+        settings: EngineSettings,
         *,
-        model: str,
-        tokenizer: str,
-        seed: int,
         accelerator: Accelerator | None = None,
-        hf_overrides: dict[str, Any] | None = None,
-        load_format: Literal["dummy", "auto"] = "dummy",
         name_prefix: str = "generation",
         timeout_s: float | None = None,
-        return_routed_experts: bool = False,
-        max_images: int | None = None,
-        draft: Mapping[str, Any] | None = None,
     ) -> None:
         self.name_prefix = name_prefix
         self._cluster = cluster
         self._accelerator = accelerator
-        self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
+        self._bundle_groups = engine_bundles(cluster, settings.cfg.vllm_cfg)
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
         self.transport: Transport = "packed_ipc" if cluster.use_gpus else "packed_shm"
-        if not cfg.colocated.enabled:
+        if not settings.cfg.colocated.enabled:
             self.transport = "packed_collective"
-        self._settings = EngineSettings(
-            model=model,
-            tokenizer=tokenizer,
-            cfg=cfg,
-            device="cuda" if cluster.use_gpus else "cpu",
-            seed=seed,
-            load_format=load_format,
-            weight_transfer=self.transport,
-            hf_overrides=hf_overrides or {},
-            return_routed_experts=return_routed_experts,
-            max_images=max_images,
-            draft=draft,
-        )
+        device = "cuda" if cluster.use_gpus else "cpu"
+        self._settings = replace(settings, device=device, weight_transfer=self.transport)
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
-        self.weights_follow = load_format == "dummy"
+        self.weights_follow = settings.load_format == "dummy"
         if accelerator is not None:
             accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
