@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,33 +249,27 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     return collector, len(generation.workers)
 
 
+@dataclass(eq=False)
 class _Writer:
     """Writes finished groups to disk every few seconds, and counts and reports failures.
 
     It fetches conversations immediately, because a group is lost if the rollout worker that holds it dies.
     """
 
-    def __init__(
-        self,
-        config: EvalMasterConfig,
-        inputs: Inputs,
-        samples: SampleFolder,
-        console: RunConsole,
-        collector: RolloutCollector,
-        prompts: dict[str, Prompt],
-    ) -> None:
-        self.config = config
-        self.inputs = inputs
-        self.samples = samples
-        self.console = console
-        self.collector = collector
-        self.prompts = prompts
-        self.pending: list[list[SampleRecord]] = []
-        self.num_losses = 0  # failed fetches in a row
-        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or sampled again
-        self.reasons: dict[str, int] = {}
-        self.num_tokens = 0
-        self.num_played = 0
+    config: EvalMasterConfig
+    inputs: Inputs
+    samples: SampleFolder
+    console: RunConsole
+    collector: RolloutCollector
+    prompts: dict[str, Prompt]  # that are left, by id
+    pending: list[list[SampleRecord]] = field(default_factory=list)
+    num_losses: int = 0  # failed fetches in a row
+    held_back: list[list[SampleRecord]] = field(default_factory=list)  # with failed samples: at the end, or asked again
+    reasons: dict[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_played: int = 0
+
+    def __post_init__(self) -> None:
         self.started = self.written_at = self.shown_at = time.monotonic()
 
     def ask_all(self, sampling: SamplingParams, in_flight: int) -> None:

@@ -19,7 +19,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -103,6 +103,7 @@ OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
 """(id of the answer, a completion in it, the conversation with the answer's message): called for each choice."""
 
 
+@dataclass(eq=False)
 class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
@@ -110,25 +111,14 @@ class Answers:
     in flight and later ones raise RequestError. `shows_tokens`: answers have token ids, which training needs.
     """
 
-    def __init__(
-        self,
-        settings: AnswerSettings,
-        *,
-        chat: Chat,
-        generate: Callable[..., Awaitable[Completion]],  # (tokens, sampling, seed), and on_tokens of a stream
-        sampling: SamplingParams,
-        ended: asyncio.Event,
-        shows_tokens: bool,
-        on_answer: OnAnswer | None = None,
-    ) -> None:
-        self.settings = settings
-        self.chat = chat
-        self.generate = generate
-        self.sampling = sampling
-        self.shows_tokens = shows_tokens
-        self._on_answer = on_answer
-        self._ended = ended
-        self._conversations = Conversations()
+    settings: AnswerSettings
+    chat: Chat
+    generate: Callable[..., Awaitable[Completion]]  # (tokens, sampling, seed), and on_tokens of a stream
+    sampling: SamplingParams
+    ended: asyncio.Event
+    shows_tokens: bool
+    on_answer: OnAnswer | None = None
+    conversations: Conversations = field(default_factory=Conversations, init=False)
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "nemo_rl"}
@@ -170,12 +160,12 @@ class Answers:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ResponsesRequest, await request.read())
-        before, messages = self._conversations.messages(wanted)
+        before, messages = self.conversations.messages(wanted)
         question = self._chat(messages, wanted.chat_tools(), wanted.tool_choice, logprobs=LOGPROBS in wanted.include)
         form = ResponseForm(**self._head("resp_"), wanted=wanted)
 
         def remember(message: dict[str, Any]) -> None:
-            self._conversations.remember(form.answer_id, [*before, message])
+            self.conversations.remember(form.answer_id, [*before, message])
 
         return await self._respond(request, wanted, question, form, remember)
 
@@ -227,8 +217,8 @@ class Answers:
                     )
                 if remember is not None:
                     remember(choice.message)
-                if self._on_answer is not None:
-                    self._on_answer(form.answer_id, choice.completion, [*question.messages, choice.message])
+                if self.on_answer is not None:
+                    self.on_answer(form.answer_id, choice.completion, [*question.messages, choice.message])
             more: dict[str, Any] = {"weight_version": min(c.weight_version for c in completions)}
             if question.retokenized is not None:
                 more["retokenized_turns"] = question.retokenized
@@ -281,7 +271,7 @@ class Answers:
             asks = [partial(ask, on_tokens=send) for ask, send in zip(asks, on_tokens, strict=True)]
         tasks = [asyncio.ensure_future(ask()) for ask in asks]
         sampled = asyncio.gather(*tasks)
-        closed = asyncio.create_task(self._ended.wait())
+        closed = asyncio.create_task(self.ended.wait())
         try:
             await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
             if not sampled.done():

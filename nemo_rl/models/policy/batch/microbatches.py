@@ -149,6 +149,7 @@ class MicroBatchRunner(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class SequentialRunner:
     """Passes every micro-batch through the whole model before the next. Never waits for the device.
 
@@ -156,13 +157,10 @@ class SequentialRunner:
     after each. This takes less traffic and more memory.
     """
 
-    def __init__(
-        self, model: LogprobModel, device: torch.device, *, defer_reduction: bool, clear_cache_every: int | None
-    ) -> None:
-        self.model = model
-        self.device = device
-        self.defer_reduction = defer_reduction
-        self.clear_cache_every = clear_cache_every
+    model: LogprobModel
+    device: torch.device
+    defer_reduction: bool
+    clear_cache_every: int | None
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         with torch.no_grad():
