@@ -1,4 +1,4 @@
-"""A model for the tests: untrained, and wide enough that ordinary products of its shapes depend on the batch."""
+"""Models for the tests: untrained; one wide enough that ordinary products of its shapes depend on the batch."""
 
 from pathlib import Path
 
@@ -32,4 +32,31 @@ def make_model(directory: Path) -> str:
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def make_model_with_heads(directory: Path) -> str:
+    """A GLM-4.5 with a prediction head (MTP) in its files. Its tokens follow from the token before, mostly.
+
+    The head sees that token alone, and so guesses some of them.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.unit.policy.families import save_random_model
+
+    model = save_random_model("glm4_moe", directory, num_nextn_predict_layers=1)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    writes = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    tensors |= {name: tensors[name] * 0.3 for name in writes}
+    tensors["model.embed_tokens.weight"] *= 10
+    last, head = "model.layers.1.", "model.layers.2."
+    own = {head + name.removeprefix(last): tensors[name] for name in tensors if name.startswith(last)}
+    own |= {name: torch.zeros_like(own[name]) for name in own if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    width = model.config.hidden_size
+    own |= {f"{head}{norm}.weight": torch.ones(width) for norm in ("enorm", "hnorm")}
+    own[f"{head}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    own[f"{head}eh_proj.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    save_file({name: tensor.clone() for name, tensor in (tensors | own).items()}, file, metadata={"format": "pt"})
     return str(directory)

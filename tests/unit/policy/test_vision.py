@@ -72,6 +72,7 @@ def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGenera
 
 def gemma3(recipe: TinyVisionRecipe, tokenizer) -> Gemma3ForConditionalGeneration:
     """Images of 4 tokens, which see each other; a layer with a window of 8 tokens and one without."""
+    tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])  # vLLM looks for them in the vocabulary
     ids = tokenizer.get_vocab()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
