@@ -7,13 +7,16 @@ Experts are fused in memory, and one tensor per expert on disk and in generation
 conversions says how, so every architecture is supported whose experts transformers fuses by stacking.
 """
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
 from nemo_rl.models.policy.weight_loading import StoredModel, check_shape, copy_slice, local_index, local_part
 
@@ -56,6 +59,13 @@ class ExpertNames:
             name, _ = renaming.rename_source_key(name)
         return name
 
+    def as_in(self, files: set[str]) -> ExpertNames:
+        """The names in these files. A text model that was saved by itself lacks the prefix of the model that sees."""
+        own, prefix = copy.copy(self), self.stored_name("model.x").removesuffix("x")
+        if not any(name.startswith(prefix) for name in files):
+            own._renamings = [rule for rule in self._renamings if not isinstance(rule, PrefixChange)]
+        return own
+
     def fused_sources(self, name: str, shape: Sequence[int]) -> list[list[str]]:
         """[E][parts] names on disk of a fused parameter [E, ...]; its dim 1 concatenates the parts. [] if not fused."""
         for ending, sources in self._fused if len(shape) == 3 else ():
@@ -95,9 +105,10 @@ class ExpertNames:
         if f"{name}_blocks" in stored.names:
             read_mxfp4(name, tensor, stored)
             return True
-        experts = self.fused_sources(name, tensor.shape)
+        own = self.as_in(stored.names)
+        experts = own.fused_sources(name, tensor.shape)
         if not experts:
-            other = self.stored_name(name)
+            other = own.stored_name(name)
             is_stored = other != name and other in stored.names
             if is_stored:
                 copy_slice(tensor, stored.tensor(other), other, stored.model_path)
@@ -105,7 +116,7 @@ class ExpertNames:
         found = {source for parts in experts for source in parts} & stored.names
         if not found:
             return False
-        one_more = self.fused_sources(name, (len(experts) + 1, *tensor.shape[1:]))[-1][0]
+        one_more = own.fused_sources(name, (len(experts) + 1, *tensor.shape[1:]))[-1][0]
         if len(found) != len(experts) * len(experts[0]) or one_more in stored.names:
             raise ValueError(
                 f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "

@@ -253,7 +253,7 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
             elif f"{parameter}_blocks" in stored.names:
                 wanted |= mxfp4_shapes(parameter, shape)
             else:
-                wanted |= dict(names.split_meta(parameter, shape))
+                wanted |= dict(names.as_in(stored.names).split_meta(parameter, shape))
         found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}
     missing, differing = shape_differences(found, wanted)
     if found and (missing or differing):

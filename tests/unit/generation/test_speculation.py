@@ -121,9 +121,7 @@ def logprobs_under(model: Any, request: Request, completion: Completion) -> torc
 
 
 @pytest.mark.slow
-def test_samples_follow_the_distribution_without_drafts(
-    generation: VllmGeneration, method: str, model_dir: str
-) -> None:
+def test_samples_follow_the_distribution_without_drafts(generation: VllmGeneration, method: str, model_dir: str):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     # Its experts round otherwise in transformers: a token at the border of top-p would be in one set and not the other.
     top_p = 1.0 if method == "mtp" else 0.95
@@ -146,9 +144,7 @@ def test_samples_follow_the_distribution_without_drafts(
 
 
 @pytest.mark.slow
-def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(
-    generation: VllmGeneration, method: str
-) -> None:
+def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(generation: VllmGeneration, method: str):
     rounding = 1e-5 if method == "mtp" else 0.0  # vLLM's kernel of experts depends on the batch in the last bits
     kinds = [SamplingParams(max_new_tokens=32, temperature=t, top_k=k) for t, k in ((0.0, None), (0.4, None), (1.0, 9))]
     requests = [(prompt, sampling, 11 * index) for sampling in kinds for index, prompt in enumerate(prompts())]

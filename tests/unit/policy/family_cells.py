@@ -21,6 +21,7 @@ from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.checks import check_megatron_layout
+from nemo_rl.models.policy.pretrained import read_model_config
 from tests.unit.policy.families import FAMILIES, family_config, save_random_model
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.steps import Step, load_step, make_worker, one_step, policy_config, whole_weights
@@ -125,11 +126,12 @@ def outcomes(base: Alone, family: str) -> dict[tuple[str, str], str]:
 
 def _load(base: Alone) -> None:
     """The logprobs are those of transformers, and what is exported goes back into transformers under its names."""
-    expected = plain_logprobs(base.directory, temperature=0.8)
+    read_model_config(policy_config(model_name=str(base.directory)), str(base.directory))  # no complaint
+    model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    expected = plain_logprobs(model)
     for sample, (logprobs, _) in base.step(adapted=False).logprobs.items():
         assert (logprobs - expected[sample]).abs().max() < 2e-5
     exported = run_world(_exported, 2, base.directory, policy_config())[0]
-    model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
     names = ExpertNames(model.config.model_type)
     want = {part: tensor for name, whole in model.state_dict().items() for part, tensor in names.split(name, whole)}
     if model.config.tie_word_embeddings:

@@ -40,6 +40,16 @@ from nemo_rl.types import ImageSpan, Pixels
 from tests.unit.policy.steps import policy_config
 
 
+def perturbed(kind: Any, config: Any) -> Any:
+    """A random model; nothing of it hides behind 0 or 1."""
+    torch.manual_seed(0)
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
 def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGeneration:
     """Like `tiny:shapes`, with features of two layers of its tower that join after layers of the language model."""
     ids = tokenizer.get_vocab()
@@ -62,12 +72,7 @@ def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGenera
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+    return perturbed(Qwen3VLForConditionalGeneration, config)
 
 
 def gemma3(recipe: TinyVisionRecipe, tokenizer) -> Gemma3ForConditionalGeneration:
@@ -91,12 +96,7 @@ def gemma3(recipe: TinyVisionRecipe, tokenizer) -> Gemma3ForConditionalGeneratio
         eoi_token_index=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+    return perturbed(Gemma3ForConditionalGeneration, config)
 
 
 def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> Gemma3Processor:
@@ -305,12 +305,7 @@ def smolvlm() -> SmolVLMForConditionalGeneration:
         pad_token_id=0,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(0)
-    model = SmolVLMForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+    return perturbed(SmolVLMForConditionalGeneration, config).eval()
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
