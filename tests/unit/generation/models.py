@@ -36,10 +36,7 @@ def make_model(directory: Path) -> str:
 
 
 def make_model_with_heads(directory: Path) -> str:
-    """A GLM-4.5 with a prediction head (MTP) in its files. Its tokens follow from the token before, mostly.
-
-    The head sees that token alone, and so guesses some of them.
-    """
+    """A GLM-4.5 with a prediction head (MTP), which sees the token before alone and so guesses some tokens."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -31,11 +31,10 @@ class VisionPolicy(OneRankPolicy):
 def distance(model: Any, generation: VllmGeneration, rows: list[Row], version: int) -> float:
     """The largest difference between logprobs of the engine's samples and the model's."""
     sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
-    calls = []
+    calls, worst = [], 0.0
     for seed, (ids, images) in enumerate(rows):
         given = [PromptImage(span=span, ref=ray.put(pixels)) for span, pixels in images]
         calls.append(generation.workers[0].call.remote("generate", ids.tolist(), sampling, seed, given))
-    worst = 0.0
     for (ids, images), completion in zip(rows, ray.get(calls, timeout=120), strict=True):
         assert completion.weight_version == version
         sampled, mark = completion.token_ids, model.config.image_token_id
@@ -52,8 +51,7 @@ def distance(model: Any, generation: VllmGeneration, rows: list[Row], version: i
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path: Path, family: str):
     recipe, rng = RECIPES["shapes"], random.Random(0)
-    assert isinstance(recipe, TinyVisionRecipe)
-    tokenizer = build_tiny_tokenizer(recipe)
+    tokenizer = build_tiny_tokenizer(cast(TinyVisionRecipe, recipe))
     model = FAMILY_MODELS[family](recipe, tokenizer).eval()
     processor = (gemma3_processor if family == "gemma3" else build_processor)(recipe, tokenizer)
     model.save_pretrained(tmp_path)
@@ -68,8 +66,9 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     accelerator.register(REFIT, lambda: None, lambda: None)
     settings: Any = {"accelerator": accelerator, "load_format": "dummy", "max_images": 2}
     with engines(str(tmp_path), generation_config(), **settings) as generation:
-        policy: Any = VisionPolicy(model)
-        refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32")
+        refit = Refit(
+            cast(Any, VisionPolicy(model)), generation, accelerator, transport="packed_shm", wire_dtype="float32"
+        )
         for version in range(2):
             change(model, version)
             refit.sync(version)

@@ -117,8 +117,7 @@ def tiny(request):
     tokenizer = build_tiny_tokenizer(recipe)
     ours, theirs = (FAMILY_MODELS[request.param](recipe, tokenizer).eval() for _ in range(2))
     ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
-    make_processor = gemma3_processor if request.param == "gemma3" else build_processor
-    return ours, theirs, make_processor(recipe, tokenizer)
+    return ours, theirs, (gemma3_processor if request.param == "gemma3" else build_processor)(recipe, tokenizer)
 
 
 Row = tuple[torch.Tensor, list[tuple[ImageSpan, Pixels]]]

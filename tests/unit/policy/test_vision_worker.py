@@ -64,9 +64,8 @@ def groups_with_images(processor: Any, token: int) -> Any:
         for sample in groups[number].samples:
             before = np.concatenate([[7], np.full(span.length, token), [8]])
             sample.token_ids = np.concatenate([before, sample.token_ids])
-            sample.token_mask = np.concatenate([np.zeros(len(before), bool), sample.token_mask])
-            zeros = np.zeros(len(before), np.float32)
-            sample.generation_logprobs = np.concatenate([zeros, sample.generation_logprobs])
+            sample.token_mask = np.pad(sample.token_mask, (len(before), 0))
+            sample.generation_logprobs = np.pad(sample.generation_logprobs, (len(before), 0))
             sample.meta = replace(sample.meta, length=sample.meta.length + len(before))
             sample.images = [span]
         handles[number] = replace(handles[number], samples=[sample.meta for sample in groups[number].samples])
