@@ -448,8 +448,9 @@ def bare_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     """The same requests through `vllm.LLM`."""
     from vllm import LLM, SamplingParams
 
-    on_cpu: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
-    memory = {"gpu_memory_utilization": 0.6} if device == "cuda" else on_cpu
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.6}
+    if device != "cuda":
+        memory = {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
     engine = LLM(model=model, dtype="bfloat16", max_model_len=2048, seed=0, **memory)
     prompts = prompts_of(size)
     sampling = [
