@@ -7,7 +7,6 @@ parts; nothing here knows which backend trains or generates. `async_grpo.py` has
 
 from collections.abc import Sequence
 
-from nemo_rl.algorithms.async_grpo import AsyncGroups
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import AdvantageResult, compute_advantages
@@ -18,6 +17,9 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, Work, predict
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import BatchPlan
+from nemo_rl.utils.registry import import_object
+
+ASYNC_GROUPS = "nemo_rl.algorithms.async_grpo:AsyncGroups"  # imported when it is needed
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -29,7 +31,7 @@ class GRPOTrainer(RolloutTrainer):
         self.config = config
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
-            self.source = AsyncGroups(self.requests, self.rollouts, grpo)
+            self.source = import_object(ASYNC_GROUPS, "grpo.async_grpo")(self.requests, self.rollouts, grpo)
         self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
         # With a single optimizer step the policy does not change before its loss: the forward pass of training gives
         # the previous logprobs too. The other conditions need them before that pass, or computed without dropout.
