@@ -153,7 +153,7 @@ def continues_bit_for_bit(
     It goes on from the checkpoint before. The steps that it takes again and the models of the newest checkpoint are
     those of the first run, to the bit. Returns the rows of the steps that were not taken again, and the second run.
     """
-    overrides = (*overrides, "++checkpointing.save_consolidated=true")
+    overrides = (*overrides, "++checkpointing.save_consolidated=true", "checkpointing.keep_top_k=null")
     process = run_until(folder, f"step {killed_in}/", *overrides, script=script, config=config)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
