@@ -7,15 +7,15 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 59_300,
-    "files of nemo_rl": 272,
+    "lines of nemo_rl": 59_200,
+    "files of nemo_rl": 269,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 25_300,
+    "lines that run_grpo_math.py reaches": 25_000,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_500,
+    "lines of the GRPO walk": 7_300,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 2_010,
+    "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
     "lines of tests": 40_450,
