@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 59_200,
+    "lines of nemo_rl": 59_400,
     "files of nemo_rl": 269,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_000,
@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 2_000,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 40_450,
+    "lines of tests": 40_700,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
