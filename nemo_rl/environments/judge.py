@@ -118,7 +118,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     def _prompt(self, log: LLMMessageLogType, metadata: Mapping[str, Any] | None) -> str:
         """The question to the judge about a conversation. ValueError if the row lacks a part of it."""
-        said, turns = conversation_and_turns(log, metadata, reader="a judge")
+        said, turns = conversation_and_turns(log, metadata, reader="judge")
         reference = (metadata or {}).get("ground_truth")
         if len(said) == 1:
             question = said[0]["content"]

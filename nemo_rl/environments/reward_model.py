@@ -167,7 +167,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
         """One turn, then the episode is over. ValueError as `tokenize`, or without the conversation."""
         conversations = []
         for log, known in zip(message_log_batch, metadata, strict=True):
-            said, turns = conversation_and_turns(log, known, reader="a reward model")
+            said, turns = conversation_and_turns(log, known, reader="reward model")
             conversations.append([*said, *({"role": turn["role"], "content": str(turn["content"])} for turn in turns)])
         scores = self.score(conversations)
         return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)

@@ -39,17 +39,28 @@ def response_text(messages: Messages) -> str:
     return "".join(message["content"] for message in messages if message["role"] == "assistant")
 
 
-def conversation_and_turns(log: Messages, metadata: Any, *, reader: str) -> tuple[list[dict[str, str]], Messages]:
-    """The conversation of the row, `metadata["messages"]`, and the turns that follow it in `log`.
+def conversation_of(metadata: Any, *, reader: str) -> list[dict[str, str]]:
+    """The conversation of the row, `metadata["messages"]`, for a `reader` of texts.
 
-    In `log` the prompt has gone through the policy's chat template already. ValueError without messages.
+    ValueError without it, and for a row with images, which the reader does not see. A judge may compare with a
+    reference instead.
     """
     if not metadata or "messages" not in metadata:
         raise ValueError(
-            f"{reader} reads the conversation of the row, which this dataset's processor does not give; set "
+            f"a {reader} reads the conversation of the row, which this dataset's processor does not give; set "
             "processor: conversation_processor for the dataset (or in data.default)"
         )
-    said = metadata["messages"]
+    if "num_images" in metadata and not (reader == "judge" and "ground_truth" in metadata):
+        raise ValueError(
+            f"a {reader} reads texts, and the row has {metadata['num_images']} image(s); score such rows by their "
+            "expected answer: with reward functions (type: composite), or with a judge"
+        )
+    return metadata["messages"]
+
+
+def conversation_and_turns(log: Messages, metadata: Any, *, reader: str) -> tuple[list[dict[str, str]], Messages]:
+    """`conversation_of`, and the turns that follow it in `log`, whose prompt has gone through the chat template."""
+    said = conversation_of(metadata, reader=reader)
     has_task_prompt = log[0]["role"] == "system" and said[0]["role"] != "system"
     return said, log[len(said) + has_task_prompt :]
 

@@ -73,7 +73,7 @@ ENVIRONMENT_INPUTS = {
 FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
 PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of config.json
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
-LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
+LOAD_REWARD, CONVERSATION = (f"nemo_rl.environments.rewards:{name}" for name in ("load_reward", "conversation_of"))
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
 NUM_TRIED_PROMPTS = 32
 HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
@@ -299,19 +299,17 @@ def http_server_token(config: HttpServerConfig) -> str:
 
 
 def check_conversations(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
-    """Check that the processors of datasets that a reward model or a judge scores pass conversations on."""
-    for dataset in (data.train, data.validation):
-        for number in range(len(dataset.parts) if dataset is not None else 0):
-            assert dataset is not None
-            prompt = dataset[dataset.start_of(number)]
-            for name in named_sections(config.env, [data.tasks[prompt.task_name].env_name]):
-                kind = SCORES_CONVERSATIONS.get(config.env[name].type)
-                if kind is not None and "messages" not in (process(prompt)["extra_env_info"] or {}):
-                    raise ValueError(
-                        f"dataset {prompt.task_name!r} is answered by the {kind} env.{name}, which scores "
-                        "conversations, and its processor passes none on; set processor: conversation_processor for "
-                        "it, or in data.default"
-                    )
+    """Check that datasets that a reward model or a judge scores pass conversations on, without images to be seen."""
+    datasets = [dataset for dataset in (data.train, data.validation) if dataset is not None]
+    for prompt in (dataset[dataset.start_of(number)] for dataset in datasets for number in range(len(dataset.parts))):
+        for name in named_sections(config.env, [data.tasks[prompt.task_name].env_name]):
+            kind = SCORES_CONVERSATIONS.get(config.env[name].type)
+            if kind is None:
+                continue
+            try:
+                import_object(CONVERSATION, "check")(process(prompt)["extra_env_info"], reader=kind)
+            except ValueError as error:
+                raise ValueError(f"dataset {prompt.task_name!r} is for the {kind} env.{name}, and {error}") from error
 
 
 # -- logs and checkpoints

@@ -191,6 +191,16 @@ def load_processor(path: str) -> Any:
     return AutoProcessor.from_pretrained(path)
 
 
+@lru_cache(maxsize=4)
+def image_marks(path: str) -> set[str]:
+    """The texts that stand for an image: the one that the processor replaces, and the token that it repeats for it."""
+    from PIL import Image
+
+    processor = load_processor(path)
+    _, text = process_image(processor, Image.new("RGB", (64, 64)))
+    return {processor.image_token, max(processor.tokenizer.get_added_vocab(), key=text.count)}
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads the images of rows with the processor of a model. Picklable: each process loads the processor once.
@@ -208,6 +218,7 @@ class ImageReader:
             ValueError: for an image that cannot be read, too many of them, or a text with the model's mark of an image.
         """
         pixels: dict[str, Pixels] = {}
+        self._refuse_marks("\n".join(value for value in row.values() if isinstance(value, str)))
         changed = map_contents(row, lambda content: self.read_content(content, pixels))
         conversations = [[{"content": row.get("problem")}], *(messages for _, messages in _conversations(row))]
         count = max(sum(len(image_parts(message.get("content"))) for message in said) for said in conversations)
@@ -217,12 +228,7 @@ class ImageReader:
 
     def read_content(self, content: Any, pixels: dict[str, Pixels]) -> Any:
         """A content with tokens for its images; their pixels go into `pixels`. ValueError as `read`."""
-        placeholder = load_processor(self.processor_path).image_token
-        if placeholder in text_of(content):
-            raise ValueError(
-                f"a text contains {placeholder}, with which the model marks an image, and no image belongs to it: give "
-                'images as parts {"type": "image", "image": ...}'
-            )
+        self._refuse_marks(text_of(content))
         if not image_parts(content):
             return content
         return [
@@ -230,6 +236,13 @@ class ImageReader:
             for part in content
             if part.get("type") in IMAGE_TYPES or part.get("text") is not None
         ]
+
+    def _refuse_marks(self, text: str) -> None:
+        if found := next((mark for mark in image_marks(self.processor_path) if mark in text), None):
+            raise ValueError(
+                f"a text contains {found}, with which the model marks an image, and no image belongs to it: give "
+                'images as parts {"type": "image", "image": ...}'
+            )
 
     def _read_part(self, part: Mapping[str, Any], pixels: dict[str, Pixels]) -> dict[str, Any]:
         image = read_image(_source(part))

@@ -128,8 +128,8 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
 def conversation_processor(row: Row, idx: int) -> PromptParts:
     """The row's conversation up to its last user turn, for environments that read the conversation.
 
-    Metadata {"messages": that conversation as it stands in the row, without template, prompt file or system prompt},
-    and, if the row has an answer, {"ground_truth": answer}.
+    Metadata {"messages": the texts of that conversation as they stand in the row, without template, prompt file or
+    system prompt}, {"num_images"} if it has any, and, if the row has an answer, {"ground_truth": answer}.
 
     Raises:
         ValueError: if there is no user message.
@@ -144,6 +144,8 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
     metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
+    if num_images := sum(len(image_parts(m["content"])) for m in messages):
+        metadata["num_images"] = num_images
     if "expected_answer" in row:
         metadata["ground_truth"] = str(row["expected_answer"])
     return PromptParts(messages, metadata)

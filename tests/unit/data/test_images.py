@@ -10,7 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows
-from nemo_rl.data.chat.images import ImageReader, image_digest, read_image
+from nemo_rl.data.chat.images import ImageReader, image_digest, image_marks, read_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.datasets import shapes
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -20,6 +20,7 @@ from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_pr
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
 from nemo_rl.types import Prompt
+from tests.unit.policy.test_vision import gemma3_processor
 
 SCENE = "red circle 0,blue square 4"
 TOKENS = 9  # of a drawn image
@@ -35,7 +36,7 @@ def model(tmp_path_factory) -> str:
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer():
     return build_tiny_tokenizer(RECIPES["shapes"])
 
@@ -124,6 +125,7 @@ def test_a_prompt_with_an_image(model, tokenizer, tmp_path, processor):
     text = "<|user|><|vision_start|><|image_pad|><|vision_end|>Look: How many?<eos><|assistant|>"
     assert "".join(message["content"] for message in datum["message_log"]) == text
     assert datum["extra_env_info"]["ground_truth"] == "2"
+    assert datum["extra_env_info"].get("num_images") == (1 if processor is conversation_processor else None)
 
 
 def prompt_of(content) -> Prompt:
@@ -135,6 +137,7 @@ def prompt_of(content) -> Prompt:
     [
         (True, parts((b"no",), "?"), "row d:7: image of bytes cannot be read"),
         (True, parts("<|image_pad|> ?"), "row d:7: a text contains <|image_pad|>"),
+        (True, "<|image_pad|> ?", "row d:7: a text contains <|image_pad|>"),
         (True, parts(*[(f"shapes:{SCENE}",)] * 3), "row d:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row d:7: an image of 4000x4 pixels does not suit the model"),
         (False, parts((f"shapes:{SCENE}",)), "row d:7: it has images, and the model reads text alone"),
@@ -145,6 +148,12 @@ def test_bad_rows_are_named(model, tokenizer, reads, content, message):
     reader = ImageReader(model, max_images=2) if reads else None
     with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
         PromptProcessor({"t": task}, tokenizer, 128, reader)(prompt_of(content))
+
+
+def test_both_marks_of_gemma_3_are_known(tokenizer, tmp_path):
+    """Its processor replaces one token by another."""
+    gemma3_processor(RECIPES["shapes"], tokenizer).save_pretrained(tmp_path)
+    assert image_marks(str(tmp_path)) == {"<|vision_start|>", "<|image_pad|>"}
 
 
 def test_people_see_the_image_in_a_preview(model, tokenizer):

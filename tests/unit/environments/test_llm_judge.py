@@ -148,11 +148,13 @@ def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
     (tmp_path / "prompt.txt").write_text("{question} / {reference} / {answer}")
     cfg = {"base_url": "http://x", "model": "m", "prompt_file": str(tmp_path / "prompt.txt")}
     environment = LLMJudgeEnvironment(cfg, Recorded("Score: 10"))
-    returned = environment.step([log("2")] * 3, [{}, known(), known(ground_truth=2)])
+    metadata = [{}, known(), known(ground_truth=2), known(num_images=1), known(num_images=1, ground_truth=2)]
+    returned = environment.step([log("2")] * 5, metadata)
     assert "processor: conversation_processor" in returned.failures[0]
     assert "{reference}" in returned.failures[1]
     assert returned.failures[2] is None and returned.rewards[2] == 1.0
-    assert environment.judge.prompts == [f"1+1? / 2 / {fence('2')}"]
+    assert "the row has 1 image(s)" in returned.failures[3] and returned.failures[4] is None
+    assert environment.judge.prompts == [f"1+1? / 2 / {fence('2')}"] * 2
 
 
 @settings(max_examples=60, deadline=None)
