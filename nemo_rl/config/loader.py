@@ -13,6 +13,7 @@ import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -320,6 +321,7 @@ class Slot:
     metadata: tuple[Any, ...] = ()
 
     @classmethod
+    @cache
     def of(cls, annotation: Any, metadata: tuple[Any, ...] = ()) -> Slot:
         """Strip `Annotated` and `| None`."""
         if get_origin(annotation) is Annotated:
@@ -354,11 +356,13 @@ class Slot:
                     return slot.model(value)
         return None
 
+    @cache
     def item(self) -> Slot | None:
         """The place of an item, when this is a list or may be one."""
         found = self._container(list)
         return Slot.of(get_args(found)[0]) if found else None
 
+    @cache
     def mapped(self) -> Slot | None:
         """The place of a value, when this is a mapping with free keys or may be one."""
         found = self._container(dict)

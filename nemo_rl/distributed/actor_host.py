@@ -118,8 +118,9 @@ class BusyTimes:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._running: dict[str, tuple[int, float]] = {}  # calls that run, and since when
-        self._done: deque[tuple[str, float, float]] = deque(maxlen=self.MAX_KEPT)
-        self._lock = threading.Lock()
+        self._done: deque[list[Any]] = deque(maxlen=self.MAX_KEPT)
+        self._last: dict[str, list[Any]] = {}  # of each name the latest of them
+        self._lock = threading.RLock()
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
@@ -135,22 +136,28 @@ class BusyTimes:
                 if count > 1:
                     self._running[name] = count - 1, since
                 else:
-                    self._finish(name, since, self._clock())
+                    self.note(name, since, self._clock())
 
-    def _finish(self, name: str, since: float, end: float) -> None:
-        if self._done and self._done[-1][0] == name and since - self._done[-1][2] < self.JOINED_S:
-            since = self._done.pop()[1]
-        self._done.append((name, since, end))
+    def note(self, name: str, since: float, end: float) -> None:
+        """Add an interval that has ended."""
+        with self._lock:
+            last = self._last.get(name)
+            if last is not None and since - last[2] < self.JOINED_S:
+                last[2] = end
+            else:
+                self._last[name] = interval = [name, since, end]
+                self._done.append(interval)
 
     def take(self) -> list[tuple[str, float, float]]:
         """(name, start, end) of the intervals that ended since the last call, and so far of those that go on."""
         with self._lock:
             now = self._clock()
             for name, (count, since) in self._running.items():
-                self._finish(name, since, now)
+                self.note(name, since, now)
                 self._running[name] = count, now
-            found = list(self._done)
+            found = [(name, since, end) for name, since, end in self._done]
             self._done.clear()
+            self._last.clear()
         return found
 
 

@@ -158,7 +158,7 @@ class EngineClient:
     """
 
     def __init__(self, number: int, replica: Any, timeout_s: float, client_id: str) -> None:
-        self.number = number
+        self.name = f"generation-{number}"
         self.replica = replica
         self.is_dead = False
         self._timeout_s = timeout_s
@@ -223,8 +223,8 @@ class EngineClient:
                 self._cancelled = []
                 self.fail_all(error)
             elif error is not None:
-                logger.error("generation worker %d: a call failed", self.number, exc_info=error)
-                self.fail_all(RequestFailed(f"generation worker {self.number}: {error!r}"))
+                logger.error("%s: a call failed", self.name, exc_info=error)
+                self.fail_all(RequestFailed(f"{self.name}: {error!r}"))
 
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
@@ -259,7 +259,7 @@ class EngineClient:
                     if answer.completion is not None:
                         result.set_result(answer.completion)
                         continue
-                    text = f"generation worker {self.number}: {answer.failure}"
+                    text = f"{self.name}: {answer.failure}"
                     if answer.failure_type == EngineDied.__name__:
                         raise EngineDied(text)
                     result.set_exception(RequestFailed(text))
@@ -290,15 +290,15 @@ class EngineClient:
                     await asyncio.wait_for(_value(self.replica.call.remote("check_health")), self._timeout_s / 2)
             return call.result()
         except RayActorError as error:
-            raise EngineDied(f"generation worker {self.number}: {error}") from error
+            raise EngineDied(f"{self.name}: {error}") from error
         except TimeoutError:
             raise EngineDied(
-                f"generation worker {self.number} ({method}) gave no sign of life within {self._timeout_s:g} s"
+                f"{self.name} ({method}) gave no sign of life within {self._timeout_s:g} s"
             ) from None
         except RayTaskError as error:
             if not isinstance(error.cause, WorkerCallError) or error.cause.exception_type != EngineDied.__name__:
                 raise
-            raise EngineDied(f"generation worker {self.number}: {error.cause.text}") from error
+            raise EngineDied(f"{self.name}: {error.cause.text}") from error
         finally:
             call.cancel()
 

@@ -448,7 +448,7 @@ def as_messages(items: Sequence[Mapping[str, Any]], before: Sequence[dict[str, A
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise RequestError(
-                f"items of type {kind!r} are not supported: message, function_call, function_call_output"
+                f"items of type {kind!r:.200} are not supported: message, function_call, function_call_output"
             )
     for message in messages:
         if not isinstance(message["role"], str):

@@ -108,6 +108,26 @@ def run_until(
     return process
 
 
+def listening(session: int) -> list[str]:
+    """Addresses, in hexadecimal and with ports, on which the processes of a session listen."""
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == session:
+                inodes |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
+        except OSError:  # it has ended
+            continue
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+def assert_out_of_reach(session: int) -> None:
+    """The processes of a session listen on loopback alone."""
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    found = listening(session)
+    assert len(found) >= 4 and {address.partition(":")[0] for address in found} <= loopback, found
+
+
 def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without those that tell the time."""
     clocks = ("timing/", "performance/")
@@ -150,11 +170,13 @@ def continues_bit_for_bit(
 ) -> tuple[list[dict[str, Any]], Finished]:
     """kill -9 of the driver in a step; the newest checkpoint is put aside; then the same command.
 
-    It goes on from the checkpoint before. The steps that it takes again and the models of the newest checkpoint are
-    those of the first run, to the bit. Returns the rows of the steps that were not taken again, and the second run.
+    No other machine reaches the run. It goes on from the checkpoint before. The steps that it takes again and the
+    models of the newest checkpoint are those of the first run, to the bit. Returns the rows of the steps that were not
+    taken again, and the second run.
     """
     overrides = (*overrides, "++checkpointing.save_consolidated=true", "checkpointing.keep_top_k=null")
     process = run_until(folder, f"step {killed_in}/", *overrides, script=script, config=config)
+    assert_out_of_reach(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = Finished(status=process.returncode, output="", folder=folder).metrics

@@ -24,21 +24,17 @@ from hypothesis import strategies as st
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
 from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
 from nemo_rl.data.interfaces import BAD_ROW
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
-from nemo_rl.rollouts.openai_forms import (
-    ChatRequest,
-    CompletionRequest,
-    RequestError,
-    ResponsesRequest,
-    as_messages,
-    parse_request,
-)
+from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
 from tests.unit.environments.http_servers import served
+from tests.unit.rollouts.test_openai_server import TEMPLATE, Engine, settings
+from tests.unit.rollouts.test_openai_server import TOKENIZER as SERVED_TOKENIZER
 from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile
 
 DEEP = 100_000
@@ -158,6 +154,14 @@ def test_files_of_data_are_read_or_refused(tmp_path: Path, name: str, content: b
         return
     with pytest.raises(ValueError, match="dataset"):
         load_file_as(str(path), kind, str(tmp_path / "cache"))
+
+
+def test_equal_ids_are_two_rows(tmp_path: Path) -> None:
+    """The column is not read: dataset and number name a row."""
+    (tmp_path / "rows.jsonl").write_text('{"id": 7, "messages": []}\n' * 2)
+    rows = MarkedRows(JsonLines(str(tmp_path / "rows.jsonl")), dict)
+    dataset = PromptDataset([NamedRows(name="a", task_name="t", rows=rows)])
+    assert [dataset[number].prompt_id for number in range(2)] == ["a:0", "a:1"]
 
 
 def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
@@ -297,17 +301,36 @@ RESPONSES_REQUEST = {
 }
 
 
+@pytest.fixture(scope="module")
+def openai_url() -> Iterator[str]:
+    """The server of the run, before an engine that says "3"."""
+    SERVED_TOKENIZER.chat_template = TEMPLATE
+    server = OpenAIServer(settings(), [])
+    server.answers.generate = Engine()
+    with served(server.app) as url:
+        yield url
+
+
+def asked(sound: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """A request that is damaged, or has other values."""
+    others = st.dictionaries(st.sampled_from(sorted(sound)), MESSAGES | VALUES, max_size=2)
+    return damaged(json.dumps(sound)) | others.map(lambda new: json.dumps({**sound, **new}).encode())
+
+
 @hostile
-@given(damaged(json.dumps(CHAT_REQUEST)) | damaged(json.dumps(RESPONSES_REQUEST)))
-def test_requests_of_completions_are_read_or_refused(body: bytes) -> None:
-    for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
-        try:
-            wanted = parse_request(kind, body)
-            if isinstance(wanted, ResponsesRequest):
-                as_messages(wanted.input if isinstance(wanted.input, list) else [])
-                wanted.chat_tools()
-        except RequestError as error:
-            assert error.status == 400 and len(str(error)) < 5000
+@given(
+    st.one_of(
+        st.tuples(st.sampled_from(["chat/completions", "completions"]), asked(CHAT_REQUEST)),
+        st.tuples(st.just("completions"), asked({"prompt": [5, 6], "max_tokens": 3, "logprobs": 0, "echo": False})),
+        st.tuples(st.just("responses"), asked(RESPONSES_REQUEST)),
+    )
+)
+def test_the_openai_server_answers_whatever_is_asked(openai_url: str, sent: tuple[str, bytes]) -> None:
+    path, body = sent
+    status, answer = post(openai_url, f"/v1/{path}", body, {"Authorization": "Bearer secret"})
+    error = answer.get("error")
+    assert status in (200, 400, 404) and (error is None) == (status == 200), (status, answer)
+    assert error is None or 0 < len(error["message"]) < 5000
 
 
 def test_slow_clients_keep_no_one_waiting(server: str) -> None:

@@ -101,8 +101,9 @@ def normalize_answer(text: str) -> str:
     return re.sub(r"\s+", "", text).rstrip(".")
 
 
+# White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
 ENGLISH_ANSWER = re.compile(
-    r"(?i)answer\s*(?:is)?\s*:?\s*[*(\[{$\\]*(?:(?:boxed|text|mathrm)\{)?\(?([A-Z])(?![A-Za-z])"
+    r"(?i)answer\s*(?:is\s*)?(?::\s*)?[*(\[{$\\]*(?:(?:boxed|text|mathrm)\{)?\(?([A-Z])(?![A-Za-z])"
 )
 
 ANSWER_WORDS = (
@@ -134,7 +135,7 @@ LETTERS = {
     **dict(zip("अबसड", "ABCD", strict=True)),
 }
 MULTILINGUAL_ANSWER = re.compile(
-    rf"(?i)(?:{'|'.join(ANSWER_WORDS)})\s*:?\s*[*(\[]*\s*([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
+    rf"(?i)(?:{'|'.join(ANSWER_WORDS)})\s*(?::\s*)?(?:[*(\[]+\s*)?([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
 )
 
 

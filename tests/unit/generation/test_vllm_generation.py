@@ -207,7 +207,7 @@ def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
             os.kill(identity.pid, signal.SIGCONT)
             asked.cancel()
 
-    assert asyncio.run(ask_stopped()) == "generation worker 0 (submit) gave no sign of life within 2 s"
+    assert asyncio.run(ask_stopped()) == "generation-0 (submit) gave no sign of life within 2 s"
     assert one(generation, [60], max_new_tokens=4).token_ids
 
 
@@ -307,7 +307,7 @@ def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path
     model = make_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
-        with pytest.raises(WorkerError, match=r"generation replica 0 did not start: .*weights") as raised:
+        with pytest.raises(WorkerError, match=r"generation-0 did not start: .*weights") as raised:
             cfg = generation_config(64)
             settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, seed=0, load_format="auto")
             VllmGeneration(cluster, settings, timeout_s=120)

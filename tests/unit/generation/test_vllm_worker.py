@@ -5,11 +5,13 @@ import math
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.vllm.startup import start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
@@ -64,6 +66,7 @@ class Worker(VllmWorker):
         self._sleep_mode, self._asleep, self._has_weights = True, set(), True
         self._records = self._returns_experts = False
         self._name = "generation-0"
+        self._num_inside, self._sleep = 0, ExitStack()
 
     def _sampling_params(self, *args: Any, **how: Any) -> Any:
         return None
@@ -138,6 +141,38 @@ async def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) ->
     assert engine.told[-4:] == [1, "weights", "kv_cache", "resume"]
 
 
+@in_loop
+async def test_prefill_decode_and_sleep_are_noted(without_vllm: None) -> None:
+    """A step in which a prompt gets its first token is prefill; no step begins before a request or a sync has ended."""
+    engine: Any = Engine()
+    steps: list[Any] = [[SimpleNamespace(prefill_stats=stats) for stats in step] for step in ([1, None], [None], [])]
+
+    class Core:
+        async def get_output_async(self) -> Any:
+            await asyncio.sleep(0.01)
+            return SimpleNamespace(outputs=steps.pop(0))
+
+    async def generate(*request: Any) -> AsyncIterator[Any]:
+        for _ in range(3):
+            await engine.engine_core.get_output_async()
+        async for output in Engine.generate(engine, *request):
+            yield output
+
+    engine.engine_core, engine.generate = Core(), generate
+    worker = Worker(engine)
+    worker._note_steps()
+    BUSY.take()
+    await worker.finish_weight_update(0)
+    await asyncio.sleep(0.1)
+    await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+    await worker.offload(keep_weights=True)
+    await asyncio.sleep(0.05)
+    await worker.onload()
+    (prefill, since, middle), (decode, begin, end), (asleep, *night) = BUSY.take()
+    assert (prefill, decode, asleep) == ("prefill", "decode", "asleep")
+    assert 0.01 <= middle - since < 0.1 and begin == middle < end <= night[0] < night[1] - 0.04
+
+
 def test_the_reason_of_an_engine_that_did_not_start_is_its_own() -> None:
     logs = """
 (Worker_TP1 pid=7) ERROR 11-22 17:00:00 [multiproc_executor.py:900] ValueError: no weights in /models/empty
@@ -156,7 +191,7 @@ def test_an_unexpected_failure_reaches_the_client():
 
     async def ask() -> list[GenerationAnswer]:
         worker = Broken(Engine())
-        worker._name = "generation replica 0"
+        worker._name = "generation-0"
         request = GenerationRequest(
             request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=0
         )

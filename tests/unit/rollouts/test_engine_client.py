@@ -78,7 +78,7 @@ def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
             ]
 
     async def test() -> None:
-        with pytest.raises(RequestFailed, match="generation worker 0: too long"):
+        with pytest.raises(RequestFailed, match="generation-0: too long"):
             await ask(engines_of(Refuses()), [1])
 
     run(test())
@@ -92,7 +92,7 @@ def test_the_death_of_one_is_told_at_once_and_the_others_go_on():
         await settle()
         assert second.done() and not first.done()
         dying.die()
-        assert "generation worker 0" in str(await engines.died())
+        assert "generation-0" in str(await engines.died())
         assert (await first).token_ids == numbers(living.asked[-1]).token_ids
 
     run(test())
@@ -130,7 +130,7 @@ def test_a_replica_that_says_nothing_counts_as_dead_within_the_time(method):
         await settle()
         replica.is_silent = True
         death = await asyncio.wait_for(engines.died(), 60)
-        assert f"generation worker 0 ({method}) gave no sign of life within 0.1 s" in str(death)
+        assert f"generation-0 ({method}) gave no sign of life within 0.1 s" in str(death)
         assert isinstance(death, EngineDied)
         engines.replace([FakeReplica()])
         assert (await asked).token_ids == [11, 3]

@@ -147,7 +147,7 @@ def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
         while len(old.under_way) < 4:
             await asyncio.sleep(0)
         old.die()
-        with pytest.raises(EngineDied, match="generation worker 0: the engine is gone"):
+        with pytest.raises(EngineDied, match="generation-0: the engine is gone"):
             await first
         with pytest.raises(EngineDied):  # until it is replaced
             await playing.collect([group(1)])

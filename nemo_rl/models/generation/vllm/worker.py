@@ -11,13 +11,16 @@ import itertools
 import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.startup import (
@@ -63,7 +66,7 @@ class VllmWorker:
         cfg, device = settings.cfg, settings.device
         self.weight_version = -1  # no weights yet
         self._num_updates = 0
-        self._name = f"generation replica {settings.replica}"
+        self._name = f"generation-{settings.replica}"
         self._replica = settings.replica
         self._takes_draft = settings.draft is not None
         self._max_model_len = cfg.vllm_cfg.max_model_len
@@ -95,6 +98,10 @@ class VllmWorker:
         self._admitted = asyncio.Semaphore(num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
+        self._num_inside = 0  # requests in the engine
+        self._step_since = 0.0  # when its step began, in seconds since 1970
+        self._sleep = ExitStack()  # while it sleeps
+        self._note_steps()
 
     # -- requests
 
@@ -136,10 +143,15 @@ class VllmWorker:
                 assert self._images is not None, "the model sees no images"
                 prompt = await self._images.prompt(prompt, images, salt)
             request = self._engine.generate(prompt, params, request_id)
+            if self._num_inside == 0:
+                self._step_since = time.time()
+            self._num_inside += 1
             try:
                 answer = await _last_output(request, on_tokens)
             except EngineDeadError as error:
                 raise self._death() from error
+            finally:
+                self._num_inside -= 1
         if answer.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{self._name} ended a request early: {answer.finish_reason}")
         logprobs = list(answer.logprobs.logprobs)
@@ -207,6 +219,21 @@ class VllmWorker:
     def _on_tokens(self, request_id: str, client_id: str, tokens: SampledTokens) -> None:
         answer = GenerationAnswer(request_id=request_id, tokens=tokens)
         self._answers.put([answer], client_id, patience_s=_STREAM_PATIENCE_S)
+
+    def _note_steps(self) -> None:
+        """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
+        core = self._engine.engine_core
+        receive = core.get_output_async
+
+        async def receive_and_note() -> Any:
+            step = await receive()
+            if step.outputs:
+                prefills = any(output.prefill_stats is not None for output in step.outputs)
+                since, self._step_since = self._step_since, time.time()
+                BUSY.note("prefill" if prefills else "decode", since, self._step_since)
+            return step
+
+        core.get_output_async = receive_and_note
 
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
         if not self._records:
@@ -277,6 +304,7 @@ class VllmWorker:
         """Let requests reach the engine, unless its KV cache sleeps or its weights are gone."""
         if self._has_weights and not self._asleep:
             await self._engine_call(self._engine.resume_generation())
+            self._step_since = time.time()
             self._sampling_allowed.set()
 
     # -- comparison with the weights of the policy
@@ -309,6 +337,8 @@ class VllmWorker:
         if wanted:
             await self._engine_call(self._engine.wake_up(wanted))
             self._asleep.difference_update(wanted)
+            if not self._asleep:
+                self._sleep.close()
             await self._resume()
 
     async def offload(self, *, keep_weights: bool) -> None:
@@ -328,6 +358,7 @@ class VllmWorker:
         if self._sleep_mode and not self._asleep:
             await self._engine_call(self._engine.sleep(level=1 if keep_weights else 2))
             self._asleep = set(_SLEEP_TAGS)
+            self._sleep.enter_context(BUSY.track("asleep"))
             self._has_weights = self._has_weights and keep_weights
 
     # -- health
@@ -397,7 +428,7 @@ class VllmFollower:
 
     def __init__(self, settings: EngineSettings) -> None:
         nodes = join_nodes()
-        self._name = f"node {nodes['node_rank']} of generation replica {settings.replica}"
+        self._name = f"node {nodes['node_rank']} of generation-{settings.replica}"
         prepare_environment(settings.device, settings.cfg.vllm_cfg)
 
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
