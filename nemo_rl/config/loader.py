@@ -356,30 +356,29 @@ class Slot:
                     return slot.model(value)
         return None
 
-    @cache
     def item(self) -> Slot | None:
         """The place of an item, when this is a list or may be one."""
-        found = self._container(list)
+        found = container(self.annotation, list)
         return Slot.of(get_args(found)[0]) if found else None
 
-    @cache
     def mapped(self) -> Slot | None:
         """The place of a value, when this is a mapping with free keys or may be one."""
-        found = self._container(dict)
+        found = container(self.annotation, dict)
         return Slot.of(get_args(found)[1]) if found else None
-
-    def _container(self, kind: type) -> Any | None:
-        if get_origin(self.annotation) in (Union, types.UnionType):
-            members = [Slot.of(member).annotation for member in get_args(self.annotation)]
-        else:
-            members = [self.annotation]
-        return next((member for member in members if get_origin(member) is kind), None)
 
     def names_items(self, value: Any) -> bool:
         """Whether `value` is a mapping of names to items, where a list of items or a single item may stand as well."""
         item, mapped = self.item(), self.mapped()
         model = item.model(value) if item is not None and mapped is not None else None
         return model is not None and is_mapping_of_sections(value, model)
+
+
+@cache
+def container(annotation: Any, kind: type) -> Any | None:
+    """The member of a union, or the annotation itself, that is a list or a dictionary."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    members = [Slot.of(member).annotation for member in get_args(annotation)] if is_union else [annotation]
+    return next((member for member in members if get_origin(member) is kind), None)
 
 
 @dataclass(frozen=True)

@@ -292,9 +292,7 @@ class EngineClient:
         except RayActorError as error:
             raise EngineDied(f"{self.name}: {error}") from error
         except TimeoutError:
-            raise EngineDied(
-                f"{self.name} ({method}) gave no sign of life within {self._timeout_s:g} s"
-            ) from None
+            raise EngineDied(f"{self.name} ({method}) gave no sign of life within {self._timeout_s:g} s") from None
         except RayTaskError as error:
             if not isinstance(error.cause, WorkerCallError) or error.cause.exception_type != EngineDied.__name__:
                 raise

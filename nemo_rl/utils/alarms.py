@@ -68,8 +68,8 @@ class LearningAlarms:
                     first.append(metrics[name])
                 self._latest.setdefault(name, deque(maxlen=self._cfg.window)).append(metrics[name])
         found = dict(self._found(metrics))
-        if GRAD_NORM in metrics:
-            self._norms.append(metrics[GRAD_NORM])
+        if (scaled := _scaled_norm(metrics)) is not None:
+            self._norms.append(scaled)
         new = [f"{key}: {text}" for key, text in found.items() if key not in self._speaking]
         is_step = any(name in metrics for name in _WATCHED)
         self._speaking = set(found) if is_step else self._speaking | set(found)
@@ -122,15 +122,16 @@ class LearningAlarms:
                 yield key, text.format(level)
 
     def _of_spikes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        factor, norm = self._cfg.gradient_spike, metrics.get(GRAD_NORM)
-        if factor is None or norm is None or len(self._norms) < _SPIKE_HISTORY // 2:
+        factor, scaled = self._cfg.gradient_spike, _scaled_norm(metrics)
+        if factor is None or scaled is None or len(self._norms) < _SPIKE_HISTORY // 2:
             return
         usual = statistics.median(self._norms)
-        if norm > factor * usual > 0:
+        if scaled > factor * usual > 0:
+            norm = metrics[GRAD_NORM]
             yield (
                 "gradient_spike",
-                f"the gradient norm is {norm:.3g}, usually {usual:.3g}. Lower policy.max_grad_norm or the learning "
-                "rate, and look at the samples of this step",
+                f"the gradient norm is {norm:.3g}, usually {usual * norm / scaled:.3g} with as many groups that teach. "
+                "Lower policy.max_grad_norm or the learning rate, and look at the samples of this step",
             )
 
     def _of_validation(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -163,6 +164,16 @@ class LearningAlarms:
         """Whether the reward is so high that little is left to learn, as all groups have equal, good answers."""
         reward = self._level(REWARD)
         return reward is None or reward >= self._cfg.solved_reward
+
+
+def _scaled_norm(metrics: Mapping[str, float]) -> float | None:
+    """The gradient norm that a step would have if all its groups had different rewards; None if none has.
+
+    The gradients of groups are about independent, so the norm of their mean grows with the root of the share of groups
+    that have one. On a task that is nearly solved few have, and often none has.
+    """
+    norm, mixed = metrics.get(GRAD_NORM), metrics.get(MIXED, 1.0)
+    return norm / mixed**0.5 if norm is not None and mixed > 0 else None
 
 
 def _under(value: float | None, before: float | None, share: float | None) -> bool:

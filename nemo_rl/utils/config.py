@@ -139,7 +139,7 @@ class AlarmsConfig(StrictModel):
     """KL from the reference policy, per token."""
 
     gradient_spike: float | None = 10.0
-    """Factor on the median gradient norm of the 20 steps before."""
+    """Factor on the median of the 20 steps before, of the gradient norm over the root of the share of mixed groups."""
 
     clip_fraction: float | None = 0.5
     """Share of clipped tokens."""

@@ -100,6 +100,9 @@ function drawBars(plot, run, names) {
 
 // -- the timeline
 
+// What the calls of an engine are; while some of them run, the engine itself waits or does what it notes by itself.
+const CALLS = { start_weight_update: "refit", receive_bucket: "refit", finish_weight_update: "refit", submit: null, drain: null, check_health: null };
+
 async function showTimeline(place, run, block) {
   place.replaceChildren(el("div", { class: "empty", text: "loading" }));
   let lines;
@@ -108,10 +111,11 @@ async function showTimeline(place, run, block) {
   for (const line of lines) {
     lanes.get("controller").push(...line.phases);
     for (const [worker, spans] of Object.entries(line.workers)) {
-      for (const one of spans) {
-        const lane = one[0].startsWith("environment ") ? one[0] : worker;
+      for (const [what, start, end] of spans) {
+        const name = what in CALLS ? CALLS[what] : what, lane = what.startsWith("environment ") ? what : worker;
+        if (name === null) continue;
         if (!lanes.has(lane)) lanes.set(lane, []);
-        lanes.get(lane).push(one);
+        lanes.get(lane).push([name, start, end]);
       }
     }
   }
@@ -199,7 +203,7 @@ function drawWaits(place, lanes) {
   const kinds = [...new Set(phases.map(([name]) => name))];
   const workers = laneOrder(lanes).filter((name) => name !== "controller");
   const rows = workers.map((worker) => {
-    const spans = lanes.get(worker), busy = covered(spans, from, to);
+    const spans = lanes.get(worker).filter(([what]) => what !== "asleep"), busy = covered(spans, from, to);
     const idle = kinds.map((kind) => [kind, phases.filter(([name]) => name === kind).reduce((sum, [, s, e]) => sum + Math.max(0, Math.min(e, to) - Math.max(s, from)) - covered(spans, Math.max(s, from), Math.min(e, to)), 0)]).filter(([, s]) => s > 0.0005).sort((a, b) => b[1] - a[1]);
     return { worker, busy, idle, share: busy / (to - from) };
   });

@@ -190,7 +190,13 @@ def write_times(run: Path) -> None:
     for step in (1, 2, 3):
         t = 1000.0 + step
         workers = {
-            "generation-0": [["generate", t, t + 0.5]],
+            "generation-0": [
+                ["drain", t, t + 0.9],
+                ["prefill", t, t + 0.2],
+                ["decode", t + 0.2, t + 0.5],
+                ["asleep", t + 0.5, t + 0.7],
+                ["receive_bucket", t + 0.7, t + 0.9],
+            ],
             "policy-0": [["train", t + 0.5, t + 0.7]],
             "policy-1": [["train", t + 0.5, t + 0.9]],
             "rollout-0": [["collect", t, t + 0.5], ["environment math", t + 0.4, t + 0.5]],
@@ -212,6 +218,9 @@ def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
     rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
     assert next(row for row in rows if row[0] == "phase")[3:6] == ["median", "predicted", "ideal"]
     assert next(row for row in rows if "weight_sync" in row[0])[4:6] == ["1.50 s", "500 ms"]
+    shown = browser.evaluate("[...document.querySelectorAll('.lanes .inside')].map(text => text.textContent)")
+    assert {"prefill", "decode", "asleep", "refit"} <= set(shown) and "drain" not in shown, shown
+    assert next(row for row in rows if row[0] == "generation-0")[1] == "72 %", "asleep is idle"
     last = next(row for row in rows if row[0] == "policy_training" and row[2].startswith("policy"))
     assert last[2:] == ["policy-1", "200 ms"]
     idle = next(row for row in rows if row[0] == "policy-0")

@@ -67,6 +67,17 @@ def test_a_solved_task_may_lose_entropy_and_mixed_groups() -> None:
     assert alarms_of(curves) == []
 
 
+def test_a_step_in_which_a_group_teaches_at_last_is_no_spike() -> None:
+    """One group of 32 has different rewards in every third step; without any, a gradient of the KL is left."""
+    curves = {
+        "train/baseline_reward/pct_mixed": lambda step: 0.0 if step > 10 and step % 3 else 1 / 32,
+        "train/grad_norm": lambda step: 1e-3 if step > 10 and step % 3 else 1.0,
+        "train/reward": lambda step: 0.98,
+    }
+    assert alarms_of(curves) == []
+    assert alarms_of({**curves, "train/grad_norm": lambda step: 50.0 if step == 30 else 1.0}) == ["30 gradient_spike"]
+
+
 def test_the_message_has_the_evidence_and_a_remedy() -> None:
     watch = LearningAlarms(AlarmsConfig(window=1))
     watch.note({"train/mean_gen_tokens_per_sample": 100.0})
