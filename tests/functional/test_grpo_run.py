@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.report.run_files import read_index, read_run, status_of
+from nemo_rl.report.run_files import read_index, read_lines, read_run, status_of
 from tests.functional.cli import SMALL, continues_bit_for_bit, ends, run
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,6 +25,8 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     seen = read_run(tmp_path / "logs" / "exp_001")
     assert status_of(seen).kind == "finished" and (seen.folder / "report.html").is_file()
     assert len(read_index(seen.folder)) == 16 * 16
+    times = [line["workers"].get("generation-0-0", ()) for line, _ in read_lines(seen.folder / "timeline.jsonl")]
+    assert {"prefill", "decode", "finish_weight_update"} <= {name for spans in times for name, _, _ in spans}
     assert list(seen.folder.glob("ray/worker-*")), "a link to the logs of the workers"
 
 

@@ -111,6 +111,9 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
     "memory of the parent": ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", LimitHit.FORBIDDEN),
     "keys of the user": ("open('HOME/.ssh/id_rsa').read()", LimitHit.FORBIDDEN),
     "passwords": ("open('/etc/passwd').read()", LimitHit.FORBIDDEN),
+    "becomes another user": ("import os\nos.setresuid(0, 0, 0)", LimitHit.FORBIDDEN),
+    "set-user-id program": ("import os\nos.execv('/bin/su', ['su', '-c', 'touch /tmp/MARK'])", LimitHit.FORBIDDEN),
+    "clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", LimitHit.FORBIDDEN),
     "leaves at once": ("import os\nos._exit(0)", None),
     "leaves in an exit handler": ("import atexit, os\natexit.register(os._exit, 0)\n1 / 0", None),
     "exception that cannot be printed": (

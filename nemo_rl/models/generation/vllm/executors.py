@@ -16,6 +16,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.vllm.engine_patches import StepNames
 
 _PR_SET_PDEATHSIG = 1
@@ -94,7 +96,10 @@ class _Completion:
 
 
 class WholeAnswerScheduler(Scheduler):
-    """Sends each completion when it ends. For CPUs, where vLLM does not schedule a step during the one before."""
+    """Sends each completion when it ends. For CPUs, where vLLM does not schedule a step during the one before.
+
+    Notes in `BUSY` when the engine prefills (in a step that begins requests) and when it decodes.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -120,6 +125,7 @@ class WholeAnswerScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """vLLM's own method, or its result without its work for each request, if nothing began since the last step."""
+        self._step_since = time.time()
         is_open = self._pause_state is PauseState.UNPAUSED and not (self.waiting or self.kv_holding_waiting)
         if self.running and is_open and set(self.running) <= set(self._steady):
             if len(self.running) < len(self._steady):
@@ -181,6 +187,7 @@ class WholeAnswerScheduler(Scheduler):
         for output in (output for message in messages.values() for output in message.outputs):
             if (completion := self._completions.pop(output.request_id, None)) is not None:
                 completion.lead(output)
+        BUSY.note("prefill" if scheduler_output.scheduled_new_reqs else "decode", self._step_since, time.time())
         return messages
 
     def _note_tokens(self, counts: dict[str, int], output: ModelRunnerOutput) -> dict[str, int]:

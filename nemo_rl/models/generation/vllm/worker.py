@@ -101,7 +101,8 @@ class VllmWorker:
         self._num_inside = 0  # requests in the engine
         self._step_since = 0.0  # when its step began, in seconds since 1970
         self._sleep = ExitStack()  # while it sleeps
-        self._note_steps()
+        if device == "cuda":
+            self._note_steps()
 
     # -- requests
 
@@ -221,7 +222,10 @@ class VllmWorker:
         self._answers.put([answer], client_id, patience_s=_STREAM_PATIENCE_S)
 
     def _note_steps(self) -> None:
-        """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
+        """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes.
+
+        From the outputs of each step, which `WholeAnswerScheduler` does not send.
+        """
         core = self._engine.engine_core
         receive = core.get_output_async
 
