@@ -110,7 +110,7 @@ def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
     """
     if isinstance(tools, str):
         tools = from_json(tools, where) if tools.strip() else None
-    if tools is None or len(tools) == 0:
+    if tools is None or tools in ([], (), {}):
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(

@@ -169,8 +169,7 @@ class LearningAlarms:
 def _scaled_norm(metrics: Mapping[str, float]) -> float | None:
     """The gradient norm that a step would have if all its groups had different rewards; None if none has.
 
-    The gradients of groups are about independent, so the norm of their mean grows with the root of the share of groups
-    that have one. On a task that is nearly solved few have, and often none has.
+    Gradients of groups are about independent: the norm of their mean grows with the root of the share that have one.
     """
     norm, mixed = metrics.get(GRAD_NORM), metrics.get(MIXED, 1.0)
     return norm / mixed**0.5 if norm is not None and mixed > 0 else None

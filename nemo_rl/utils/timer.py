@@ -62,9 +62,6 @@ class Timer:
             raise KeyError(f"timer {label!r} has no measurement; there are: {', '.join(self._elapsed_s) or 'none'}")
         return list(self._elapsed_s[label])
 
-    def get_latest_elapsed(self, label: str) -> float:
-        return self.get_elapsed(label)[-1]
-
     def reduce(self, label: str, op: str = "mean") -> float:
         """One number for `label`; `op` is a key of `REDUCTIONS`."""
         if op not in REDUCTIONS:

@@ -212,7 +212,7 @@ class Trainer(ABC):
         self.record("validation", metrics)
         self.validated_at = self.state.total_steps
         self._update_early_stopping(metrics)
-        self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
+        self.record("timing/validation", {"total_validation_time": self.timer.get_elapsed("validation")[-1]})
 
     def _update_early_stopping(self, metrics: Mapping[str, float]) -> None:
         settings, state = self.loop.early_stopping, self.state

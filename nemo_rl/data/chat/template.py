@@ -142,9 +142,11 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = dict(call.get("function", call))
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError(f"a tool call must be like {{function: {{name, arguments}}}}, not {str(call)[:80]!r}")
         if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+            function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 

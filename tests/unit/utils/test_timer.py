@@ -21,7 +21,6 @@ def test_measurements_add_up_by_label():
     clock.now += 0.5
     assert timer.stop("refit") == 0.5
     assert timer.get_elapsed("train") == [1.0, 3.0]
-    assert timer.get_latest_elapsed("train") == 3.0
     assert timer.get_timing_metrics("sum") == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
     assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
 
