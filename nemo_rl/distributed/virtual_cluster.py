@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +35,7 @@ _OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, we
 _POLL_S = 1.0
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
+_SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
 
 # Two agents of a local cluster outlive a killed driver by a minute, in which they look for a server that is gone. This
 # small process waits for the driver's end and kills what is left of them.
@@ -154,27 +157,53 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
 
 
 def ray_loss() -> str | None:
-    """Why nothing runs any more: Ray's process that starts workers on this machine has ended. None while it lives.
+    """Why nothing runs any more: Ray's process that starts workers on this machine has ended or is stopped, else None.
 
     Only of a cluster that this process started.
     """
+    if (raylet := _own_raylet()) is None:
+        return None
+    what = f"Ray's own process on this node (raylet, pid {raylet.pid})"
+    if raylet.poll() is not None:
+        return (
+            f"{what} has ended with status {raylet.returncode}, and all workers with it: killed from outside, or out "
+            "of memory (`dmesg -T | tail`)"
+        )
+    if _stat(raylet.pid)[0] == "T":
+        return f"{what} is stopped (SIGSTOP, or a debugger), so no worker can start, end or send large results"
+    return None
+
+
+def shutdown_ray() -> None:
+    """`ray.shutdown`, which would wait forever for a raylet that is stopped: kill it if it does not answer."""
+    raylet = _own_raylet()
+    patience_s = _SHUTDOWN_S if ray_loss() is None else 0.0
+    killer = threading.Timer(patience_s, raylet.kill) if raylet is not None else None
+    if killer is not None:
+        killer.start()
+    ray.shutdown()
+    if killer is not None:
+        killer.cancel()
+
+
+def _own_raylet() -> subprocess.Popen[bytes] | None:
+    """Ray's process that starts workers, of a cluster that this process started."""
     node = global_worker.node
     if not _started_here or node is None or "raylet" not in node.all_processes:
         return None
-    raylet = node.all_processes["raylet"][0].process
-    if raylet.poll() is None:
-        return None
-    return (
-        f"Ray's own process on this node (raylet, pid {raylet.pid}) has ended with status {raylet.returncode}, and all "
-        "workers with it: killed from outside, or out of memory (`dmesg -T | tail`)"
-    )
+    return node.all_processes["raylet"][0].process
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on of a process (`man proc_pid_stat`, from the third field)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _children(parent: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+            if entry.name.isdigit() and int(_stat(int(entry.name))[1]) == parent:
                 found.append(int(entry.name))
     return found
 

@@ -481,11 +481,11 @@ class RayWorkerGroup:
                 raise
         return results
 
-    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
+    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerError:
         self._is_lost = True
         return _hang(late, timeout_s)
 
-    def hang(self, ref: ray.ObjectRef) -> WorkerHang:
+    def hang(self, ref: ray.ObjectRef) -> WorkerError:
         """The error for a call that has taken longer than the group's limit."""
         assert self.timeout_s is not None
         return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
@@ -625,17 +625,14 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
         raise WorkerDied(f"{worker} died in {call.method}: {error}{_log_tail(worker)}", **names) from None
 
 
-def _hang(late: list[_Call], timeout_s: float) -> WorkerHang:
+def _hang(late: list[_Call], timeout_s: float) -> WorkerError:
     first = late[0]
     workers = list({call.worker.rank: call.worker for call in late}.values())  # each once, whatever it was asked
-    names = ", ".join(str(worker) for worker in workers)
-    report = _inspect(workers)
-    return WorkerHang(
-        f"no answer from {names} in {first.method} after {timeout_s:.3g} s\n{report}",
-        worker=first.worker.name,
-        rank=first.worker.rank,
-        method=first.method,
-    )
+    text = f"no answer from {', '.join(map(str, workers))} in {first.method} after {timeout_s:.3g} s"
+    names = {"worker": first.worker.name, "rank": first.worker.rank, "method": first.method}
+    if (loss := ray_loss()) is not None:  # nothing can be started again
+        return WorkerError(f"{text}: {loss}", **names)
+    return WorkerHang(f"{text}\n{_inspect(workers)}", **names)
 
 
 def _inspect(workers: list[Worker]) -> str:
@@ -710,9 +707,9 @@ def _wait_for_exit(members: list[Worker]) -> None:
     """Wait until the processes on this node are gone, so that their GPU memory and ports are free."""
     here = ray.get_runtime_context().get_node_id()
     pids = [w.identity.pid for w in members if w.identity is not None and w.identity.node_id == here]
-    # A stopped process does not receive Ray's request to end, and a busy one may take long.
+    # A stopped process does not receive Ray's request to end, and a busy one may take long. Without Ray none gets it.
     for last_resort in (True, False):
-        deadline = time.monotonic() + _EXIT_S
+        deadline = time.monotonic() + _EXIT_S * (not last_resort or ray_loss() is None)
         while (pids := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in pids if last_resort else ():

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.setup.launch import run_command, start_cluster
@@ -36,7 +35,7 @@ from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
-from nemo_rl.distributed.virtual_cluster import init_ray
+from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.registry import create_envs, find_env_class, wait_for_envs
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
@@ -194,7 +193,7 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
         return
     with ExitStack() as stack:
         init_ray(str(samples.folder))
-        stack.callback(ray.shutdown)
+        stack.callback(shutdown_ray)
         collector, num_engines = _start(config, stack, inputs)
         num = config.eval.num_tests_per_prompt
         in_flight = config.generation.num_prompts_per_step

@@ -76,6 +76,7 @@ class RunConsole:
         self.is_live = self._console.is_terminal
         self._phases: list[str] = []
         self._failure: tuple[BaseException, str] | None = None  # the last error in a phase, and the phases
+        self._last_phase = ""  # that ended
         self._runs = False  # steps have begun
         self._remarks: list[str] = []  # for the line of the next step
         self._step_ends: deque[float] = deque(maxlen=_NUM_STEPS_FOR_TIME_LEFT + 1)
@@ -167,14 +168,15 @@ class RunConsole:
                 self._failure = error, " > ".join(self._phases)
             raise
         finally:
-            self._phases.pop()
+            self._last_phase = self._phases.pop()
             self._progress.update(self._task, phase=" > ".join(self._phases))
 
     def where(self, error: BaseException) -> str:
-        """Step and phase in which `error` was raised, e.g. "step 7, weight_sync"; "start" before the first step."""
+        """Where `error` was raised: "step 7, weight_sync", "step 7, after weight_sync" or, before the first step, "start"."""
         if self._failure is not None and self._failure[0] is error:
             return f"step {self._step + 1}, {self._failure[1]}"
-        return f"step {self._step + 1}" if self._runs else "start"
+        after = f", after {self._last_phase}" if self._last_phase else ""
+        return f"step {self._step + 1}{after}" if self._runs else "start"
 
     # ---- steps
 

@@ -254,7 +254,7 @@ class Chain:
             wanted += ["policy-"]  # either end of the connection
         if wanted and not any(name in text for name in wanted):
             raise AssertionError(f"{cell}: {wanted} not in the message\n{output[-6000:]}")
-        assert re.match(r"(step \d+, \w+|start): ", text), f"{cell}: neither step nor phase\n{output[-6000:]}"
+        assert re.match(r"(step \d+, (after )?\w+|start): ", text), f"{cell}: neither step nor phase\n{output[-6000:]}"
         assert "the same command" in text, f"{cell}: no remedy\n{output[-6000:]}"
         return text.splitlines()[0][:200]
 

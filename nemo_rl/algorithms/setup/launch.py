@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-import ray
-
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
@@ -17,7 +15,7 @@ from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.meters import UsageMonitor
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import require_shared
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lm_policy import Policy
@@ -87,7 +85,7 @@ def launch(
                 recorders.append(RunRecorder(config.logger.report, run_dir, console))
                 tools.recorder = recorders[0]
             init_ray(str(run_dir))
-            stack.callback(ray.shutdown)
+            stack.callback(shutdown_ray)
             if monitor is not None:
                 stack.enter_context(monitor)
             trainer = build(config, stack, tools, prepared)

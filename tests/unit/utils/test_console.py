@@ -147,4 +147,4 @@ def test_an_error_is_told_with_its_step_and_phase():
             with pytest.raises(ValueError), console.phase("validation"), console.phase("generation"):
                 raise error
         assert console.where(late) == "step 3, validation > generation"
-        assert console.where(other) == "step 3"
+        assert console.where(other) == "step 3, after validation"
