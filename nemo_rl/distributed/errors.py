@@ -5,6 +5,10 @@ class ResourceInsufficientError(RuntimeError):
     """The cluster has too few resources; the message lists the difference node by node."""
 
 
+class RayLost(RuntimeError):
+    """Ray did not start on this machine, or its own process has ended or is stopped: no worker can start again."""
+
+
 class WorkerError(RuntimeError):
     """A worker failed. The message names actor, rank and method.
 

@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.actor_host import start_guard
-from nemo_rl.distributed.errors import ResourceInsufficientError
+from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _token_errors(), _without_dashboard():
+    with _token_errors(), _StartErrors(), _without_dashboard():
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -246,6 +246,19 @@ def _token_errors() -> Iterator[None]:
             f"Ray's token cannot be read: {reason}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, which this "
             "user must be able to read, or RAY_AUTH_TOKEN to the token"
         ) from error
+
+
+class _StartErrors:
+    """Make a failed start of Ray, which raises a plain `Exception`, a RayLost."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is Exception:
+            raise RayLost(
+                f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.actor_host import HostIdentity, actor_class
-from nemo_rl.distributed.errors import WorkerCallError, WorkerDied, WorkerError, WorkerHang
+from nemo_rl.distributed.errors import RayLost, WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
 
@@ -43,6 +43,7 @@ _MESSAGE_EVERY_S = 60.0
 _INSPECT_S = 5.0
 _ON_NODE_S = 15.0
 _EXIT_S = 3.0
+_DEATH_S = 3.0  # in which Ray notices that a process has ended
 _LEAST_PULSE_S = 10.0  # a process that loads libraries on a busy machine may be mute for seconds
 _MAX_STACKS = 4  # the other late workers mostly wait in the same collective
 _LOG_TAIL_LINES = 20
@@ -354,7 +355,8 @@ class RayWorkerGroup:
         `method`, if given, is called first and has `grace_s` seconds to finish, unless a worker has died or hung: the
         others may wait for it.
         """
-        if method is not None and self._members and not self._is_lost and ray.is_initialized():
+        is_lost = self._is_lost or not ray.is_initialized() or ray_loss() is not None
+        if method is not None and self._members and not is_lost:
             try:
                 self.call_all(method, timeout_s=grace_s)
             except WorkerError as error:
@@ -476,16 +478,18 @@ class RayWorkerGroup:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
             try:
                 results |= {ref: _get(ref, calls[ref]) for ref in ready}
-            except WorkerDied:
-                self._is_lost = True
-                raise
+            except WorkerError as error:
+                others = {ref: call for ref, call in calls.items() if call.worker.rank != error.rank}
+                death = error if isinstance(error, WorkerDied) else _death_among(others)
+                self._is_lost |= death is not None
+                raise death or error from None
         return results
 
-    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerError:
+    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
         self._is_lost = True
         return _hang(late, timeout_s)
 
-    def hang(self, ref: ray.ObjectRef) -> WorkerError:
+    def hang(self, ref: ray.ObjectRef) -> WorkerHang:
         """The error for a call that has taken longer than the group's limit."""
         assert self.timeout_s is not None
         return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
@@ -620,18 +624,33 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
             **names,
         ) from None
     except RayActorError as error:
-        if (loss := ray_loss()) is not None:  # nothing can be started again
-            raise WorkerError(f"{worker} died in {call.method}: {loss}", **names) from None
+        if (loss := ray_loss()) is not None:
+            raise RayLost(f"{worker} died in {call.method}: {loss}") from None
         raise WorkerDied(f"{worker} died in {call.method}: {error}{_log_tail(worker)}", **names) from None
 
 
-def _hang(late: list[_Call], timeout_s: float) -> WorkerError:
+def _death_among(calls: Mapping[ray.ObjectRef, _Call]) -> WorkerDied | None:
+    """The death of a worker, which its peers in a collective may report first, as an error of their connection."""
+    deadline, pending = time.monotonic() + _DEATH_S, list(calls)
+    while pending and time.monotonic() < deadline:
+        ready, pending = ray.wait(pending, timeout=_POLL_S)
+        for ref in ready:
+            try:
+                _get(ref, calls[ref])
+            except WorkerDied as death:
+                return death
+            except WorkerError:
+                continue
+    return None
+
+
+def _hang(late: list[_Call], timeout_s: float) -> WorkerHang:
     first = late[0]
     workers = list({call.worker.rank: call.worker for call in late}.values())  # each once, whatever it was asked
     text = f"no answer from {', '.join(map(str, workers))} in {first.method} after {timeout_s:.3g} s"
     names = {"worker": first.worker.name, "rank": first.worker.rank, "method": first.method}
-    if (loss := ray_loss()) is not None:  # nothing can be started again
-        return WorkerError(f"{text}: {loss}", **names)
+    if (loss := ray_loss()) is not None:
+        raise RayLost(f"{text}: {loss}")
     return WorkerHang(f"{text}\n{_inspect(workers)}", **names)
 
 

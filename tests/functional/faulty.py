@@ -187,9 +187,9 @@ class _Faults:
         with (self.folder / "played.jsonl").open("a") as file:
             file.write(json.dumps({"number": number, "time": time.time(), "pid": pid}) + "\n")
 
-    def process(self, who: str) -> int:
+    def process(self, who: str, limit_s: float = 60) -> int:
         """The newest process of a role, waited for where the last one has just ended."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + limit_s
         while (pid := self._process(who)) is None:
             assert time.monotonic() < deadline, f"there is no process of {who}"
             time.sleep(0.02)
@@ -206,8 +206,9 @@ class _Faults:
         return identity.pid if identity is not None else None
 
     def watch_start(self) -> None:
-        """A fault of the start: as soon as the process is there."""
-        self.process(self.left[0][1]["who"])
+        """A fault of the start: as soon as the process is there; of the driver, as soon as Ray is."""
+        who = self.left[0][1]["who"]
+        self.process("node" if who == "driver" else who, limit_s=150)
         self.play()
 
 

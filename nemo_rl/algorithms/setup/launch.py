@@ -13,7 +13,7 @@ from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
+from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import require_shared
@@ -31,7 +31,7 @@ from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.venvs import VenvBuildError
 
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
-RUN_ERRORS = (WorkerError, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
+RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
 
 logger = logging.getLogger(__name__)
 

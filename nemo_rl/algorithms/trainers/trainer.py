@@ -18,8 +18,9 @@ import torch
 
 from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.distributed.actor_host import traced
-from nemo_rl.distributed.errors import WorkerDied, WorkerError
+from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.meters import UsageMonitor, profiled_step
+from nemo_rl.distributed.virtual_cluster import ray_loss
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.report.recorder import RunRecorder
@@ -349,6 +350,8 @@ class Trainer(ABC):
 
     def recover(self, error: WorkerDied) -> None:
         """Replace the dead workers and go back to the last checkpoint. Raises `error` if either is impossible."""
+        if (loss := ray_loss()) is not None:
+            raise RayLost(f"{first_line(error)}: {loss}") from error
         self._settle_save(can_wait=False)
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
