@@ -77,7 +77,8 @@ def forbid_memory(pid: int) -> None:
     """No address beyond those that the process has now."""
     status = Path(f"/proc/{pid}/status").read_text()
     kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmSize"))
-    resource.prlimit(pid, resource.RLIMIT_AS, (kilobytes * 1024, resource.RLIM_INFINITY))
+    _, hard = resource.prlimit(pid, resource.RLIMIT_AS)  # a verifier limits itself
+    resource.prlimit(pid, resource.RLIMIT_AS, (kilobytes * 1024, hard))
 
 
 def cut_network(pid: int) -> None:
