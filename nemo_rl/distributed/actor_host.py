@@ -148,6 +148,12 @@ class BusyTimes:
                 self._last[name] = interval = [name, since, end]
                 self._done.append(interval)
 
+    def running(self) -> list[tuple[str, float]]:
+        """(name, seconds) of the calls that run."""
+        with self._lock:
+            now = self._clock()
+            return [(name, now - since) for name, (_, since) in self._running.items()]
+
     def take(self) -> list[tuple[str, float, float]]:
         """(name, start, end) of the intervals that ended since the last call, and so far of those that go on."""
         with self._lock:
@@ -299,11 +305,12 @@ class ActorHost:
 
     @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:
-        """The methods that are running or waiting, and for how long."""
+        """The methods that are running or waiting and what they wait for, and for how long."""
         now = time.monotonic()
-        calls = [
-            f"{method} for {now - since:.0f} s" for method, since in sorted(self._running.values(), key=lambda c: c[1])
-        ]
+        methods = {method for method, _ in self._running.values()}
+        calls = [(method, now - since) for method, since in sorted(self._running.values(), key=lambda c: c[1])]
+        calls += [(name, seconds) for name, seconds in BUSY.running() if name not in methods]
+        calls = [f"{name} for {seconds:.0f} s" for name, seconds in calls]
         if len(calls) > 8:
             calls[8:] = [f"and {len(calls) - 8} more calls"]
         return ", ".join(calls) or "idle"

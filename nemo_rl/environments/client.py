@@ -106,7 +106,8 @@ class EnvironmentClient:
 
     async def _answer(self, batch: list[_Request]) -> None:
         try:
-            outcomes = await self._call_twice(batch)
+            with BUSY.track(f"environment {self.name!r}"):
+                outcomes = await self._call_twice(batch)
         except StepRefused as refusal:
             if len(batch) > 1:
                 for request in batch:

@@ -199,7 +199,7 @@ def write_times(run: Path) -> None:
             ],
             "policy-0": [["train", t + 0.5, t + 0.7]],
             "policy-1": [["train", t + 0.5, t + 0.9]],
-            "rollout-0": [["collect", t, t + 0.5], ["environment math", t + 0.4, t + 0.5]],
+            "rollout-0": [["collect", t, t + 0.5], ["environment 'math'", t + 0.4, t + 0.5]],
         }
         phases = [["generation", t, t + 0.5], ["policy_training", t + 0.5, t + 0.9]]
         append(run / "timeline.jsonl", step=step, phases=phases, workers=workers)
@@ -213,7 +213,7 @@ def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
     browser.open(write_report([run]), "#time")
     browser.wait("document.querySelectorAll('.lanes .lane').length === 6")
     lanes = browser.evaluate("[...document.querySelectorAll('.lanes .lane')].map(t => t.textContent)")
-    assert lanes == ["controller", "policy-0", "policy-1", "generation-0", "rollout-0", "environment math"]
+    assert lanes == ["controller", "policy-0", "policy-1", "generation-0", "rollout-0", "environment 'math'"]
     text = browser.evaluate("document.getElementById('main').textContent")
     rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
     assert next(row for row in rows if row[0] == "phase")[3:6] == ["median", "predicted", "ideal"]
