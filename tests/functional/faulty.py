@@ -239,7 +239,9 @@ def _main() -> None:
         faults.groups[self.name_prefix] = self
 
     def resumed(self: Trainer) -> bool:
-        if faults.is_young and any(Path.cwd().glob("results/*/step_*")):
+        checkpoints = list(Path.cwd().glob("results/*/step_*"))
+        is_cut = faults.next is not None and faults.next["what"] == "truncated"
+        if faults.is_young and len(checkpoints) > is_cut:  # a sound one is left
             faults.begin("resume")
         return resume(self)
 
