@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_rl.report.run_files import read_index, read_lines, read_run, status_of
+from nemo_rl.utils.config import AlarmsConfig
 from tests.functional.cli import SMALL, continues_bit_for_bit, ends, run
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,6 +28,7 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     assert len(read_index(seen.folder)) == 16 * 16
     times = [line["workers"].get("generation-0-0", ()) for line, _ in read_lines(seen.folder / "timeline.jsonl")]
     assert {"prefill", "decode", "finish_weight_update"} <= {name for spans in times for name, _, _ in spans}
+    assert not [event for event in seen.events if event["text"].partition(":")[0] in AlarmsConfig.model_fields]
     assert list(seen.folder.glob("ray/worker-*")), "a link to the logs of the workers"
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,20 @@ def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Brows
     evaluate_input(browser, "input[placeholder='prompt or sample id']", "p:7")
     browser.wait("document.getElementById('pages').textContent.includes('12 samples')")
     assert browser.errors == []
+
+
+def test_a_hundred_thousand_samples_are_sorted_at_once(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000")
+    write_samples(run, 1000, 100)
+    path = write_report([run])
+    assert path.stat().st_size < 1e6, "samples are loaded on demand"
+    browser.open(path, "#samples")
+    browser.wait("document.querySelectorAll('#sample .t').length === 4")
+    began = time.monotonic()
+    choose(browser, "sort", "reward")
+    assert "100,000 samples" in browser.evaluate("document.getElementById('pages').textContent")
+    assert browser.evaluate("document.querySelector('.split tbody tr').children[2].textContent") == "99"
+    assert time.monotonic() - began < 2.0  # 0.04 s by themselves
 
 
 def test_the_pictures_of_a_sample_are_shown(tmp_path, browser: Browser):
