@@ -31,6 +31,7 @@ MODELS: dict[str, Any] = {
     "dpo_cpu.yaml": DPOMasterConfig,
 }
 CASES = int(os.environ.get("HOSTILE_CASES", "20"))
+pytestmark = pytest.mark.timeout(300 + CASES // 5)
 hostile = settings(
     max_examples=CASES,
     deadline=None,

@@ -37,6 +37,7 @@ from tests.unit.rollouts.test_openai_server import TEMPLATE, Engine, settings
 from tests.unit.rollouts.test_openai_server import TOKENIZER as SERVED_TOKENIZER
 from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile
 
+pytestmark = pytest.mark.timeout(300 + CASES // 5)
 DEEP = 100_000
 HUGE = ["1e999", "-1e999", "NaN", "9" * 5000, "0." + "1" * 5000, "[" * DEEP, '{"a":' * DEEP, '"\\ud800"', '"\x00"']
 
