@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -140,11 +141,11 @@ def load_parents(path: str | Path, children: tuple[Path, ...] = ()) -> tuple[Sou
     line = own.locations.pop((PARENTS_KEY,), None)
     parents = own.values.pop(PARENTS_KEY, None) or []
     tree = SourcedTree()
-    for parent in [parents] if isinstance(parents, str) else parents:
+    for parent in parents if isinstance(parents, list) else [parents]:
         if not isinstance(parent, str):
             raise ConfigError([Problem((PARENTS_KEY,), f"must be a path or a list of paths (got {parent!r})", line)])
         parent_path = path.parent / parent
-        if not parent_path.is_file():
+        if not os.path.isfile(parent_path):  # False for a name that is too long, too
             raise ConfigError([Problem((PARENTS_KEY,), f"no such file: {parent_path}", line)])
         tree.merge(load_tree(parent_path, (*children, path.resolve())))
     return tree, own

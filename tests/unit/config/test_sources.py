@@ -75,6 +75,8 @@ def test_scalars(tmp_path: Path, text: str, value: object) -> None:
         ("a: [1\nb: 2\n", "a.yaml:2: not valid YAML"),
         ("- 1\n", "a.yaml:1: the file must hold sections"),
         ("a: 1\ndefaults: nowhere.yaml\n", "a.yaml:2: defaults: no such file"),
+        (f"defaults: {'x' * 300}\n", "a.yaml:1: defaults: no such file"),
+        ("defaults: true\n", "a.yaml:1: defaults: must be a path or a list of paths (got True)"),
         ("defaults: a.yaml\n", "inherit from one another"),
         ("a: &x {b: *x}\n", "a.yaml: cannot be read: an anchor contains itself"),
         ("a: !!python/object:os.system x\n", "a.yaml:1: not valid YAML"),
