@@ -254,6 +254,24 @@ def test_weights_that_are_others_as_a_whole_are_stale(models):
     assert "21 of 21 tensors" in found.finding and "version 3" in found.finding
 
 
+def test_an_engine_that_missed_a_sync_is_stale(models):
+    found = examine(models / "llama", lambda pair: setattr(pair.engine, "version", 2))
+    assert found.cause == Cause.STALE_WEIGHTS
+    assert "samples with weights of version 2, the policy has version 3" in found.finding
+
+
+def test_samples_of_older_weights_are_stale(models):
+    """The sync comes after they were drawn."""
+
+    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+        for worker in (pair.policy, pair.engine.worker):
+            change(worker)
+        return group
+
+    found = examine(models / "llama", after=after, trained_version=4)
+    assert found.cause == Cause.STALE_WEIGHTS and "were trained at version 4; fresh completions agree" in found.finding
+
+
 def test_tokens_that_were_made_from_text_are_named(models):
     def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
         for sample in group.samples:
