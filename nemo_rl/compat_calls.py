@@ -318,10 +318,7 @@ PreferenceLossFn = _refused("PreferenceLossFn", f"{_PAIRS}.PreferenceLoss")
 DistillationLossFn = _refused(
     "DistillationLossFn", "reads the student's head; use nemo_rl.algorithms.losses.distillation.DistillationLoss"
 )
-setup_response_data = _refused(
-    "setup_response_data",
-    "use nemo_rl.data.rows.setup.setup_data(config.data, config.env)",
-)
+setup_response_data = _refused("setup_response_data", "use nemo_rl.data.rows.setup.setup_data(config.data, config.env)")
 setup_preference_data = _refused("setup_preference_data", "use nemo_rl.data.rows.setup.setup_examples(config.data)")
 configure_generation_config = _refused(
     "configure_generation_config", "nothing has to be filled in; a run reads policy.generation as it stands"

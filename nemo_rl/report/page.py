@@ -87,13 +87,7 @@ def page(data: Mapping[str, Any], title: str) -> str:
         f"default-src 'none'; script-src 'sha256-{digest}' 'self' file:; style-src 'sha256-{style_digest}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    parts = {
-        "TITLE": html.escape(title),
-        "POLICY": policy,
-        "STYLE": style,
-        "DATA": script_json(data),
-        "SCRIPT": script,
-    }
+    parts = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "DATA": script_json(data), "SCRIPT": script}
     # One pass, so that no part is looked for inside another.
     pieces = _source("page.html").split("@@")
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))

@@ -96,11 +96,7 @@ RUNS: dict[str, tuple[Path, Path, tuple[str, ...]]] = {  # of a loop: script, co
     ),
     "sft": (EXAMPLES / "run_sft.py", CONFIGS / "sft_cpu.yaml", (*SUPERVISED, *TWO_RANKS)),
 }
-COMMON = (
-    f"cluster.worker_timeout_s={TIMEOUT_S}",
-    "checkpointing.keep_top_k=3",
-    "checkpointing.metric_name=null",
-)
+COMMON = (f"cluster.worker_timeout_s={TIMEOUT_S}", "checkpointing.keep_top_k=3", "checkpointing.metric_name=null")
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests.functional.cli import SMALL, comparable, run
+from tests.unit.generation.models import make_model_with_heads
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -20,6 +21,13 @@ DRAFT = (
     "checkpointing.save_period=4",
     "+policy.draft={enabled: true, lr: 3.0e-3}",
     "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}",
+)
+PREDICTION = (
+    *DRAFT[:-1],
+    "grpo.max_num_steps=6",
+    "policy.draft.lr=1e-2",
+    "policy.generation.temperature=0.3",
+    "+policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 1}",
 )
 
 
@@ -37,3 +45,16 @@ def test_acceptance_rises_while_the_draft_trains_and_a_resumed_run_is_the_same(t
     resumed = run(tmp_path / "resumed", *DRAFT)
     assert resumed.status == 0, resumed.output[-4000:]
     assert comparable([row for row in resumed.metrics if row["step"] > 4]) == comparable(rows[4:])
+
+
+def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp_path):
+    """What training says of the head on the samples of a step is what the engine saw when it drew them."""
+    finished = run(tmp_path, *PREDICTION, f"policy.model_name={make_model_with_heads(tmp_path / 'model')}")
+    assert finished.status == 0, finished.output[-4000:]
+    rows = [row for row in finished.metrics if row["step"] > 0]
+    told = [row["train/draft_acceptance"] for row in rows]
+    seen = [row["train/generation/spec_acceptance_rate"] for row in rows]
+    print("acceptance told", told, "and seen", seen)
+    assert len(rows) == 6 and told[-1] > told[0] + 0.05
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
+    assert all(abs(a - b) < 0.07 for a, b in zip(told, seen, strict=True))

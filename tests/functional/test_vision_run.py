@@ -27,21 +27,23 @@ def test_grpo_learns_to_count_shapes_and_to_name_colours(tmp_path):
 
 
 def test_a_killed_run_goes_on_to_the_bit_and_two_engines_draw_the_same_samples(tmp_path):
+    """Two engines of one rank get the weights of a language model that is cut over two, and draw with them."""
     steps = (*SMALL, "grpo.max_num_steps=6")
     before, finished = continues_bit_for_bit(tmp_path / "one", *steps, script=SCRIPT, config=CONFIG)
     rows = [row for row in before + finished.metrics if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in rows)
     assert any(row["train/grad_norm"] > 0 for row in rows)
-    many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4", "checkpointing.enabled=false")
-    two = run(tmp_path / "two", *SMALL, *many, "grpo.max_num_steps=1", script=SCRIPT, config=CONFIG)
+    cut = "policy.dtensor_cfg.tensor_parallel_size=2"
+    many = ("cluster.cpu_workers_per_node=2", cut, "checkpointing.enabled=false", "grpo.max_num_steps=2")
+    two = run(tmp_path / "two", *SMALL, *many, script=SCRIPT, config=CONFIG)
     assert two.status == 0, two.output[-4000:]
     first = two.metrics[0]
     for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
         assert first[name] == rows[0][name], name
     assert first["train/loss"] == pytest.approx(rows[0]["train/loss"], abs=1e-6)
     assert first["train/grad_norm"] == pytest.approx(rows[0]["train/grad_norm"], rel=1e-5)
-    assert first["train/token_mult_prob_error"] <= 1.00001
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in two.metrics if row["step"] > 0)
 
 
 def test_an_evaluation_asks_about_images(tmp_path):

@@ -13,11 +13,7 @@ from tests.functional.cli import ROOT, SMALL, Finished
 Device = Literal["cpu", "cuda"]
 
 CONFIGS = ROOT / "examples" / "configs"
-BARE = (
-    "grpo.val_period=0",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-)
+BARE = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false")
 GRPO = (*SMALL, *BARE, "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8")
 GRPO = (*GRPO, "policy.train_global_batch_size=128", "policy.train_micro_batch_size=32")
 
@@ -62,10 +58,7 @@ DRAFTS = (
     "+policy.generation.vllm_kwargs.speculative_config="
     "{method: draft_model, model: the folder of the policy, num_speculative_tokens: 3}",
 )
-SPLIT = (
-    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
-    "cluster.gpus_per_node=2",
-)
+SPLIT = ("policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=2")
 SFT = ("sft.max_num_steps=30", "sft.val_period=15", "checkpointing.enabled=false", "checkpointing.metric_name=null")
 DPO = ("dpo.max_num_steps=4", "dpo.val_period=2", "checkpointing.enabled=false", "checkpointing.metric_name=null")
 

@@ -182,10 +182,7 @@ def _where(cluster: ClusterConfig) -> str:
 def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]:
     lora = policy.adapters
     sizes = training_sizes(policy, cluster.num_workers)
-    rows = {
-        "policy": _model_on_ranks(policy, sizes),
-        "parameters": sizes.describe_shards(),
-    }
+    rows = {"policy": _model_on_ranks(policy, sizes), "parameters": sizes.describe_shards()}
     if isinstance(sizes, MegatronSizes):
         rows |= _megatron_rows(policy, sizes)
     if lora.enabled:

@@ -279,8 +279,8 @@ class GenerationConfig(StrictModel):
         """
         key, model = f"vllm_kwargs.{SPECULATION}", self.speculation.get("model")
         uses_draft = self.speculation.get("method") == "eagle3"
-        if is_trained and not uses_draft:
-            yield key, "policy.draft.enabled=true needs {method: eagle3, num_speculative_tokens: 3}, or another number"
+        if is_trained and self.speculation.get("method") not in ("eagle3", "mtp"):
+            yield key, "policy.draft.enabled=true needs {method: eagle3, num_speculative_tokens: 3}, or method mtp"
         elif is_trained and model not in (None, begins_with):
             yield f"{key}.model", "policy.draft.model_name decides it; remove the key"
         elif uses_draft and not is_trained and model is None:

@@ -491,7 +491,7 @@ class SecondModelConfig(PolicyConfig):
 
 
 class DraftConfig(StrictModel):
-    """A draft model (EAGLE-3) that trains beside the policy, for speculative decoding."""
+    """A draft (EAGLE-3, or the policy's prediction head) that trains beside the policy, for speculative decoding."""
 
     _path: str = "policy.draft"
 
@@ -533,7 +533,7 @@ class RolloutPolicyConfig(PolicyConfig):
         ),
         **{
             f"draft.enabled excludes dtensor_cfg.{key} > 1": f"needs whole models; set {{section}}.dtensor_cfg.{key}=1"
-            for key in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+            for key in [f"{axis}_parallel_size" for axis in ("tensor", "context", "pipeline", "expert")]
         },
         "draft.enabled excludes dtensor_cfg.torch_compile": "compiled blocks do not show a draft their states",
         "draft.enabled requires generation.backend=vllm": "only engines of vLLM take drafts; set it to false",

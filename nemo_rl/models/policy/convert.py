@@ -197,8 +197,17 @@ def _convert_shards(
     for name, tensor in wanted.items():
         is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers may need more precision
         state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
+    # A prediction head, which transformers leaves out of the model, has the names of the model's own tensors.
+    folder, beside = source.policy / "draft" / "weights", {}
+    for name, meta in saved_tensors(folder).items() if folder.is_dir() else ():
+        if name.startswith(("model.", "mtp.")):
+            is_cast = chosen is not None and "correction_bias" not in name
+            beside[name] = torch.empty(meta.size, dtype=chosen if is_cast else meta.properties.dtype)
     with _in_one_process():
         load_tensors(state, source.weights)
+        if beside:
+            load_tensors(beside, folder)
+    state |= beside
     # transformers writes names and shapes as models have them on disk: it splits fused experts, for example.
     model.save_pretrained(output, state_dict=state)
 

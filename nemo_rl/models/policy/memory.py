@@ -379,10 +379,13 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, shape: TrainingShape)
     """A draft that trains beside the policy, on a training device and on an engine's.
 
     One block over an embedding and a state, which is made of three states of the policy or of `aux_layer_indices`.
+    A prediction head is one more block of the policy.
     """
     num_states = len(policy.draft.aux_layer_indices or "123")
     attention = 2 * model.hidden * (model.queries + model.key_values) + model.queries * model.hidden
     number = num_states * model.hidden**2 + attention + 3 * model.hidden * model.intermediate
+    if policy.generation.speculation.get("method") == "mtp":
+        num_states, number = 1, 2 * model.hidden**2 + model.layer_parameters + model.expert_parameters
     state = 4 * number / shape.sizes.dp_shard * shape.master_bytes  # weights, their gradients, two moments
     per_token = model.saved_numbers(shape.compute_bytes, 1) + (num_states + 4) * model.hidden * shape.compute_bytes
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4

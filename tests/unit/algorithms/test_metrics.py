@@ -147,11 +147,7 @@ def test_validation_metrics_by_hand():
 
 
 def test_performance_metrics_by_hand():
-    timings = {
-        "total_step_time": 10.0,
-        "policy_and_reference_logprobs": 1.0,
-        "policy_training": 4.0,
-    }
+    timings = {"total_step_time": 10.0, "policy_and_reference_logprobs": 1.0, "policy_training": 4.0}
     sizes = {"num_samples": 20, "num_tokens": 1000, "num_generated_tokens": 500, "generation_s": 5.0}
     devices = {"num_training_devices": 2, "num_generation_devices": 2}
     metrics = performance_metrics(timings, **sizes, **devices, num_devices=2)

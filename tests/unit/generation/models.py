@@ -35,25 +35,27 @@ def make_model(directory: Path) -> str:
     return str(directory)
 
 
-def make_model_with_heads(directory: Path) -> str:
-    """A GLM-4.5 with a prediction head (MTP), which sees the token before alone and so guesses some tokens."""
+def make_model_with_heads(directory: Path, family: str = "glm4_moe") -> str:
+    """With a prediction head (MTP), which sees the token before alone and so guesses some tokens."""
     import torch
     from safetensors.torch import load_file, save_file
 
+    from nemo_rl.models.policy.dtensor.draft import prediction_names
     from tests.unit.policy.families import save_random_model
 
-    model = save_random_model("glm4_moe", directory, num_nextn_predict_layers=1)
+    model = save_random_model(family, directory, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     writes = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
     tensors |= {name: tensors[name] * 0.3 for name in writes}
     tensors["model.embed_tokens.weight"] *= 10
-    last, head = "model.layers.1.", "model.layers.2."
-    own = {head + name.removeprefix(last): tensors[name] for name in tensors if name.startswith(last)}
+    last, names = "model.layers.1.", prediction_names(model.config)
+    own = {names["block"] + name.removeprefix(last): tensors[name] for name in tensors if name.startswith(last)}
     own |= {name: torch.zeros_like(own[name]) for name in own if name.endswith(("o_proj.weight", "down_proj.weight"))}
     width = model.config.hidden_size
-    own |= {f"{head}{norm}.weight": torch.ones(width) for norm in ("enorm", "hnorm")}
-    own[f"{head}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    own[f"{head}eh_proj.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
-    save_file({name: tensor.clone() for name, tensor in (tensors | own).items()}, file, metadata={"format": "pt"})
+    own |= {f"{names[norm]}weight": torch.ones(width) for norm in ("enorm", "hnorm")}
+    own[f"{names['norm']}weight"] = tensors["model.norm.weight"].clone()
+    own[f"{names['eh_proj']}weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    every = {name: tensor.to(model.dtype, copy=True) for name, tensor in (tensors | own).items()}
+    save_file(every, file, metadata={"format": "pt"})
     return str(directory)

@@ -9,33 +9,43 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nemo_rl.models.policy.config import DraftConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.models.policy.dtensor.draft import DraftingPolicyWorker, against, default_indices, draft_config
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logit_tiles import OutputHead
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.generation.configs import generation_config
+from tests.unit.generation.models import make_model_with_heads
+from tests.unit.policy.families import save_random_model
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import policy_config, train_step, whole_weights, worker_settings
 from tests.worlds import run_world
 
-EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 2}
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    save_model("qwen2-tied", path)
+def model_path(tmp_path_factory: pytest.TempPathFactory, method: str) -> Path:
+    path = tmp_path_factory.mktemp(method)
+    if method == "mtp":
+        make_model_with_heads(path, "deepseek_v3")
+    else:
+        save_model("qwen2-tied", path)
     return path
 
 
-def with_draft(draft: dict[str, Any] | None = None, **changes: Any) -> RolloutPolicyConfig:
+def with_draft(method: str, draft: dict[str, Any] | None = None, **changes: Any) -> RolloutPolicyConfig:
     return RolloutPolicyConfig(
         **vars(policy_config(**changes)),
-        generation=generation_config(64, speculative_config=EAGLE3),
+        generation=generation_config(64, speculative_config={"method": method, "num_speculative_tokens": 2}),
         draft=DraftConfig(enabled=True, **{"lr": 3e-3, **(draft or {})}),
     )
 
@@ -72,9 +82,9 @@ def train(rank: int, world: int, path: Path, config: RolloutPolicyConfig, num_st
 
 
 @pytest.fixture(scope="module")
-def trained(model_path: Path) -> Trained:
+def trained(model_path: Path, method: str) -> Trained:
     """One rank, and one micro-batch for each optimizer step."""
-    return run_world(train, 1, model_path, with_draft(train_micro_batch_size=8), 2)[0]
+    return run_world(train, 1, model_path, with_draft(method, train_micro_batch_size=8), 2)[0]
 
 
 def test_the_policy_trains_to_the_same_bits_with_a_draft(model_path: Path, trained: Trained) -> None:
@@ -92,16 +102,18 @@ def test_the_policy_trains_to_the_same_bits_with_a_draft(model_path: Path, train
     [(1, {"train_micro_batch_size": 3, "padding_free": False}), (2, {"train_micro_batch_size": 2})],
 )
 def test_it_learns_the_same_however_the_batch_is_split(
-    model_path: Path, trained: Trained, world: int, changes: dict[str, Any]
+    model_path: Path, method: str, trained: Trained, world: int, changes: dict[str, Any]
 ) -> None:
-    other = run_world(train, world, model_path, with_draft(**changes), 2)[0]
+    other = run_world(train, world, model_path, with_draft(method, **changes), 2)[0]
     for name in ("loss", "acceptance", "grad_norm"):
         assert other.of_draft(name) == pytest.approx(trained.of_draft(name), rel=1e-4), name
     assert trained.of_draft("loss")[-1] < trained.of_draft("loss")[0]
 
 
-def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path: Path, trained: Trained, tmp_path: Path) -> None:
-    config = with_draft(train_micro_batch_size=8)
+def test_it_continues_from_a_checkpoint_to_the_same_bits(
+    model_path: Path, trained: Trained, method: str, tmp_path: Path
+) -> None:
+    config = with_draft(method, train_micro_batch_size=8)
 
     def save(rank: int, world: int) -> None:
         worker = drafting_worker(model_path, config)
@@ -117,8 +129,20 @@ def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path: Path, train
     resumed = run_world(resume, 1)[0]
     assert resumed.of_policy == trained.of_policy[1:] and resumed.of_draft("loss") == trained.of_draft("loss")[1:]
     assert all(torch.equal(trained.draft[name], weight) for name, weight in resumed.draft.items())
-    folder = next(tmp_path.glob("*/draft/consolidated"))
-    again = with_draft({"model_name": str(folder)})
+    if method == "mtp":  # in the policy's own directory, which is a model with a prediction head again
+        [folder] = tmp_path.glob("*/weights/consolidated")
+        begins = run_world(lambda rank, world: steps_of(drafting_worker(folder, config), 0), 1)[0].draft
+        assert begins.keys() == trained.draft.keys() and len(begins) > 20
+        saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        original = load_file(model_path / "model.safetensors")
+        assert saved.keys() == original.keys() and all(torch.equal(saved[name], begins[name]) for name in begins)
+        assert sum(not torch.equal(begins[name], original[name]) for name in begins) > 10
+        convert_checkpoint(tmp_path, tmp_path / "converted")
+        converted = load_file(tmp_path / "converted" / "model.safetensors")
+        assert converted.keys() == saved.keys() and all(torch.equal(converted[name], saved[name]) for name in saved)
+        return
+    [folder] = tmp_path.glob("*/draft/consolidated")
+    again = with_draft("eagle3", {"model_name": str(folder)})
     assert draft_config(again, AutoConfig.from_pretrained(model_path)) == json.loads(
         (folder / "config.json").read_text()
     )
@@ -142,14 +166,21 @@ def test_the_gradient_is_that_of_the_cross_entropy() -> None:
     assert accepted.item() == pytest.approx(wanted[range(5), logprobs.argmax(-1)].sum().item(), rel=1e-6)
 
 
-def test_which_blocks_it_reads_and_which_policies_have_none(model_path: Path) -> None:
+def test_which_blocks_it_reads_and_which_policies_have_none(tmp_path: Path) -> None:
     assert [default_indices(n) for n in (1, 2, 8, 28)] == [[0, 1], [0, 1, 2], [2, 4, 5], [2, 14, 25]]
-    model = AutoConfig.from_pretrained(model_path)
+    model = AutoConfig.for_model("qwen2", num_hidden_layers=2)
     with pytest.raises(ValueError, match="aux_layer_indices: 3 is beyond the 2 blocks"):
-        draft_config(with_draft({"aux_layer_indices": [1, 3]}), model)
+        draft_config(with_draft("eagle3", {"aux_layer_indices": [1, 3]}), model)
     with pytest.raises(ValueError, match=r"aux_layer_indices=\[1, 1\]: every number may come once"):
-        draft_config(with_draft({"aux_layer_indices": [1, 1]}), model)
+        draft_config(with_draft("eagle3", {"aux_layer_indices": [1, 1]}), model)
     with pytest.raises(ValueError, match="'nowhere' has no config"):
-        draft_config(with_draft({"model_name": "nowhere"}), model)
+        draft_config(with_draft("eagle3", {"model_name": "nowhere"}), model)
     with pytest.raises(ValueError, match="no draft can be trained for a 'mistral' model"):
-        draft_config(with_draft(), AutoConfig.for_model("mistral"))
+        draft_config(with_draft("eagle3"), AutoConfig.for_model("mistral"))
+    headless = save_random_model("glm4_moe", tmp_path, num_nextn_predict_layers=1).config
+    with pytest.raises(ValueError, match=r"saved without its prediction head \(model.layers.2.eh_proj.weight\)"):
+        draft_config(with_draft("mtp", model_name=str(tmp_path)), headless)
+    with pytest.raises(ValueError, match="'qwen2' model with 0"):
+        draft_config(with_draft("mtp"), model)
+    with pytest.raises(ValueError, match="the policy has a prediction head; set them to null"):
+        draft_config(with_draft("mtp", {"model_name": "a"}), headless)

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from nemo_rl.algorithms.setup import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import tiny_model_config
-from nemo_rl.models.policy.dtensor.draft import DraftHead, draft_config
+from nemo_rl.models.policy.dtensor.draft import DraftHead, PredictionHead, draft_config
 from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, predict_memory
+from tests.unit.policy.families import family_config
 
 CONFIGS = Path("examples/configs")
 SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -169,6 +172,13 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
     for phase in phases[1], phases[-1]:
         parts = {part.name: part.num_bytes for part in phase.parts}
         assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
+    policy.generation.vllm_kwargs["speculative_config"]["method"] = "mtp"
+    model = family_config("glm4_moe", first_k_dense_replace=0)
+    mesh: Any = SimpleNamespace(expert=None, world=SimpleNamespace(device_type="cpu"))
+    number = sum(p.numel() for p in PredictionHead(model, torch.float32, mesh).parameters())
+    phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
+    [of_engine] = [part.num_bytes for part in phases[-1].parts if part.name == "engine's draft"]
+    assert of_engine == pytest.approx(4 * number, rel=0.02)
 
 
 def test_a_vision_language_model_is_predicted_with_its_tower():

@@ -21,11 +21,7 @@ from nemo_rl.data.datasets.shapes import draw
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, parcels_of
-from nemo_rl.rollouts.rollout_worker import (
-    GroupRequest,
-    RolloutWorker,
-    RolloutWorkerSettings,
-)
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,

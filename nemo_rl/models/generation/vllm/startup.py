@@ -140,8 +140,8 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
         tuning = {"attn_temperature_tuning": text.get("attn_temperature_tuning", True)}
         arguments["override_generation_config"] = tuning | cfg.vllm_kwargs.get("override_generation_config", {})
     if settings.draft is not None:
-        own = {"model": draft_folder(settings.draft), "draft_load_config": {"load_format": "dummy"}}
-        arguments[SPECULATION] = {**cfg.speculation, **own}
+        own = {"model": draft_folder(settings.draft)} if settings.draft else {}  # a prediction head is in `model`
+        arguments[SPECULATION] = {**cfg.speculation, **own, "draft_load_config": {"load_format": "dummy"}}
     elif cfg.speculation.get("method") in ("draft_model", "eagle3", "mtp"):
         # A draft has its own weights on disk; prediction heads are in the policy's checkpoint, which training does not
         # load. The weights of the target, embeddings and output head among them, come from the policy.

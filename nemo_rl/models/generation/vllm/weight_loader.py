@@ -125,11 +125,6 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
                 f"they are loaded, and {self.why_reload}; set it to merged"
             )
-        if isinstance(self.model, ModelWithDraft):
-            raise RefitError(
-                f"{self.transport}: policy.draft.enabled needs an engine that uses its weights as they are loaded, and "
-                f"{self.why_reload}; set it to false"
-            )
         logger.info("weights go through vLLM's layerwise reload: %s", self.why_reload)
         derived = {  # vLLM computes these anew at the end of a reload, such as the products of latent attention
             f"{prefix}.{name}"
@@ -259,12 +254,16 @@ class ModelWithDraft(torch.nn.Module):
         self.model = model
         self.draft = draft
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Returns the names of the parameters that were written; all of a draft (EAGLE-3) that does not say."""
         parts: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
         for name, tensor in weights:
             parts[name.startswith(DRAFT_PREFIX)].append((name.removeprefix(DRAFT_PREFIX), tensor))
-        cast(Any, self.model).load_weights(iter(parts[False]))
-        cast(Any, self.draft).load_weights(iter(parts[True]))
+        own = cast(Any, self.model).load_weights(iter(parts[False]))
+        of_draft = cast(Any, self.draft).load_weights(iter(parts[True]))
+        if of_draft is None:
+            of_draft = {name for name, _ in self.draft.named_parameters()}
+        return {f"model.{name}" for name in own or ()} | {f"draft.{name}" for name in of_draft}
 
 
 # vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": transport}` selects one.

@@ -1,10 +1,12 @@
-"""An EAGLE-3 draft that trains beside the policy, and the policy worker that has one.
+"""A draft that trains beside the policy, an EAGLE-3 draft or a prediction head, and the policy worker that has one.
 
     hidden states of the policy after some blocks [R, W, H] each -> fc -> one block over (embedding of the next token,
     state) -> norm -> the policy's own head -> the token after the next
 
-Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Layout and names are those of vLLM's `LlamaForCausalLMEagle3`. The
-draft has neither embeddings nor a head of its own: it reads those of the policy, which therefore always fit.
+Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Layout and names are those of vLLM's `LlamaForCausalLMEagle3`. A
+prediction head (multi-token prediction, DeepSeek-AI 2024, arXiv:2412.19437) is one more block of the policy's own kind
+over its last hidden states; it comes from the policy's checkpoint, of which transformers reads the other blocks. A
+draft has neither embeddings nor an output head of its own: it reads those of the policy, which therefore always fit.
 
 The draft learns inside the training pass (`LearningTask`) from states that are cut off from the policy's graph, with an
 optimizer of its own. So losses and gradients of the policy are the same bits with and without it.
@@ -12,12 +14,12 @@ optimizer of its own. So losses and gradients of the policy are the same bits wi
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,29 +28,26 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.checkpoint import PolicyState, SavedState
 from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.dtensor import moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.model import shard
+from nemo_rl.models.policy.dtensor.model import exported_of, materialize, shard
 from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logit_tiles import OutputHead, whole_logits
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
-from nemo_rl.models.policy.pretrained import DTYPES, load_config
+from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, load_config
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
-from nemo_rl.models.policy.weight_loading import local_part
-from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported, in_sending_order
+from nemo_rl.models.policy.weight_loading import checkpoint_files, load_weights, local_part, named_tensors
+from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, in_sending_order
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import load_tensors
@@ -57,8 +56,19 @@ logger = logging.getLogger(__name__)
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 """`model_type` of the policies that training and vLLM show to a draft alike: blocks, embeddings and head."""
+_ONE_MORE_LAYER = ("", "enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
+_APART = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding.", "mtp.pre_fc_norm_hidden.", "mtp.fc.", "mtp.norm.")
+WITH_PREDICTION = {
+    **dict.fromkeys(("glm4_moe", "deepseek_v3"), _ONE_MORE_LAYER),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _APART),
+}
+"""`model_type` of the policies whose prediction head is `PredictionHead` -> names of its parts on disk."""
 
 _INDICES = "eagle_aux_hidden_state_layer_ids"  # in config.json
+_OF_POLICY = (  # the keys of config.json that a draft shares with its policy
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("rope_parameters", "rms_norm_eps", "vocab_size"),
+)
 _FOLDER = "draft"  # in the policy's folder of a checkpoint
 _ROWS = 256  # whose logits over the whole vocabulary are in memory at a time
 
@@ -69,10 +79,14 @@ _ROWS = 256  # whose logits over the whole vocabulary are in memory at a time
 def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[str, Any]:
     """config.json of the draft, as vLLM reads it: of `policy.draft.model_name`, or of a new draft for `policy`.
 
+    It is empty for a prediction head, which the policy's config.json describes.
+
     Raises:
         ValueError: naming the key to change, if there is no draft for such a policy.
     """
     settings, key = config.draft, config.draft.key
+    if config.generation.speculation.get("method") == "mtp":
+        return _stored_prediction(config, policy)
     if policy.model_type not in FAMILIES:
         raise ValueError(
             f"{key('enabled')}=true: no draft can be trained for a {policy.model_type!r} model such as "
@@ -86,26 +100,38 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
         raise ValueError(f"{key('aux_layer_indices')}: {max(indices)} is beyond the {blocks} blocks of the policy")
     if len(set(indices)) < len(indices):
         raise ValueError(f"{key('aux_layer_indices')}={indices}: every number may come once; remove the others")
-    width = policy.hidden_size // policy.num_attention_heads
+    width, known = policy.hidden_size // policy.num_attention_heads, policy.to_dict()
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "hidden_size": policy.hidden_size,
-        "intermediate_size": policy.intermediate_size,
         "hidden_act": "silu",
-        "num_attention_heads": policy.num_attention_heads,
-        "num_key_value_heads": policy.num_key_value_heads,
-        "head_dim": policy.to_dict().get("head_dim") or width,
-        "max_position_embeddings": policy.max_position_embeddings,
-        "rope_parameters": policy.to_dict()["rope_parameters"],
-        "rms_norm_eps": policy.rms_norm_eps,
-        "vocab_size": policy.vocab_size,
+        **{name: known[name] for name in _OF_POLICY},
+        "head_dim": known.get("head_dim") or width,
         "draft_vocab_size": policy.vocab_size,
         "tie_word_embeddings": False,
         _INDICES: sorted(indices),
         "num_aux_hidden_states": len(indices),
     }
+
+
+def _stored_prediction(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[str, Any]:
+    key, stored = config.draft.key, policy.to_dict()
+    count = stored.get("num_nextn_predict_layers") or stored.get("mtp_num_hidden_layers") or 0
+    if policy.model_type not in WITH_PREDICTION or count != 1:
+        raise ValueError(
+            f"{key('enabled')}=true with method mtp trains the one prediction head of {', '.join(WITH_PREDICTION)} "
+            f"models, and {config.model_name!r} is a {policy.model_type!r} model with {count}; set it to false"
+        )
+    if config.draft.model_name is not None or config.draft.aux_layer_indices is not None:
+        raise ValueError(f"{key('model_name')}, aux_layer_indices: the policy has a prediction head; set them to null")
+    name = prediction_names(policy)["eh_proj"]
+    if Path(config.model_name).is_dir() and f"{name}weight" not in (checkpoint_files(config.model_name) or {}):
+        raise ValueError(
+            f"{key('enabled')}=true with method mtp: {config.model_name!r} was saved without its prediction head "
+            f"({name}weight); name the original model, or a checkpoint of a run that trained the head"
+        )
+    return {}
 
 
 def default_indices(blocks: int) -> list[int]:
@@ -177,6 +203,9 @@ class DraftHead(nn.Module):
         self.midlayer = DraftBlock(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)
+        self.config = config
+
+    stored_name = staticmethod(str)  # the names on disk and in the engine are its own
 
     def forward(
         self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: CuSeqlens | None
@@ -194,6 +223,54 @@ class DraftHead(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.02, generator=generator)
+
+
+def prediction_names(policy: PretrainedConfig) -> dict[str, str]:
+    """Part of a `PredictionHead` -> how its names begin on disk and in the engine."""
+    names = WITH_PREDICTION[policy.model_type]
+    layer = f"model.layers.{policy.num_hidden_layers}." if names is _ONE_MORE_LAYER else ""
+    parts = ("block", "enorm", "hnorm", "eh_proj", "norm")
+    return {part: layer + name for part, name in zip(parts, names, strict=True)}
+
+
+class PredictionHead(nn.Module):
+    """The prediction head of `policy`, on the meta device.
+
+    As in vLLM, the embedding beside the first state of a sequence counts as zero if the head is one more layer.
+    """
+
+    indices = (1,)  # of `PolicyStates` of the policy's last norm alone
+
+    def __init__(self, policy: PretrainedConfig, dtype: torch.dtype, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.config, self.names = policy, prediction_names(policy)
+        self.masks_first = WITH_PREDICTION[policy.model_type] is _ONE_MORE_LAYER
+        longer = copy.deepcopy(policy)
+        longer.num_hidden_layers += 1
+        if "layer_types" in longer.to_dict():
+            longer.layer_types = [*longer.layer_types, "full_attention"]
+        model = build_on_meta(longer, dtype)
+        moe.apply_expert_parallel(model, mesh)
+        base: Any = model.base_model
+        self.rotary, self.block = base.rotary_emb, base.layers[-1]
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(base.norm) for _ in range(3))
+        width = policy.hidden_size
+        self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=dtype)
+
+    def forward(
+        self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: CuSeqlens | None
+    ) -> torch.Tensor:
+        """Embeddings of the next tokens [R, W, H], states [R, W, H] -> what the head reads, [R, W, H]."""
+        if self.masks_first:
+            embeddings = embeddings * (position_ids > 0)[..., None]
+        states = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(states)], dim=-1))
+        kwargs = {"position_ids": position_ids, "position_embeddings": self.rotary(states, position_ids)}
+        return self.norm(self.block(states, attention_mask=None, cu_seqlens=cu_seqlens, **kwargs))
+
+    def stored_name(self, name: str) -> str:
+        """The name on disk and in the engine."""
+        part, _, rest = name.partition(".")
+        return self.names[part] + rest
 
 
 class PolicyStates:
@@ -248,23 +325,31 @@ class DraftTrainer:
     """The draft of one rank's policy: sharded like the policy, with its own optimizer."""
 
     def __init__(
-        self, config: RolloutPolicyConfig, settings: dict[str, Any], stage: LogprobModel, mesh: ParallelMesh,
-        device: torch.device, seed: int,
+        self, config: RolloutPolicyConfig, stage: LogprobModel, mesh: ParallelMesh, device: torch.device,
+        own: PolicyWorkerSettings,
     ) -> None:  # fmt: skip
-        self.config, self.settings, self.mesh = config, settings, mesh
+        policy = load_config(own.model_path, dict(config.hf_config_overrides))
+        self.config, self.mesh, self.settings = config, mesh, draft_config(config, policy)
         self._embeddings = cast(nn.Embedding, stage.hf.get_input_embeddings())
-        with torch.random.fork_rng(devices=[]):  # the policy's draws stay what they are without a draft
-            self.head = DraftHead(LlamaConfig(**settings)).to(DTYPES[config.master_precision])
-        if config.draft.model_name is None:
-            self.head.draw(seed)
+        dtype, base = DTYPES[config.master_precision], cast(Any, stage.hf.base_model)
+        host = torch.device("cpu") if config.dtensor_cfg.cpu_offload else device
+        if self.settings:
+            with torch.random.fork_rng(devices=[]):  # the policy's draws stay what they are without a draft
+                self.head = DraftHead(LlamaConfig(**self.settings)).to(dtype)
+            if config.draft.model_name is None:
+                self.head.draw(own.seed)
+            else:
+                self.head.load_state_dict(_stored_tensors(Path(config.draft.model_name)))
+            self.head.to(host)
+            self.head.rotary.to(device)
         else:
-            self.head.load_state_dict(_stored_tensors(Path(config.draft.model_name)))
-        offloads = config.dtensor_cfg.cpu_offload
-        self.head.to("cpu" if offloads else device)
-        self.head.rotary.to(device)
-        shard(self.head, [], mesh, DTYPES[config.precision], cpu_offload=offloads)
+            self.head = PredictionHead(policy, dtype, mesh)
+        shard(self.head, [], mesh, DTYPES[config.precision], cpu_offload=config.dtensor_cfg.cpu_offload)
+        if isinstance(self.head, PredictionHead):
+            materialize(self.head, host, buffer_device=device)
+            load_weights(self.tensors(), own.model_path, ExpertNames(policy.model_type).read)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=config.draft.lr, weight_decay=0.0)
-        self._states = PolicyStates(list(cast(Any, stage.hf.base_model).layers), self.head.indices)
+        self._states = PolicyStates(list(base.layers) if self.settings else [base.norm], self.head.indices)
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._is_finite = True
 
@@ -326,11 +411,12 @@ class DraftTrainer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's shards by name."""
         self.head.reshard()
-        return dict(self.head.named_parameters())
+        return {self.head.stored_name(name): tensor for name, tensor in named_tensors(self.head)}
 
     def exported(self) -> list[ExportedTensor]:
         """Every weight, under the name in the engine's draft."""
-        return [exported(name, partial(self.head.get_parameter, name)) for name in self.tensors()]
+        self.head.reshard()
+        return [replace(tensor, name=self.head.stored_name(tensor.name)) for tensor in exported_of(self.head)]
 
     def save_model(self, directory: Path) -> None:
         """A model directory that vLLM and `policy.draft.model_name` read."""
@@ -386,8 +472,7 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
     def __init__(self, config: RolloutPolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings)
         [stage] = self.stages
-        described = draft_config(config, load_config(settings.model_path, dict(config.hf_config_overrides)))
-        self.draft = DraftTrainer(config, described, stage, self.mesh, self.device, settings.seed)
+        self.draft = DraftTrainer(config, stage, self.mesh, self.device, settings)
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         return super().train(loss_fn, LearningTask(task, self.draft))
@@ -415,8 +500,11 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         super()._save_beside(directory, save_consolidated=save_consolidated)
-        if save_consolidated:
+        if save_consolidated and self.draft.settings:
             self.draft.save_model(directory / _FOLDER / "consolidated")
+
+    def _consolidated(self) -> list[ExportedTensor]:
+        return [*super()._consolidated(), *(() if self.draft.settings else self.draft.exported())]
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         super()._load_state(directory, load_optimizer=load_optimizer)

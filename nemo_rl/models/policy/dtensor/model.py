@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,13 +242,14 @@ def export_weights(
             adapts=None if tensor.adapts is None else stored_name(tensor.adapts, stage.config),
         )
         for stage in stages
-        for tensor in _exported_of(stage, merged)
+        for tensor in exported_of(stage, merged)
     ]
     everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
     return in_sending_order(everywhere)
 
 
-def _exported_of(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
+def exported_of(root: Any, merged: bool = True) -> Iterator[ExportedTensor]:
+    """Every weight of a module with a `config` of transformers, without regard to the names of models that see."""
     names = ExpertNames(root.config.get_text_config().model_type)
     seen: set[int] = set()
     for prefix, module in root.named_modules():

@@ -153,11 +153,14 @@ class DTensorPolicyWorker(PolicyWorker):
         lora_cfg, group = self.config.dtensor_cfg.lora_cfg, self.mesh.pipeline_group
         checkpoint.save_model_files(self.parts[0], directory)
         if save_consolidated:
-            weights = export_weights(self.parts, self.mesh, self.device)
             checkpoint.save_model_files(self.parts[0], directory / "weights" / "consolidated")
-            checkpoint.save_consolidated_tensors(weights, directory / "weights" / "consolidated")
+            checkpoint.save_consolidated_tensors(self._consolidated(), directory / "weights" / "consolidated")
         if lora_cfg.enabled:
             save_peft(self.parts, lora_cfg, directory / "adapter", self.config.model_name, pipeline=group)
+
+    def _consolidated(self) -> list[ExportedTensor]:
+        """The tensors of a Hugging Face model directory."""
+        return export_weights(self.parts, self.mesh, self.device)
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         tensors = self._named_tensors()

@@ -24,13 +24,7 @@ from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
 from nemo_rl.models.policy.megatron.files import check_conversion
-from nemo_rl.models.policy.megatron.mapping import (
-    heads_of,
-    is_latent,
-    is_moe_layer,
-    known_model_types,
-    weight_map,
-)
+from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_layer, known_model_types, weight_map
 from nemo_rl.models.policy.weight_loading import StoredModel
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

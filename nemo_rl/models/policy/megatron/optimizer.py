@@ -365,10 +365,7 @@ def _build_muon(
     trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim == 2 and not hasattr(p, "is_embedding_or_output_parameter")]
     chosen = set(matrices)
-    overrides: Any = {
-        **get_standard_config_overrides(config),
-        ParamKey(name="*linear_qkv.weight"): {"split_qkv": True},
-    }
+    overrides: Any = {**get_standard_config_overrides(config), ParamKey(name="*linear_qkv.weight"): {"split_qkv": True}}
     with _frozen([p for p in trained if p not in chosen]):
         found: list[dict[str, Any]] = _get_param_groups(list(chunks), config, overrides)
     model: Any = chunks[0].config

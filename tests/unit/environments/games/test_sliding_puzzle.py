@@ -21,12 +21,7 @@ def begin(grid, **more):
 
 
 def test_a_batch_of_games_each_gets_its_own_answer():
-    logs = [
-        log("<action>left</action>"),
-        log("<action>slide 1</action>"),
-        log("<action>up</action>"),
-        log("I give up"),
-    ]
+    logs = [log("<action>left</action>"), log("<action>slide 1</action>"), log("<action>up</action>"), log("I give up")]
     solved, moved, stuck, silent = steps(SlidingPuzzleEnv(OPTIONS), logs, [begin([[1, 2], [0, 3]])] * 4)
     assert (solved.reward, solved.terminated) == (1.0, True)
     assert solved.observation == {"role": "environment", "content": "1 2\n3 _\nSolved in 1 moves."}

@@ -130,10 +130,7 @@ def test_what_the_model_did_not_sample_there_is_context(edited: list[int]):
     tree.add([1, 2], completion([3, 4], 0, 0))
     tree.add(edited, completion([6], 0, 1))
     rows = {tuple(row.token_ids.tolist()): row.token_mask.tolist() for row in tree.branches()}
-    assert rows == {
-        (1, 2, 3, 4): [False, False, True, True],
-        (*edited, 6): [False] * len(edited) + [True],
-    }
+    assert rows == {(1, 2, 3, 4): [False, False, True, True], (*edited, 6): [False] * len(edited) + [True]}
 
 
 class OddEngine:
