@@ -69,6 +69,11 @@ class Cell:
         return f"{self.loop}: {self.who}, {self.what}, {self.when}"
 
     @property
+    def moves_versions(self) -> bool:
+        """Whether groups that play beside training may be played again with newer weights, which the new engine has."""
+        return self.loop == "async" and self.who in ("engine", "core")
+
+    @property
     def pairs(self) -> frozenset[tuple[tuple[str, str], ...]]:
         return frozenset(itertools.combinations(asdict(self).items(), 2))
 
@@ -129,11 +134,15 @@ def draw(seed: int) -> list[Cell]:
 
 
 def chains(cells: Sequence[Cell], size: int) -> list[list[Cell]]:
-    """Cells of one loop each, at most `size` of them, in an order that starts a run as seldom as possible."""
+    """Cells of one loop each, at most `size` of them, in an order that starts a run as seldom as possible.
+
+    Those that move versions are apart, so that the others can be compared with a run without faults.
+    """
     order = {when: number for number, when in enumerate(WHEN)}
     found = []
-    for loop in LOOPS:
-        mine = sorted((cell for cell in cells if cell.loop == loop), key=lambda c: (order[c.when], astuple(c)))
+    for loop, moves in itertools.product(LOOPS, (False, True)):
+        of_loop = (cell for cell in cells if cell.loop == loop and cell.moves_versions == moves)
+        mine = sorted(of_loop, key=lambda c: (order[c.when], astuple(c)))
         parts = -(-len(mine) // size)
         found += [mine[part::parts] for part in range(parts)]
     return found

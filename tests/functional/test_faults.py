@@ -29,6 +29,9 @@ SFT_SAMPLE = """
 """
 ASYNC_SAMPLE = """
     async: environment, kill, generation
+    async: rollout, kill, train
+    async: keeper, kill, refit
+    async: environment, exception, validation
     async: core, exception, validation
     async: driver, kill, train
 """
@@ -74,11 +77,10 @@ def play(folder: Path, cells: Sequence[Cell], *, overrides: tuple[str, ...] = ()
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("number", range(len(CHAINS)), ids=lambda i: f"{CHAINS[i][0].loop}-{i}")
 def test_the_matrix(disk: Path, number: int) -> None:
-    """The asynchronous chains take turns: weights that arrive in flight, and a schedule that repeats to the bit."""
+    """Engines of asynchronous chains die with weights in flight; the others have a schedule that repeats to the bit."""
     cells = CHAINS[number]
-    is_async = cells[0].loop == "async"
-    is_exact = is_async and number % 2 == 1
-    play(disk, cells, overrides=EXACT if is_exact else (), compares=is_exact or not is_async)
+    is_exact = not any(cell.moves_versions for cell in cells)
+    play(disk, cells, overrides=EXACT if is_exact and cells[0].loop == "async" else (), compares=is_exact)
 
 
 @pytest.mark.skipif("FAULTS_CELLS" not in os.environ, reason="plays the cells in FAULTS_CELLS")
@@ -112,7 +114,7 @@ def test_an_asynchronous_run_heals_and_trains_every_prompt_once(tmp_path: Path) 
     """In bfloat16, at a learning rate at which weights that are two steps old are nearly the same."""
     how = ("policy.precision=bfloat16", "policy.optimizer.kwargs.lr=1e-5")
     chain = play(tmp_path, cells_of(ASYNC_SAMPLE), overrides=how, compares=False)
-    assert [ending.how for ending in chain.endings] == ["healed", "healed", "ended"]
+    assert [ending.how for ending in chain.endings] == [*["healed"] * 5, "ended"]
     steps = [row for step, several in rows_in(chain.folder).items() if step > 0 for row in several]
     assert max(row["train/token_mult_prob_error"] for row in steps) <= LARGEST_ERROR["bfloat16"]
     assert max(row["train/grad_norm"] for row in steps) > 0
