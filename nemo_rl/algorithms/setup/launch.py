@@ -14,7 +14,6 @@ from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, Run
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError
-from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import require_shared
 from nemo_rl.models.policy.config import PolicyConfig
@@ -28,10 +27,13 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager,
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.venvs import VenvBuildError
 
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
 RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
+
+MONITOR = "nemo_rl.distributed.meters:UsageMonitor"  # imported when it is needed
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +120,12 @@ def runs_to_resume(config: RunConfig) -> dict[str, str]:
     return info.get(TRACKER_RUNS, {}) if info is not None else {}
 
 
-def usage_monitor(config: RunConfig) -> UsageMonitor | None:
+def usage_monitor(config: RunConfig) -> Any:
     """The meters of `logger.monitor_gpus`, not started yet. Raises ValueError if NVML is not installed."""
     if not config.logger.monitor_gpus:
         return None
-    return UsageMonitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
+    monitor = import_object(MONITOR, "logger.monitor_gpus")
+    return monitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
 
 
 def run_command(

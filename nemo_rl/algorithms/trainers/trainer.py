@@ -9,7 +9,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,6 @@ import torch
 from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
-from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.virtual_cluster import ray_loss
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.lm_policy import Policy
@@ -31,9 +30,11 @@ from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
+PROFILED_STEP = "nemo_rl.distributed.meters:profiled_step"  # imported when it is needed
 MAX_RECOVERIES_AT_ONE_STEP = 2
 CONTROLLER_RNG = Path("rng", "controller.safetensors")
 TRACKER_RUNS = "tracker_runs"  # in training_info.json: the names of the run in its trackers
@@ -60,6 +61,12 @@ class TrainerState:
     stopped_early: bool = False
 
 
+class Meters(Protocol):
+    """`distributed.meters.UsageMonitor`."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
 @dataclass(kw_only=True)
 class RunTools:
     """Logging, console and checkpointing of a run."""
@@ -70,7 +77,7 @@ class RunTools:
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    monitor: UsageMonitor | None = None
+    monitor: Meters | None = None
     recorder: RunRecorder | None = None
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
@@ -160,9 +167,7 @@ class Trainer(ABC):
     def _run_step(self) -> bool:
         """One turn of the loop; True when it was the last."""
         try:
-            profile_folder = self.tools.logger.run_dir / "profile"
-            profile = profiled_step(self.tools.profile, profile_folder, self.state.total_steps + 1)
-            with self.timer.time("total_step_time"), profile:
+            with self.timer.time("total_step_time"), self._profiled():
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
@@ -188,6 +193,12 @@ class Trainer(ABC):
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        if not self.tools.profile.steps:
+            return nullcontext()
+        profiled_step = import_object(PROFILED_STEP, "performance.profile")
+        return profiled_step(self.tools.profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
