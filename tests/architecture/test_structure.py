@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 59_400,
+    "lines of nemo_rl": 59_650,
     "files of nemo_rl": 269,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 25_150,
