@@ -278,7 +278,8 @@ class Chain:
         want = rows_in(folder)
         for step, several in rows.items():
             for row in several:
-                assert row == want[step][0], f"step {step}: {difference(row, want[step][0])}"
+                is_injected = "NaN" in row.values() and row is not several[-1]  # the step was taken again
+                assert is_injected or row == want[step][0], f"step {step}: {difference(row, want[step][0])}"
         return whole
 
     def check_repeated(self) -> list[dict[str, float]]:
