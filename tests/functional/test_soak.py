@@ -82,7 +82,9 @@ class Meter:
 def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     cells = [rng.choice(HEALING) for _ in range(max(1, int(MINUTES)))]
-    chain = Chain(loop="async", folder=tmp_path / "run", overrides=("grpo.max_num_steps=100000",))
+    chain = Chain(
+        loop="async", folder=tmp_path / "run", overrides=("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1000000")
+    )
     meter, began = Meter(chain.orders), time.monotonic()
     chain.environment = {"FAULTS_EVERY_S": "60"}
     chain.while_running = lambda: meter.look((time.monotonic() - began) / 60)
