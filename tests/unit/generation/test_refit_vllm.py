@@ -253,6 +253,17 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
         change(policy.model, 2)
         assert logprob_difference(policy.model, generation, 1) > 0.6, "this test would see stale weights"
 
+        def fail(at: int, sender: WeightSender) -> None:
+            if at == 3:
+                raise RuntimeError("the sender dies")
+
+        policy.damage = fail  # what the engine kept of the first buckets must not reach the next sync
+        with pytest.raises(RefitError, match="the sender dies"):
+            refit.sync(2)
+        policy.damage = lambda at, sender: None
+        refit.sync(3)
+        assert logprob_difference(policy.model, generation, 3) < 0.2
+
         refit.policy = AdapterPolicy(policy.model)  # type: ignore[assignment]
         refit.prepare()
         with pytest.raises(

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_rl.models.generation.vllm import engine_patches
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
@@ -174,6 +175,16 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             else:
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
+    def abandon(self) -> None:
+        """End a sync that will not be finished: a reload would load what it kept of this one into the next."""
+        if self.why_reload is None:
+            return
+        for module in self.model.modules():
+            reloading = get_layerwise_info(module)
+            if reloading.can_load():
+                reloading.loaded_weights, reloading.load_numel = [], 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
     # -- comparison, which changes no weight
 
     def begin_comparison(self) -> str | None:
@@ -313,7 +324,9 @@ class WorkerExtension:
 
         vLLM has no call for this and refuses to start another sync. The weights are undefined until the next sync.
         """
-        self._weight_update_active = False
+        if self._weight_update_active:
+            self._weight_update_active = False
+            self.weight_transfer_engine.abandon()
 
     def make_pipeline_buffers(self) -> None:
         """Allocate the inputs of a pipeline stage. vLLM does this in a profile run, which it skips on a CPU."""
