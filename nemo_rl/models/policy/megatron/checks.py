@@ -24,7 +24,14 @@ from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
 from nemo_rl.models.policy.megatron.files import check_conversion
-from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_layer, known_model_types, weight_map
+from nemo_rl.models.policy.megatron.mapping import (
+    FAMILIES,
+    heads_of,
+    is_latent,
+    is_moe_layer,
+    unmapped_reason,
+    weight_map,
+)
 from nemo_rl.models.policy.weight_loading import StoredModel
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -47,7 +54,7 @@ OF_EXPERTS = {
         "with tensor_model_parallel_size={tensor_model_parallel_size} every rank would send every token of this "
         "'{model.model_type}' model to the experts; set it to true"
     ),
-    "moe_router_bias_update_rate > 0 excludes model.model_type != deepseek_v3": (
+    "moe_router_bias_update_rate > 0 requires model.has_choice_bias": (
         "the routers of this '{model.model_type}' model have no bias (those of deepseek_v3 do); set it to 0, or use "
         "moe_router_load_balancing_type=aux_loss"
     ),
@@ -76,6 +83,7 @@ def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, model_p
     settings, text = policy.megatron_cfg, model.get_text_config()
     check_mapping(policy, model, model_path)
     check_rope(policy, text)
+    _check_local_layers(settings, text)
     check_tensor_parallel(settings, text)
     check_experts(policy, text)
     stage_layers(settings, text.num_hidden_layers)
@@ -121,13 +129,8 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
     if model_path is not None and Path(model_path).is_dir():
         with StoredModel(model_path) as stored:
             names = stored.names
-    if text.model_type not in known_model_types():
-        foreign = "" if names is None else _foreign_names(names)
-        raise ValueError(
-            f"{asked}: model_type {text.model_type!r} has no mapping to Megatron Core; known are "
-            f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py (docs/adding-a-model.md), "
-            f"or train it with {policy.key('dtensor_cfg')}{foreign}"
-        )
+    if reason := unmapped_reason(text.model_type, policy.key("dtensor_cfg")):
+        raise ValueError(f"{asked}: {reason}{'' if names is None else _foreign_names(names)}")
     try:
         weights = weight_map(text, implementation="local")
         if is_scalar(model):
@@ -153,16 +156,33 @@ def _foreign_names(names: Iterable[str]) -> str:
     return "; all names of its tensors are known from other architectures"
 
 
+def _check_local_layers(settings: MegatronConfig, text: PretrainedConfig) -> None:
+    """Whether a model with layers of this library is asked to have those of others."""
+    others = NEEDS_TRANSFORMER_ENGINE | {"bias_activation_fusion": "false"}
+    for name, value, neutral in switched_on(settings, others) if FAMILIES[text.model_type].is_local else ():
+        raise ValueError(
+            f"{settings.key(name)}={value} is not for the layers of this {text.model_type!r} model, which are torch's; "
+            f"set it to {neutral}"
+        )
+
+
 def check_rope(policy: PolicyConfig, text: PretrainedConfig) -> None:
     """Whether Megatron's modules have the model's rotary embeddings."""
-    rope = {"partial_rotary_factor": 1.0, **text.rope_parameters}
-    for name, known in (("rope_type", ROPE_TYPES), ("partial_rotary_factor", (1.0,))):
-        if rope[name] not in known:
-            raise ValueError(
-                f"{policy.key('hf_config_overrides.rope_parameters')}.{name}={rope[name]} of this {text.model_type!r} "
-                f"model is not known to the Megatron backend; train it with {policy.key('dtensor_cfg')}, or set it to "
-                f"{', '.join(map(str, known))}"
-            )
+    given = text.rope_parameters
+    by_layer = {f"{kind}.": given[kind] for kind in ("full_attention", "sliding_attention") if kind in given}
+    for where, rope in (by_layer or {"": given}).items():
+        rope = {"partial_rotary_factor": 1.0, **rope}
+        part = rope["partial_rotary_factor"]
+        # YaRN multiplies all scores by a factor, which here is one for all features and layers.
+        kinds = ROPE_TYPES[:-1] if part != 1.0 or by_layer else ROPE_TYPES
+        parts = (part,) if FAMILIES[text.model_type].partial_rotary else (1.0,)
+        for name, known in (("partial_rotary_factor", parts), ("rope_type", kinds)):
+            if rope[name] not in known:
+                raise ValueError(
+                    f"{policy.key('hf_config_overrides.rope_parameters')}.{where}{name}={rope[name]} of this "
+                    f"{text.model_type!r} model is not known to the Megatron backend; train it with "
+                    f"{policy.key('dtensor_cfg')}, or set it to {', '.join(map(str, known))}"
+                )
 
 
 def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> None:
@@ -215,7 +235,12 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
             raise ValueError(
                 f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total)}"
             )
-    facts = {"model_type": text.model_type, "n_shared_experts": text.to_dict().get("n_shared_experts")}
+    experts = FAMILIES[text.model_type].experts
+    facts = {
+        "model_type": text.model_type,
+        "n_shared_experts": text.to_dict().get("n_shared_experts"),
+        "has_choice_bias": experts is not None and experts.has_choice_bias,
+    }
     for key, message in violations(OF_EXPERTS, {**vars(settings), "model": facts}):
         raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
 

@@ -198,13 +198,9 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
         raise ValueError(
             "megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
         )
-    family = _FAMILIES.get(hf_config.model_type)
+    family = FAMILIES.get(hf_config.model_type)
     if family is None:
-        raise ValueError(
-            f"model_type {hf_config.model_type!r} has no mapping to Megatron Core; known are "
-            f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py "
-            "(docs/adding-a-model.md), or train it with dtensor_cfg"
-        )
+        raise ValueError(unmapped_reason(hf_config.model_type))
     for setting, needed in family.needs.items():
         if bool(given := getattr(hf_config, setting)) is not needed:
             raise ValueError(
@@ -215,8 +211,8 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
     extra = r"rotary_emb\.inv_freq$"
     if hf_config.tie_word_embeddings:
         extra += r"|^lm_head\.weight$"
-    if hf_config.model_type == "deepseek_v3":  # layers for multi-token prediction follow the model's own
-        first, count = hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers or 0
+    if count := hf_config.to_dict().get("num_nextn_predict_layers"):  # which follow the model's own layers
+        first = hf_config.num_hidden_layers
         extra += rf"|^(model\.)?layers\.({'|'.join(map(str, range(first, first + count)))})\."
     return WeightMap(
         model_type=hf_config.model_type,
@@ -235,18 +231,35 @@ def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
 
 def is_moe_layer(hf_config: Any, layer: int) -> bool:
     """Whether layer `layer` of the model has experts."""
-    family = _FAMILIES[hf_config.model_type]
-    return family.experts is not None and family.experts.in_layer(hf_config, layer)
+    experts = FAMILIES[hf_config.model_type].experts
+    return experts is not None and experts.in_layer(hf_config, layer)
 
 
 def is_latent(hf_config: Any) -> bool:
     """Whether the model's attention is multi-head latent attention."""
-    return _FAMILIES[hf_config.model_type].is_latent
+    return FAMILIES[hf_config.model_type].is_latent
 
 
-def known_model_types() -> list[str]:
-    """`model_type` of all architectures with a mapping, sorted."""
-    return sorted(_FAMILIES)
+def unmapped_reason(model_type: str, instead: str = "dtensor_cfg") -> str | None:
+    """Why an architecture has no mapping, and what to do: train it with `instead`. None if it has one."""
+    if model_type in FAMILIES:
+        return None
+    if reason := _IMPOSSIBLE.get(model_type):
+        return f"model_type {model_type!r} has no mapping to Megatron Core 0.16, {reason}; train it with {instead}"
+    return (
+        f"model_type {model_type!r} has no mapping to Megatron Core; known are {', '.join(sorted(FAMILIES))}. Add one "
+        f"in models/policy/megatron/mapping.py (docs/adding-a-model.md), or train it with {instead}"
+    )
+
+
+_IMPOSSIBLE = {
+    "nemotron_h": "whose Mamba layers need the GPU kernels of the package mamba_ssm",
+    "llama4_text": "which has no chunked attention",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "whose gated delta nets take no packed sequences"
+    ),
+}
+"""`model_type` -> what Megatron Core lacks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,14 +275,29 @@ class _Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Family:
-    """How an architecture differs from Llama. `needs`: the only value of a setting that has a mapping."""
+class Family:
+    """How an architecture differs from Llama. `needs`: the only value of a setting that has a mapping.
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    Queries, keys and values have a bias, and queries and keys a norm, if the field is True, or names a setting that is.
+
+    Attributes:
+        has_post_norms: the outputs of attention and feed-forward layers have a norm too.
+        is_local: it has layers of this library, which do not go with those of Transformer Engine.
+    """
+
+    qkv_bias: bool | str = False
+    qk_norm: bool | str = False
+    partial_rotary: bool = False
     is_latent: bool = False
+    has_post_norms: bool = False
+    is_local: bool = False
     experts: _Experts | None = None
     needs: Mapping[str, bool] = field(default_factory=dict)
+
+    def has(self, hf_config: Any, part: Literal["qkv_bias", "qk_norm"]) -> bool:
+        """Whether the attention of a model has the part."""
+        given = self.qkv_bias if part == "qkv_bias" else self.qk_norm
+        return getattr(hf_config, given) if isinstance(given, str) else given
 
 
 def _qwen_moe_layer(hf_config: Any, layer: int) -> bool:
@@ -280,13 +308,13 @@ def _deepseek_moe_layer(hf_config: Any, layer: int) -> bool:
     return layer >= hf_config.first_k_dense_replace
 
 
-_FAMILIES = {
-    "llama": _Family(needs={"attention_bias": False, "mlp_bias": False}),
-    "mistral": _Family(),
-    "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(qk_norm=True, needs={"attention_bias": False}),
-    "qwen3_moe": _Family(qk_norm=True, needs={"attention_bias": False}, experts=_Experts(in_layer=_qwen_moe_layer)),
-    "mixtral": _Family(
+FAMILIES = {
+    "llama": Family(needs={"attention_bias": False, "mlp_bias": False}),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True, needs={"attention_bias": False}),
+    "qwen3_moe": Family(qk_norm=True, needs={"attention_bias": False}, experts=_Experts(in_layer=_qwen_moe_layer)),
+    "mixtral": Family(
         experts=_Experts(
             in_layer=lambda hf_config, layer: True,
             count="num_local_experts",
@@ -295,14 +323,26 @@ _FAMILIES = {
             gate_up_down=("w1", "w3", "w2"),
         )
     ),
-    "deepseek_v2": _Family(
+    "deepseek_v2": Family(
         is_latent=True,
         needs={"attention_bias": False, "mlp_bias": False},
         experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts"),
     ),
-    "deepseek_v3": _Family(
+    "deepseek_v3": Family(
         is_latent=True,
         needs={"attention_bias": False, "rope_interleave": True},
+        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
+    ),
+    "gemma3_text": Family(
+        qk_norm=True,
+        has_post_norms=True,
+        is_local=True,
+        needs={"attention_bias": False, "attn_logit_softcapping": False, "use_bidirectional_attention": False},
+    ),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        partial_rotary=True,
         experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
     ),
 }
@@ -313,7 +353,7 @@ class _Tables:
     """The entries of one model. `fuses_norms`: Transformer Engine keeps a norm in the linear layer behind it."""
 
     config: Any
-    family: _Family
+    family: Family
     fuses_norms: bool
     is_grouped: bool
 
@@ -339,7 +379,12 @@ class _Tables:
         has_experts = is_moe_layer(self.config, number)
         fused = self.fuses_norms and not has_experts  # the router and the experts read the norm's output
         norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-        yield self.norm(ours + norm, theirs + "post_attention_layernorm.weight")
+        before = "post_attention_layernorm"
+        if self.family.has_post_norms:
+            yield self.norm(ours + "self_attn_bda.weight", f"{theirs}{before}.weight")
+            yield self.norm(ours + "mlp_bda.weight", theirs + "post_feedforward_layernorm.weight")
+            before = "pre_feedforward_layernorm"
+        yield self.norm(ours + norm, f"{theirs}{before}.weight")
         if has_experts:
             yield from self.experts(ours + "mlp.", theirs)
         else:
@@ -351,9 +396,9 @@ class _Tables:
         rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
         weights = [(f"{theirs}{x}_proj.weight", (rows[x], hidden)) for x in "qkv"]
         yield _mapped(ours + "linear_qkv.weight", layout, *weights)
-        if self.family.qkv_bias:
+        if self.family.has(self.config, "qkv_bias"):
             yield _mapped(ours + "linear_qkv.bias", layout, *((f"{theirs}{x}_proj.bias", (rows[x],)) for x in "qkv"))
-        for x in "qk" if self.family.qk_norm else ():
+        for x in "qk" if self.family.has(self.config, "qk_norm") else ():
             yield self.norm(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", head_dim)
         yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, rows["q"])))
 

@@ -5,7 +5,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
@@ -33,7 +34,7 @@ from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, PolicyScalarModel
-from nemo_rl.models.policy.megatron.mapping import ParallelRanks, Replicated, WeightMap
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, ParallelRanks, Replicated, WeightMap
 from nemo_rl.models.policy.megatron.moe import PolicyRouter, routers
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
@@ -56,7 +57,12 @@ def build_stages(
         vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
         stage = (PolicyScalarModel if is_scalar(model) else PolicyGPTModel)(
             config,
-            layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
+            layer_specs(
+                config,
+                use_transformer_engine=use_transformer_engine,
+                vp_stage=vp_stage,
+                has_post_norms=FAMILIES[text.model_type].has_post_norms,
+            ),
             # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows; `true_vocab_size` is what
             # counts.
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
@@ -69,6 +75,9 @@ def build_stages(
         )
         # The frequencies of transformers: Megatron's own differ for scaled rotary embeddings.
         set_frequencies(stage, model, device)
+        if text.model_type == "gemma3_text" and stage.pre_process:
+            scale = torch.tensor(text.hidden_size**0.5, dtype=config.params_dtype).item()
+            stage.embedding.register_forward_hook(lambda module, inputs, states, scale=scale: states * scale)
         stage.transform = logit_transform(model)
         stage.true_vocab_size = text.vocab_size
         stage.chunk_tokens = policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size
@@ -195,12 +204,25 @@ class RMSNorm(nn.Module):
         # Megatron then sums the gradients of tensor-parallel ranks, which saw different positions.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         # Squares of bfloat16 states lose digits that the mean needs.
         wide = states.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.is_zero_centered:  # as Gemma 3, which scales before it casts
+            return (wide * (1.0 + self.weight.float())).to(states.dtype)
         return self.weight * wide.to(states.dtype)
+
+
+class PostNorm(RMSNorm):
+    """The norm of the output of attention or of a feed-forward layer, in the place of Megatron's `bias_dropout_add`."""
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        def add(output: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            return residual + RMSNorm.forward(self, output[0])
+
+        return add
 
 
 class LatentNorm(RMSNorm):
@@ -264,7 +286,9 @@ class PackedAttention(MegatronModule):
         return out.transpose(0, 1).flatten(2)
 
 
-def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
+def layer_specs(
+    config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None, has_post_norms: bool
+) -> Any:
     """The specs of the layers of this rank (or of its virtual stage), dense and mixture-of-experts."""
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
@@ -278,6 +302,10 @@ def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_s
         if use_transformer_engine:
             continue
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        if has_post_norms:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(
+                PostNorm, {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            )
         inner: Any = layer.submodules.self_attention.submodules
         inner.core_attention = PackedAttention
         norm = LatentNorm if config.multi_latent_attention else RMSNorm

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_layer
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, heads_of, is_latent, is_moe_layer
 from nemo_rl.models.policy.pretrained import DTYPES
 
 LATENT_NORM_EPS = 1e-6
@@ -32,6 +34,10 @@ _EXPERT_KEYS = {
 }  # fmt: skip
 
 
+LAYER_TYPES = ("qwen2", "qwen3", "gemma3_text")
+"""Architectures that have a sliding window in some layers."""
+
+
 def transformer_config(
     model: PretrainedConfig, policy: PolicyConfig, *, use_transformer_engine: bool
 ) -> TransformerConfig:
@@ -45,7 +51,7 @@ def transformer_config(
     values = _dense_layers(config) | _training(policy) | fp8_fields(settings, has_experts=any(moe_layers))
     values |= _experts(config, settings, moe_layers) if any(moe_layers) else {}
     values["persist_layer_norm"] = use_transformer_engine
-    if not use_transformer_engine and not settings.bias_activation_fusion:
+    if values["activation_func"] is F.silu and not use_transformer_engine and not settings.bias_activation_fusion:
         values["activation_func"] = silu
     if not is_latent(config):
         return TransformerConfig(**values, **_attention(config))
@@ -75,16 +81,19 @@ def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "layernorm_zero_centered_gamma": False,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
+    if config.model_type == "gemma3_text":
+        values |= {"activation_func": ACT2FN[config.hidden_activation], "layernorm_zero_centered_gamma": True}
     window = config.to_dict().get("sliding_window")
     if window is None:
         return values
     # Other architectures have the window in all layers, whatever the types in their configuration.
     all_layers = ["sliding_attention"] * config.num_hidden_layers
-    kinds = config.layer_types if config.model_type in ("qwen2", "qwen3") else all_layers
+    kinds = config.layer_types if config.model_type in LAYER_TYPES else all_layers
     if foreign := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise ValueError(
             f"config.json: layer_types: {', '.join(foreign)} of a {config.model_type} model have no mapping to "
@@ -99,13 +108,15 @@ def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
 def _attention(config: PretrainedConfig) -> dict[str, Any]:
     _, groups, head_dim = heads_of(config)
     _, factor = rope_of(config, head_dim)
+    scale = factor**2 * head_dim**-0.5  # the factor multiplies all features of both queries and keys
+    if config.model_type == "gemma3_text":
+        scale = config.query_pre_attn_scalar**-0.5
     return {
         "num_query_groups": groups,
         "kv_channels": head_dim,
-        "add_qkv_bias": config.model_type == "qwen2",
-        "qk_layernorm": config.model_type in ("qwen3", "qwen3_moe"),
-        # The factor multiplies all features of both queries and keys.
-        "softmax_scale": None if factor == 1.0 else factor**2 * head_dim**-0.5,
+        "add_qkv_bias": FAMILIES[config.model_type].has(config, "qkv_bias"),
+        "qk_layernorm": FAMILIES[config.model_type].has(config, "qk_norm"),
+        "softmax_scale": None if scale == head_dim**-0.5 else scale,
     }
 
 
@@ -149,7 +160,7 @@ def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: lis
             config.model_type == "deepseek_v2" and config.topk_method not in ("greedy", "group_limited_greedy"),
             "greedy or group_limited_greedy",
         ),
-        ("norm_topk_prob", config.model_type == "deepseek_v3" and not config.norm_topk_prob, "true"),
+        ("norm_topk_prob", router.get("moe_router_enable_expert_bias") and not config.norm_topk_prob, "true"),
     ):
         if is_wrong:
             raise ValueError(
@@ -172,6 +183,15 @@ def _groups(config: Any) -> dict[str, Any]:
     return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
 
 
+def _sigmoid_router(config: Any) -> dict[str, Any]:
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        **_groups(config),
+    }
+
+
 ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     # A softmax over the chosen experts equals the softmax over all, normalised over the chosen.
     "qwen3_moe": lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
@@ -181,12 +201,7 @@ ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         **({} if config.topk_method == "greedy" else _groups(config)),
     },
-    "deepseek_v3": lambda config: {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        **_groups(config),
-    },
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), _sigmoid_router),
 }
 """`model_type` -> Megatron's settings of the same router. `moe.PolicyRouter` chooses groups."""
 
@@ -197,16 +212,21 @@ ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 # et al. 2023, arXiv 2309.00071, section 3.4). If all features rotate, that is the same as a factor of the scores.
 
 
-def rope_of(config: PretrainedConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor of cosine and sine, if all features of heads rotate.
+def rope_of(config: PretrainedConfig, head_dim: int, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+    """Inverse frequencies of the features that rotate, float32 [R / 2], and the factor of their cosine and sine.
 
-    `checks.check_rope` has refused kinds whose frequencies depend on the length of the sequence.
+    `layer_type` counts if the configuration has parameters of each. `checks.check_rope` has refused kinds whose
+    frequencies depend on the length of the sequence, and factors other than 1 for a part of the features or layers.
     """
-    given, kind = config.rope_parameters, config.rope_parameters["rope_type"]
+    given = config.rope_parameters
+    by_layer = {"layer_type": layer_type} if layer_type in given else {}
+    given = given[layer_type] if by_layer else given
+    kind = given["rope_type"]
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / given["rope_theta"] ** exponents, 1.0
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **by_layer)
 
 
 def _latent_attention(config: PretrainedConfig) -> dict[str, Any]:
@@ -260,6 +280,18 @@ def set_frequencies(stage: Any, model: PretrainedConfig, device: torch.device) -
     for embedding in (module.rotary_pos_emb for module in attentions):
         if not isinstance(embedding, YarnRotaryEmbedding):  # which computes its own in every pass
             embedding.inv_freq = frequencies
+    config = model.get_text_config()
+    if "sliding_attention" not in config.rope_parameters:
+        return
+    local = copy(stage.rotary_pos_emb)
+    local.inv_freq = rope_of(config, rotated, "sliding_attention")[0].to(device)
+
+    def rotate_by_local(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"rotary_pos_emb": local(len(kwargs["rotary_pos_emb"]), packed_seq=True)}
+
+    for layer in stage.decoder.layers:
+        if config.layer_types[layer.layer_number - 1] == "sliding_attention":
+            layer.self_attention.register_forward_pre_hook(rotate_by_local, with_kwargs=True)
 
 
 # -- 8-bit floating point with Transformer Engine, from `policy.megatron_cfg.fp8_cfg`

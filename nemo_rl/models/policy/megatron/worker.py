@@ -28,7 +28,7 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
 from nemo_rl.models.policy.megatron.gpt_model import MegatronSequences, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.moe import connect_routers, move_expert_biases, routers
@@ -69,7 +69,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
             self.hf_config = scalar_config(self.hf_config, config, settings.pad_token_id)
-        use_te = uses_transformer_engine(self.megatron, use_gpu=settings.use_gpu)
+        use_te = uses_transformer_engine(
+            self.megatron, self.hf_config.get_text_config().model_type, use_gpu=settings.use_gpu
+        )
         self.transformer = transformer_config(self.hf_config, config, use_transformer_engine=use_te)
         self.stages = build_stages(
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
@@ -266,8 +268,10 @@ class MegatronGeneratingWorker(GeneratingWorker, MegatronPolicyWorker):
         return MegatronSequences(stage, prompts, max_new_tokens, self.device)
 
 
-def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
-    """Whether Megatron's layers are Transformer Engine's modules or torch's. `auto`: if it is installed and can run.
+def uses_transformer_engine(settings: MegatronConfig, model_type: str, *, use_gpu: bool) -> bool:
+    """Whether Megatron's layers are Transformer Engine's modules or torch's.
+
+    `auto`: if it is installed and can run, and has the layers of the model.
 
     Raises:
         ValueError: Transformer Engine is asked for and cannot run here.
@@ -278,4 +282,4 @@ def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
         raise ValueError(
             f"{settings.key('transformer_impl')}=transformer_engine: Transformer Engine {lacking}; set it to local"
         )
-    return settings.transformer_impl != "local" and is_installed and use_gpu
+    return settings.transformer_impl != "local" and is_installed and use_gpu and not FAMILIES[model_type].is_local

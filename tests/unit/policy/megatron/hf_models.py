@@ -8,6 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -49,6 +51,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 
+# fmt: off
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GROUPED),
     "mistral": lambda: MistralConfig(**_GROUPED),
@@ -60,8 +63,17 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=NUM_EXPERTS),
     "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, n_shared_experts=2),
     "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=16, n_shared_experts=1),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **_GROUPED | {"tie_word_embeddings": True}, head_dim=16, query_pre_attn_scalar=24, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_GROUPED, **_MOE, head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=NUM_EXPERTS,
+        n_shared_experts=1, first_k_dense_replace=1,
+    ),
 }
-DENSE = [name for name, make in CONFIGS.items() if name in ("llama", "mistral", "qwen2-tied", "qwen3")]
+# fmt: on
+DENSE = [name for name, make in CONFIGS.items() if name in ("llama", "mistral", "qwen2-tied", "qwen3", "gemma3_text")]
 MOE = [name for name in CONFIGS if name not in DENSE]
 
 

@@ -101,6 +101,21 @@ def test_sizes_that_would_work_go_with_every_matrix_and_rotary_embeddings_must_b
         model = CONFIGS["llama"]()
         model.rope_parameters = {"rope_theta": 10000.0, **rope}
         assert f"policy.hf_config_overrides.rope_parameters.{said} of this 'llama' model" in refusal(model)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
+    model = CONFIGS["gemma3_text"]()
+    model.rope_parameters = {**model.rope_parameters, "full_attention": yarn}
+    assert "rope_parameters.full_attention.rope_type=yarn of this 'gemma3_text' model" in refusal(model)
+    model = CONFIGS["glm4_moe"]()
+    model.rope_parameters = {**yarn, "partial_rotary_factor": 0.5}
+    assert "rope_parameters.rope_type=yarn of this 'glm4_moe' model" in refusal(model)
+
+
+def test_layers_of_this_library_do_not_go_with_transformer_engine() -> None:
+    model = CONFIGS["gemma3_text"]()
+    assert not uses_transformer_engine(MegatronConfig(), model.model_type, use_gpu=True)
+    assert f"{KEY}.bias_activation_fusion=true is not for the layers of this" in refusal(
+        model, bias_activation_fusion=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,7 +300,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
     local = MegatronConfig(enabled=True, transformer_impl="local", apply_rope_fusion=True)
     [(key, text)] = device_problems(local, use_gpus=True)
     assert key == f"{KEY}.apply_rope_fusion" and "needs Transformer Engine, and transformer_impl is local" in text
-    assert not uses_transformer_engine(MegatronConfig(), use_gpu=False)
-    assert not uses_transformer_engine(MegatronConfig(transformer_impl="local"), use_gpu=True)
+    assert not uses_transformer_engine(MegatronConfig(), "llama", use_gpu=False)
+    assert not uses_transformer_engine(MegatronConfig(transformer_impl="local"), "llama", use_gpu=True)
     with pytest.raises(ValueError, match=r"transformer_impl=transformer_engine: .* runs on GPUs only; set it to local"):
-        uses_transformer_engine(MegatronConfig(transformer_impl="transformer_engine"), use_gpu=False)
+        uses_transformer_engine(MegatronConfig(transformer_impl="transformer_engine"), "llama", use_gpu=False)

@@ -43,6 +43,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent-dense": ("deepseek_v3", {"first_k_dense_replace": 2, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek_v3-groups": ("deepseek_v3", {**GROUPS, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}),
+    "gemma3_text": ("gemma3_text", {"final_logit_softcapping": 8.0}),
+    "glm4_moe": ("glm4_moe", {"routed_scaling_factor": 1.5}),
+    "glm4_moe-plain": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
 }
 
 
@@ -85,6 +88,9 @@ EXPERTS, CUT_EXPERTS = {"expert_model_parallel_size": 2}, {"expert_tensor_parall
         ("mixtral", {**SEQUENCE, **CUT_EXPERTS}),
         ("latent-dense", TENSOR),
         ("yarn", TENSOR),
+        ("gemma3_text", SEQUENCE),
+        ("gemma3_text", CONTEXT),
+        ("glm4_moe", {**SEQUENCE, **EXPERTS}),
     ],
 )
 def test_two_ranks(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
