@@ -10,6 +10,8 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from nemo_rl.config.loader import build_config
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
@@ -17,6 +19,7 @@ from nemo_rl.environments.config import (
     AgentEnvironmentConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
+    EnvSection,
     check_supported,
     environment_gpus,
     gpus_per_actor,
@@ -54,7 +57,7 @@ def env_class_path(env_type: str) -> str:
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
     """The environment of a section in this process, without an actor; see `create_env`."""
-    options = keys_of(env_config)
+    options = keys_of(_checked(env_name, env_config))
     env_class: Any = find_env_class(options.pop("type", env_name))
     if isinstance(env_class, ActorClass):
         env_class = vars(env_class)["__ray_metadata__"].modified_class
@@ -77,12 +80,30 @@ def create_envs(
     return actors
 
 
+class _Sections(StrictModel):
+    env: EnvSection
+
+
+def _checked(
+    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
+) -> AnyEnvironmentConfig | Mapping[str, Any]:
+    """A mapping for an environment of the library, also in NeMo RL's form, as its section. Others as they are."""
+    if not isinstance(env_config, Mapping):
+        return env_config
+    path = env_class_path(env_config.get("type", env_name))
+    if not path.startswith("nemo_rl."):
+        return env_config
+    return build_config(_Sections, {"env": {env_name: env_config}}).env[env_name]
+
+
 def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
 
     `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
-    as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
+    as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment, and for a
+    mapping with keys that an environment of the library does not have in any form.
     """
+    env_config = _checked(env_name, env_config)
     py_executable = own_python(env_config)
     env_class, arguments = class_and_arguments(env_name, env_config)
     if py_executable is None:

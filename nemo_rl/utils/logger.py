@@ -148,10 +148,10 @@ class Logger:
             ({"idx": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(rows)), filename
         )
 
-    def close(self) -> None:
-        """Close the trackers. Metrics of an unfinished step are dropped."""
+    def close(self, error: str | None = None) -> None:
+        """Close the trackers, which show a run that an `error` ended as failed. Drops an unfinished step's metrics."""
         self._file.close()
-        self._send(lambda tracker: tracker.close())
+        self._send(lambda tracker: tracker.close(error))
 
     def _send(self, call: Callable[[Any], None]) -> None:
         for tracker in self._trackers.values():

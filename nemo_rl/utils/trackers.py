@@ -72,7 +72,8 @@ class Tracker:
     def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
         """Send a distribution, if the service draws one."""
 
-    def close(self) -> None:
+    def close(self, error: str | None = None) -> None:
+        """End the run, as failed if an `error` ended it."""
         self._run.finish()
 
 
@@ -150,7 +151,7 @@ class TensorBoard(Tracker):
         texts = ["\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
         self._writer.add_text(SAMPLES, _indented("\n\n".join(texts)), step)
 
-    def close(self) -> None:
+    def close(self, error: str | None = None) -> None:
         self._writer.close()
 
 
@@ -195,10 +196,10 @@ class Wandb(Tracker):
     def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         return self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
-    def close(self) -> None:
+    def close(self, error: str | None = None) -> None:
         """TimeoutError if not everything was sent: while a run works, the package says nothing of a lost server."""
         began, folder = time.monotonic(), Path(self._run.dir).parent
-        self._run.finish()
+        self._run.finish(0 if error is None else 1)
         if time.monotonic() - began >= FINISH_S:
             raise TimeoutError(f"not everything has been sent; `wandb sync {folder}` sends it")
 
@@ -262,8 +263,8 @@ class MLflow(Tracker):
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         self._client.log_table(self.run_id, {"step": [step] * len(rows)} | columns, f"{SAMPLES}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self.run_id)
+    def close(self, error: str | None = None) -> None:
+        self._client.set_terminated(self.run_id, "FINISHED" if error is None else "FAILED")
 
 
 class SwanLab(Tracker):
@@ -297,9 +298,10 @@ class SwanLab(Tracker):
         table.add(list(rows[0]), [list(row.values()) for row in rows])
         return table
 
-    def close(self) -> None:
+    def close(self, error: str | None = None) -> None:
         """TimeoutError if not everything was sent: the package would wait for a lost server for ever."""
-        end = threading.Thread(target=self._run.finish, daemon=True)
+        state = "success" if error is None else "crashed"
+        end = threading.Thread(target=self._run.finish, args=(state, error), daemon=True)
         end.start()
         end.join(FINISH_S)
         if end.is_alive():

@@ -82,7 +82,7 @@ def launch(
                 alarms=LearningAlarms(config.logger.alarms),
             )
             tools.logger.log_hyperparams(config.model_dump())
-            stack.callback(tools.logger.close)
+            stack.push(lambda kind, error, _: tools.logger.close(f"{kind.__name__}: {error}" if kind else None))
             if config.logger.report.enabled:
                 recorders.append(RunRecorder(config.logger.report, run_dir, console))
                 tools.recorder = recorders[0]

@@ -110,7 +110,7 @@ def log(text: str) -> list[dict[str, Any]]:
 
 
 def test_mathematics_with_three_rewards() -> None:
-    environment: Any = new_environment("math_multi_reward", {"num_workers": 1})
+    environment: Any = new_environment("math_multi_reward", {"num_workers": 1, "stop_strings": None})
     texts = [
         "<think>x</think> <answer>42</answer>",
         "<answer>42.0</answer>",
@@ -125,7 +125,7 @@ def test_mathematics_with_three_rewards() -> None:
 
 
 def test_programs_are_compared_by_their_words() -> None:
-    environment: Any = new_environment("code_jaccard", {})
+    environment: Any = new_environment("code_jaccard", {"num_workers": 1})
     logs = [log("```python\nx = 1\n```"), log("```python\nx = 1\nprint(x, y)\n```"), log("")]
     result = environment.step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])

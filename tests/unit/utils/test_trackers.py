@@ -3,20 +3,23 @@
 import json
 import logging
 import socket
+import time
 from pathlib import Path
 
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record
 
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
 from nemo_rl.utils.logger import Logger, check_packages
 from nemo_rl.utils.trackers import RETRY_S, GuardedTracker, Tracker
 
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
+DEATH = "RuntimeError: it died"
 PARAMS = {"grpo": {"seed": 1, "names": ["a", "b"], "none": None}}
 
 
 def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
-    """A run that ends after step 2, and one that resumes it; the second continues the first one's tracker runs."""
+    """A run that ends after step 2, and one that resumes it and dies: it continues the first one's tracker runs."""
     first = Logger(cfg, folder / "exp_000")
     first.log_hyperparams(PARAMS)
     for step in (1, 2):
@@ -28,7 +31,7 @@ def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
     second.log_hyperparams(PARAMS)
     second.log_metrics({"pass@4": 0.75}, 3, "validation")
     second.finish_step(3)
-    second.close()
+    second.close(DEATH)
     assert second.run_ids == first.run_ids and len(first.run_ids) == 1
     return second
 
@@ -42,7 +45,7 @@ def test_mlflow_in_sqlite(tmp_path, monkeypatch):
 
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
-    assert run.info.run_id == run_id and run.info.status == "FINISHED" and run.info.run_name == "exp_000"
+    assert run.info.run_id == run_id and run.info.status == "FAILED" and run.info.run_name == "exp_000"
     values = client.get_metric_history(run_id, "validation/pass_at_4")
     assert [(metric.step, metric.value) for metric in values] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.data.params == {"grpo.seed": "1", "grpo.names": "['a', 'b']", "grpo.none": "None"}
@@ -56,8 +59,9 @@ def test_swanlab_offline(tmp_path):
     run_id = log_two_runs(cfg, tmp_path).run_ids["swanlab"]
     first, second = sorted(tmp_path.glob("exp_00?/swanlab/run-*"))
     assert first.name.endswith(run_id) and second.name.endswith(run_id), "`swanlab sync` joins parts of equal names"
-    for part, step in ((first, 2), (second, 3)):
-        assert b"validation/pass@4" in (part / f"run-{run_id}.swanlab").read_bytes(), step
+    for part, died in ((first, False), (second, True)):
+        content = (part / f"run-{run_id}.swanlab").read_bytes()
+        assert b"validation/pass@4" in content and (DEATH.encode() in content) == died
     assert "seed" in (first / "files/config.yaml").read_text()
     tables = [path.read_text() for path in (first / "media").rglob("*.json")]
     assert len(tables) == 2 and all("assistant: 2" in table for table in tables)
@@ -79,10 +83,28 @@ def test_trackio_in_sqlite(tmp_path, monkeypatch):
     trackio.delete_project(project, force=True)
 
 
+def exit_status(file: Path) -> int:
+    """Of a run of wandb, from its last record, which is written a moment after the end.
+
+    Seven bytes precede the file and each record: checksum, size, kind.
+    """
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        content, at, record = file.read_bytes(), 7, b""
+        while at < len(content):
+            size = int.from_bytes(content[at + 4 : at + 6], "little")
+            record, at = content[at + 7 : at + 7 + size], at + 7 + size
+        if at == len(content) and Record.FromString(record).HasField("exit"):
+            return Record.FromString(record).exit.exit_code
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
 def test_wandb_offline_resumes_by_its_id(tmp_path):
     cfg = LoggerConfig(wandb_enabled=True, wandb=WandbConfig(mode="offline"))
     run_id = log_two_runs(cfg, tmp_path).run_ids["wandb"]
-    assert len(list(tmp_path.glob(f"exp_00?/wandb/offline-run-*/run-{run_id}.wandb"))) == 2
+    files = sorted(tmp_path.glob(f"exp_00?/wandb/offline-run-*/run-{run_id}.wandb"))
+    assert [exit_status(file) for file in files] == [0, 1]
     assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
 
 
@@ -156,7 +178,7 @@ class FailingTracker(Tracker):
 
     def log_samples(self, rows, step): ...
 
-    def close(self): ...
+    def close(self, error=None): ...
 
 
 def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
