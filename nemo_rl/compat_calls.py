@@ -92,9 +92,9 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerFas
 class PY_EXECUTABLES:
     """Pythons of actors, for Ray's `runtime_env`: the driver's, or one with an extra of this project."""
 
-    SYSTEM = BASE = sys.executable
-    VLLM = f"uv run --extra vllm --directory {Path(__file__).parents[2]}"
-    MCORE = f"uv run --extra mcore --directory {Path(__file__).parents[2]}"
+    SYSTEM = BASE = FSDP = AUTOMODEL = sys.executable
+    VLLM = f"uv run --extra vllm --directory {Path(__file__).parents[1]}"
+    MCORE = f"uv run --extra mcore --directory {Path(__file__).parents[1]}"
 
 
 # Data

@@ -125,7 +125,7 @@ class RayWorkerGroup:
     def __init__(
         self,
         cluster: RayVirtualCluster,
-        builder: RayWorkerBuilder,
+        remote_worker_builder: RayWorkerBuilder,
         *,
         name_prefix: str = "worker",
         num_workers: int | None = None,
@@ -159,7 +159,8 @@ class RayWorkerGroup:
             spans_nodes = any(len({node_of[index] for index in group}) > 1 for group in groups)
             bundles = cluster.bundles(spanning_nodes=spans_nodes)
             cluster.take_seats([index for group in groups for index in group], name_prefix)
-            self._spawn([[bundles[index] for index in group] for group in groups], builder, env_vars, py_executable)
+            places = [[bundles[index] for index in group] for group in groups]
+            self._spawn(places, remote_worker_builder, env_vars, py_executable)
             self._start(start_timeout_s)
         except BaseException:
             self._end(failed=True)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import ray
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -46,6 +47,16 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
 
     The constructor takes the section's own keys as one dictionary.
     """
+
+    @classmethod
+    def options(cls, **options: Any) -> Any:
+        """The class as a Ray actor class with these options, for scripts that start an environment by themselves."""
+        return ray.remote(cls).options(**options)
+
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new actor of the class. A run starts its environments with `registry.create_env`."""
+        return cls.options().remote(*args, **kwargs)
 
     @abstractmethod
     def step(

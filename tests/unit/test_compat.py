@@ -77,6 +77,8 @@ def test_configuration(tmp_path: Path) -> None:
     assert theirs("algorithms.grpo").MasterConfig(**sections).grpo.max_num_steps == 3
     with pytest.raises(config.OverridesError, match="modle_name"):
         config.parse_hydra_overrides(cfg, ["policy.modle_name=b"])
+    project = theirs("distributed.virtual_cluster").PY_EXECUTABLES.VLLM.split()[-1]
+    assert (Path(project) / "pyproject.toml").is_file()
 
 
 def test_data(tmp_path: Path) -> None:

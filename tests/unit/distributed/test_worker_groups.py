@@ -270,7 +270,8 @@ def test_two_nodes_in_order_whose_workers_are_decorated_and_get_values_for_refer
     axes = NamedSharding(np.arange(3).reshape(3, 1), ["data_parallel", "tensor_parallel"])
     with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
         assert cluster.bundles_by_node() == [[0], [1, 2]]
-        with RayWorkerGroup(cluster, builder, workers_per_node=[1, 2], sharding_annotations=axes) as group:
+        how: Any = {"remote_worker_builder": builder, "workers_per_node": [1, 2], "sharding_annotations": axes}
+        with RayWorkerGroup(cluster, **how) as group:
             environments = group.call_all("environment")
             assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
             future = group.run_all_workers_sharded_data("echo", k=[3, 4, 5], in_sharded_axes=["data_parallel"])

@@ -18,6 +18,7 @@ from nemo_rl.environments.client import (
     StepRefused,
     split_return,
 )
+from nemo_rl.environments.code.environment import CodeJaccardEnvironment
 from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.registry import (
@@ -311,6 +312,14 @@ def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
 def blocks_of_the_guide():
     text = GUIDE.read_text()
     return dict(re.findall(r"<!-- (\w+\.py) -->\n```python\n(.*?)```", text, flags=re.DOTALL))
+
+
+def test_a_script_starts_an_environment_by_itself(ray_local):
+    import ray
+
+    actor = CodeJaccardEnvironment.options(num_cpus=0).remote({})
+    assert ray.get(actor.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
+    ray.kill(actor)
 
 
 def test_the_environment_of_the_guide_runs(ray_local, import_folder):
