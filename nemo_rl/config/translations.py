@@ -147,6 +147,12 @@ VALUES = (
         "alltoall: another way of the same tokens to their experts",
     ),
     Value(
+        "generation.vllm_cfg.expert_parallel_size",
+        "vllm_cfg.expert_parallel_size > 1 and vllm_cfg.expert_parallel_size <= {vllm_cfg.tensor_parallel_size}",
+        1,
+        "an engine splits experts like its other layers",
+    ),
+    Value(
         f"model.{_PEFT}.match_all_linear",
         f"{_PEFT}.match_all_linear=false and not {_PEFT}.target_modules and {_PEFT}.exclude_modules",
         True,
@@ -345,6 +351,7 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     ),
     "a resumed run has the schedule of its configuration": _keys(f"{_MEGATRON}.scheduler.override_opt_param_scheduler"),
     "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
+    "an engine splits experts like its other layers": _keys(f"{_VLLM}.enable_expert_parallel"),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),
     "no version of NeMo RL reads it": _keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
     "the run decides it": _keys("model_cache_dir", "model_repo_id", "peft_config", "is_peft", under="checkpointing"),
@@ -422,13 +429,7 @@ FEATURES = (
             *_keys(f"{_MEGATRON}.mtp_use_repeated_layer"),
         ),
     ),
-    Feature(
-        "experts split over the devices of an engine",
-        (
-            *_keys(f"{_VLLM}.expert_parallel_size", neutral=one_of(1, None)),
-            *_keys(f"{_VLLM}.enable_expert_parallel"),
-        ),
-    ),
+    Feature("experts split over several engines", _keys(f"{_VLLM}.expert_parallel_size", neutral=one_of(1, None))),
     Feature(
         "layers that an FP8 engine keeps in bfloat16",
         (

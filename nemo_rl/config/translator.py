@@ -222,6 +222,8 @@ class Translator:
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
+        theirs = bool(self.remarks)
+        self._translate_values(off, theirs=False)
         dropped = [path for row in WITHOUT_MEANING for path in self._foreign(row, keys)]
         asking: dict[str, list[KeyPath]] = {}
         for name, rows in (*IGNORED.items(), *((feature.name, feature.keys) for feature in FEATURES)):
@@ -241,15 +243,8 @@ class Translator:
         lacking = [feature for feature in FEATURES if feature.name in asking]
         problems = [self._lacking(feature.name, asking[feature.name]) for feature in lacking]
         self.decided = [section for feature in lacking for section in feature.decides]
-        theirs = bool(self.remarks or dropped)
-        for row in VALUES:
-            for section, path in places(row.key, values):
-                applies = (theirs or not row.only_theirs) and not (row.is_default and path in self.tree.locations)
-                if applies and self._holds(row.when, section):
-                    self._put(path, row.value)
-                    if not any(path[: len(at)] == at for at in off):
-                        self.remark(path, row.reason)
-        if theirs or self.remarks:
+        self._translate_values(off, theirs=theirs or bool(asking or dropped))
+        if dropped or self.remarks:
             self._saves()
             self._verifier()
             for condition, (key, text) in DIFFERENCES.items():
@@ -259,6 +254,16 @@ class Translator:
             if path in self.tree:  # and not gone with the section around it
                 self.tree.delete(path)
         return problems
+
+    def _translate_values(self, off: list[KeyPath], *, theirs: bool) -> None:
+        """Apply the rows of `VALUES`: those that are only for files of NeMo RL if it is one (`theirs`)."""
+        for row in VALUES:
+            for section, path in places(row.key, self.tree.values):
+                applies = (theirs or not row.only_theirs) and not (row.is_default and path in self.tree.locations)
+                if applies and self._holds(row.when, section):
+                    self._put(path, row.value)
+                    if not any(path[: len(at)] == at for at in off):
+                        self.remark(path, row.reason)
 
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""

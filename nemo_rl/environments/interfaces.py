@@ -50,13 +50,11 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
 
     @classmethod
     def options(cls, **options: Any) -> Any:
-        """The class as a Ray actor class with these options, for scripts that start an environment by themselves."""
-        return ray.remote(cls).options(**options)
+        """The class as a Ray actor class with these options, for scripts that start an environment by themselves.
 
-    @classmethod
-    def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new actor of the class. A run starts its environments with `registry.create_env`."""
-        return cls.options().remote(*args, **kwargs)
+        A run starts its environments with `registry.create_env`.
+        """
+        return ray.remote(cls).options(**options)
 
     @abstractmethod
     def step(

@@ -160,6 +160,8 @@ policy: {megatron_cfg: {enabled: true, optimizer: {lr: 1.0e-6, min_lr: 1.0e-6}}}
     -> checkpointing.model_save_format: torch_save
 policy: {sequence_packing: {enabled: true, fuse_loss: true, algorithm: modified_ffd}}
     -> policy.sequence_packing.algorithm: modified_first_fit_decreasing
+{cluster: {gpus_per_node: 2}, policy: {generation: {vllm_cfg: {tensor_parallel_size: 2, expert_parallel_size: 2}}}}
+    -> policy.generation.vllm_cfg.tensor_parallel_size: 2
 env: {math: {verifier_type: multichoice}} -> env.math.verifier_type: english_multichoice
 """
 
