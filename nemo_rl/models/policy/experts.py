@@ -102,9 +102,6 @@ class ExpertNames:
             ValueError: the number of experts, or a shape, is not that of config.json.
         """
         assert stored.names is not None
-        if f"{name}_blocks" in stored.names:
-            read_mxfp4(name, tensor, stored)
-            return True
         own = self.as_in(stored.names)
         experts = own.fused_sources(name, tensor.shape)
         if not experts:
@@ -181,16 +178,7 @@ def layer_values(counts: torch.Tensor) -> torch.Tensor:
     return torch.stack(values, dim=1)
 
 
-# -- weights stored in MXFP4, as GPT-OSS's experts are: read as ordinary numbers, never written
-#
-# Microscaling formats (OCP 2023): 32 numbers of four bits share a scale, a power of two of eight bits.
-#
-#     NAME_blocks uint8 [E, out, in / 32, 16], two numbers per byte, the first in the lower half
-#     NAME_scales uint8 [E, out, in / 32], exponents with an offset of 127
-#     -> NAME [E, in, out], which is how transformers holds these matrices
-
-_MXFP4_GROUP = 32
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# -- quantised checkpoints
 
 
 def plain_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
@@ -210,30 +198,3 @@ def plain_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
         )
     del config.__dict__["quantization_config"]
     return config
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., in / 32, 16] and [..., in / 32] -> float32 [..., in]."""
-    values = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
-    numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1).flatten(-2)
-    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
-
-
-def mxfp4_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes on disk of parameter `name`, [E, in, out]."""
-    experts, rows, columns = shape
-    groups = (experts, columns, rows // _MXFP4_GROUP)
-    return {f"{name}_blocks": (*groups, 16), f"{name}_scales": groups}
-
-
-@torch.no_grad()
-def read_mxfp4(name: str, tensor: torch.Tensor, stored: StoredModel) -> None:
-    """Fill a parameter or DTensor [E, in, out], reading only this rank's part. ValueError for another shape on disk."""
-    shapes = mxfp4_shapes(name, tuple(tensor.shape))
-    blocks, scales = (stored.tensor(source) for source in shapes)
-    for piece, (source, shape) in zip((blocks, scales), shapes.items(), strict=True):
-        check_shape(piece, shape, source, stored.model_path)
-    own_experts, own_rows, own_columns = local_index(tensor) or (slice(0, 0),) * 3
-    for local, expert in zip(local_part(tensor), range(own_experts.start, own_experts.stop), strict=False):
-        whole = dequantize(blocks[expert, own_columns], scales[expert, own_columns])  # [out, in], one at a time
-        local.copy_(whole.T[own_rows])

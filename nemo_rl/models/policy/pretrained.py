@@ -28,7 +28,7 @@ from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.attention import OTHER_MIXERS, attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-from nemo_rl.models.policy.experts import ExpertNames, mxfp4_shapes, plain_config
+from nemo_rl.models.policy.experts import ExpertNames, plain_config
 from nemo_rl.models.policy.head.scalar import (
     HEAD_WEIGHT,
     auto_class,
@@ -250,8 +250,6 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
                 continue
             if parameter in stored.names:
                 wanted[parameter] = shape
-            elif f"{parameter}_blocks" in stored.names:
-                wanted |= mxfp4_shapes(parameter, shape)
             else:
                 wanted |= dict(names.as_in(stored.names).split_meta(parameter, shape))
         found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}

@@ -45,6 +45,7 @@ class StoredModel:
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
     `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
+    Experts in MXFP4 are under the names of ordinary numbers, as which they are read.
     """
 
     def __init__(self, model_path: str, rename: Callable[[str], str] | None = None) -> None:
@@ -54,15 +55,22 @@ class StoredModel:
         if rename is not None and self.files is not None:
             self._on_disk = {rename(name): name for name in self.files}
             self.files = {rename(name): file for name, file in self.files.items()}
+        blocks, scales = ({n.removesuffix(part) for n in self.files or () if n.endswith(part)} for part in _MXFP4_PARTS)
+        self._packed = blocks & scales
         self._opened: dict[str, Any] = {}
         self._stack = ExitStack()
 
     @property
     def names(self) -> set[str] | None:
-        return None if self.files is None else set(self.files)
+        if self.files is None:
+            return None
+        packed = {f"{name}{part}" for name in self._packed for part in _MXFP4_PARTS}
+        return (self.files.keys() - packed) | self._packed
 
     def tensor(self, name: str) -> StoredTensor:
         assert self.files is not None
+        if name in self._packed:
+            return _Mxfp4(*(self.tensor(f"{name}{part}") for part in _MXFP4_PARTS))
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -73,6 +81,39 @@ class StoredModel:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+
+# GPT-OSS's experts are stored in MXFP4 (microscaling formats, OCP 2023): 32 numbers of four bits share a scale, a power
+# of two of eight bits.
+#
+#     NAME_blocks uint8 [E, out, in / 32, 16], two numbers per byte, the first in the lower half
+#     NAME_scales uint8 [E, out, in / 32], exponents with an offset of 127
+#     -> NAME [E, in, out], which is how transformers holds these matrices
+
+_MXFP4_PARTS = ("_blocks", "_scales")
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class _Mxfp4:
+    """Matrices [E, in, out] as ordinary numbers, in bfloat16, which holds them exactly."""
+
+    def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
+        self._blocks, self._scales = blocks, scales
+
+    def get_shape(self) -> list[int]:
+        experts, columns, groups = self._scales.get_shape()
+        return [experts, 32 * groups, columns]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        experts, rows, columns = (*index, slice(None), slice(None))[:3]
+        values = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
+        matrices = []
+        for expert in range(self.get_shape()[0])[experts]:  # one after the other: float32 takes eight times the bytes
+            blocks, scales = self._blocks[expert, columns], self._scales[expert, columns]
+            numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1).flatten(-2)
+            whole = torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
+            matrices.append(whole.T[rows].bfloat16())
+        return torch.stack(matrices)
 
 
 def checkpoint_files(model_path: str) -> dict[str, str] | None:

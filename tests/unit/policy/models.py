@@ -9,6 +9,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -59,6 +60,7 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "phi": (PhiConfig, {"qk_layernorm": True}),
     "qwen3-moe": (Qwen3MoeConfig, _MOE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
     "mixtral": (MixtralConfig, {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "gpt-oss": (GptOssConfig, _SLIDING | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (DeepseekV3Config, _MOE | _LATENT | _GROUPS | {"num_key_value_heads": 4}),
 }
 

@@ -20,6 +20,7 @@ from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.token_mixers import isolate_sequences
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy.families import family_config, random_model
+from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.unit.policy.test_attention import gradients, states_alone, states_together
 from tests.worlds import run_world
@@ -105,7 +106,10 @@ def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_pa
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
         return whole_weights(make_worker(tmp_path, config))
 
-    for found in run_world(on_rank, 2):
+    def on_megatron(rank: int, world: int) -> dict[str, torch.Tensor]:
+        return whole_weights(make_worker(tmp_path, Layout(world=1, policy={"model_name": str(tmp_path)}).config()))
+
+    for found in run_world(on_rank, 2) + run_world(on_megatron, 1):
         for name, expected in (want | state).items():
             torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ torch's own .metadata is pickled, and it is read with a list of allowed names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -287,7 +288,7 @@ def add_chunks(
 
 
 def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Iterator[tuple[Shape, torch.Tensor]]:
-    """(offset in a shard of `shape`, view) of the at most three rectangles that make up elements `flat` of it."""
+    """(offset in a shard of `shape`, view) of the rectangles that elements `flat` are: of a matrix at most three."""
     if flat is None:
         assert tuple(values.shape) == shape, f"{tuple(values.shape)} is not {shape}"
         yield (0,) * len(shape), values
@@ -296,7 +297,15 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
     if len(shape) == 1:
         yield (flat.start,), values
         return
-    _, columns = shape
+    if len(shape) > 2:  # experts
+        size = math.prod(shape[1:])
+        for first in range(flat.start // size * size, flat.stop, size):
+            own = range(max(flat.start - first, 0), min(flat.stop - first, size))
+            part = values[own.start + first - flat.start :][: len(own)]
+            for at, view in _rectangles(shape[1:], part, own):
+                yield (first // size, *at), view[None]
+        return
+    columns = shape[-1]
     at = 0
     while at < len(values):  # the rest of a row, whole rows, the beginning of a row
         # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.

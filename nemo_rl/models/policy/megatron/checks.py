@@ -236,6 +236,11 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
                 f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total)}"
             )
     experts = FAMILIES[text.model_type].experts
+    if experts is not None and experts.is_stacked and settings.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            f"{settings.key('expert_tensor_parallel_size')}={settings.expert_tensor_parallel_size}: the experts of "
+            f"{model} stay whole; set it to 1, or raise expert_model_parallel_size"
+        )
     facts = {
         "model_type": text.model_type,
         "n_shared_experts": text.to_dict().get("n_shared_experts"),

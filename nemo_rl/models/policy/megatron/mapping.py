@@ -78,7 +78,8 @@ class HFTensor:
 class MappedTensor:
     """One Megatron tensor of the whole model. `expert` counts through the model; None outside of experts.
 
-    `is_buffer`: not trained by gradients and always float32 (the bias that chooses experts).
+    `is_buffer`: not trained by gradients and always float32 (the bias that chooses experts). `stacks_experts`: it holds
+    all experts, of which expert-parallel ranks have their share.
     """
 
     template: str
@@ -87,6 +88,7 @@ class MappedTensor:
     expert: int | None = None
     num_experts: int = 0
     is_buffer: bool = False
+    stacks_experts: bool = False
 
     def place(self, ep_size: int) -> tuple[str, int | None]:
         """Its name in the modules of a rank, with the layer number of the whole model, and the expert-parallel rank
@@ -100,6 +102,8 @@ class MappedTensor:
 
     def rank_and_size(self, ranks: ParallelRanks) -> tuple[int, int]:
         """Rank and size in the tensor parallelism that splits it, which experts have their own of."""
+        if self.stacks_experts:
+            return ranks.ep_rank, ranks.ep_size
         return (ranks.tp_rank, ranks.tp_size) if self.expert is None else (ranks.etp_rank, ranks.etp_size)
 
     def slices(self, rank: int, size: int) -> list[ShardSlice]:
@@ -272,6 +276,7 @@ class _Experts:
     block: str = "mlp"
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_choice_bias: bool = False
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +286,8 @@ class Family:
     Queries, keys and values have a bias, and queries and keys a norm, if the field is True, or names a setting that is.
 
     Attributes:
+        has_biases: attention, routers and experts have biases everywhere.
+        has_sinks: every head of attention has a score for a key without a value.
         has_post_norms: the outputs of attention and feed-forward layers have a norm too.
         is_local: it has layers of this library, which do not go with those of Transformer Engine.
     """
@@ -290,6 +297,8 @@ class Family:
     partial_rotary: bool = False
     is_latent: bool = False
     has_post_norms: bool = False
+    has_biases: bool = False
+    has_sinks: bool = False
     is_local: bool = False
     experts: _Experts | None = None
     needs: Mapping[str, bool] = field(default_factory=dict)
@@ -338,6 +347,19 @@ FAMILIES = {
         has_post_norms=True,
         is_local=True,
         needs={"attention_bias": False, "attn_logit_softcapping": False, "use_bidirectional_attention": False},
+    ),
+    "gpt_oss": Family(
+        qkv_bias=True,
+        has_biases=True,
+        has_sinks=True,
+        is_local=True,
+        needs={"attention_bias": True},
+        experts=_Experts(
+            in_layer=lambda hf_config, layer: True,
+            count="num_local_experts",
+            width="intermediate_size",
+            is_stacked=True,
+        ),
     ),
     "glm4_moe": Family(
         qkv_bias="attention_bias",
@@ -401,6 +423,10 @@ class _Tables:
         for x in "qk" if self.family.has(self.config, "qk_norm") else ():
             yield self.norm(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", head_dim)
         yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, rows["q"])))
+        if self.family.has_biases:
+            yield self.norm(ours + "linear_proj.bias", theirs + "o_proj.bias")
+        if self.family.has_sinks:
+            yield _mapped(ours + "core_attention.softmax_offset", Column(), (theirs + "sinks", (heads,)))
 
     def latent_attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
         """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
@@ -432,10 +458,23 @@ class _Tables:
         yield _mapped(ours + "linear_fc1.weight", Column(), *gate_up)
         yield _mapped(ours + "linear_fc2.weight", Row(), (theirs + "down_proj.weight", (hidden, width)))
 
+    def stacked_experts(self, ours: str, theirs: str, count: int, width: int) -> Iterator[MappedTensor]:
+        """GPT-OSS's, whose layer is ours: it has the parameters of files."""
+        hidden = self.config.hidden_size
+        for name, shape in ((".weight", (count, hidden)), (".bias", (count,))):
+            yield _mapped(ours + "router" + name, Replicated(), (theirs + "router" + name, shape))
+        for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden))):
+            for ending, whole in (("", (count, *shape)), ("_bias", (count, shape[-1]))):
+                tensor = (f"{theirs}experts.{name}{ending}", whole)
+                yield _mapped(f"{ours}experts.{name}{ending}", Column(), tensor, stacks_experts=True)
+
     def experts(self, ours: str, layer: str) -> Iterator[MappedTensor]:
         config, names = self.config, self.family.experts
         assert names is not None
         count, width, hidden = getattr(config, names.count), getattr(config, names.width), config.hidden_size
+        if names.is_stacked:
+            yield from self.stacked_experts(ours, f"{layer}{names.block}.", count, width)
+            return
         theirs, fused = f"{layer}{names.block}.", f"{layer}mlp."
         router = (theirs + "gate.weight", (count, hidden), CheckpointTensor(fused + "gate.weight", (count, hidden)))
         yield _mapped(ours + "router.weight", Replicated(), router)

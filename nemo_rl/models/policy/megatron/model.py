@@ -34,8 +34,8 @@ from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, PolicyScalarModel
-from nemo_rl.models.policy.megatron.mapping import FAMILIES, ParallelRanks, Replicated, WeightMap
-from nemo_rl.models.policy.megatron.moe import PolicyRouter, routers
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, Family, ParallelRanks, Replicated, WeightMap
+from nemo_rl.models.policy.megatron.moe import PolicyRouter, StackedExperts, routers
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
 
@@ -61,7 +61,7 @@ def build_stages(
                 config,
                 use_transformer_engine=use_transformer_engine,
                 vp_stage=vp_stage,
-                has_post_norms=FAMILIES[text.model_type].has_post_norms,
+                family=FAMILIES[text.model_type],
             ),
             # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows; `true_vocab_size` is what
             # counts.
@@ -98,7 +98,7 @@ def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, rank
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             vars(parameter).pop(attribute, None)
         set_tensor_model_parallel_attributes(parameter, is_shard, entries[name].layout.dim if is_shard else -1, 1)
-        if entries[name].expert is not None:
+        if entries[name].expert is not None or entries[name].stacks_experts:
             # Megatron sums gradients of an expert over its replicas only with expert parallelism. But tensor-parallel
             # ranks that do not share its matrices (expert below tensor parallelism) are replicas with other tokens.
             vars(parameter)["allreduce"] = False
@@ -246,6 +246,10 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # pyright: ignore[reportArgumentType]
         self.window = config.window_size[0] + 1 if has_window and config.window_size else None
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":  # sinks, under the name that they have in Megatron's attention
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -267,6 +271,7 @@ class PackedAttention(MegatronModule):
             attention_mask=None,
             scaling=self.softmax_scale,
             sliding_window=self.window,
+            s_aux=self.softmax_offset,
             cu_seqlens=packed_seq_params.cu_seqlens,
         )
         return out[0]
@@ -281,13 +286,14 @@ class PackedAttention(MegatronModule):
             attention_mask=None,
             scaling=self.softmax_scale,
             sliding_window=self.window,
+            s_aux=self.softmax_offset,
             seen=None if seen is None else seen.expand(query.shape[1], 1, -1, -1),
         )
         return out.transpose(0, 1).flatten(2)
 
 
 def layer_specs(
-    config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None, has_post_norms: bool
+    config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None, family: Family
 ) -> Any:
     """The specs of the layers of this rank (or of its virtual stage), dense and mixture-of-experts."""
     block: Any = get_gpt_decoder_block_spec(
@@ -297,12 +303,14 @@ def layer_specs(
         mlp = layer.submodules.mlp
         if mlp.module is MoELayer:
             mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
+            if family.experts is not None and family.experts.is_stacked:
+                mlp.submodules.experts = StackedExperts
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention
         if use_transformer_engine:
             continue
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        if has_post_norms:
+        if family.has_post_norms:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(
                 PostNorm, {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -230,6 +231,42 @@ class PolicyRouter(TopKRouter):
         summed = scores_for_aux_loss.new_zeros(shape).index_add(0, self._sequences, scores_for_aux_loss)
         part = (share * summed).sum() * (shape[1] * coeff / self.step_tokens)
         return MoEAuxLossAutoScaler.apply(probs, part)
+
+
+# -- experts in one tensor each
+
+
+class StackedExperts(MegatronModule):
+    """GPT-OSS's experts of a rank, as they are on disk: gate and up features alternate, and all parts have a bias.
+
+    Parameters: gate_up_proj [E, H, 2 I], gate_up_proj_bias [E, 2 I], down_proj [E, I, H], down_proj_bias [E, H].
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **others: object) -> None:
+        super().__init__(config=config)
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        assert width is not None
+        for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden))):
+            for ending, one in (("", shape), ("_bias", shape[1:])):
+                values = torch.empty(num_local_experts, *one, dtype=config.params_dtype)
+                self.register_parameter(name + ending, nn.Parameter(values))
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, H], ordered by expert, and their probabilities [T] -> [T, H], already weighted."""
+        config, counts, outputs = self.config, tokens_per_expert.tolist(), []
+        limit, activation = config.activation_func_clamp_value, config.activation_func
+        assert limit is not None
+        # Unbound once: indexing every expert would make a gradient of all experts for each of them.
+        experts = zip(*(parameter.unbind() for parameter in self.parameters()), strict=True)
+        for states, share, (wide, wide_bias, narrow, narrow_bias) in zip(
+            tokens.split(counts), probs.split(counts), experts, strict=True
+        ):
+            gate, up = (states @ wide + wide_bias).unflatten(-1, (-1, 2)).unbind(-1)
+            gated = activation(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + config.glu_linear_offset)
+            outputs.append(((gated @ narrow + narrow_bias) * share[:, None]).to(tokens.dtype))
+        return torch.cat(outputs), None
 
 
 # -- building and connecting

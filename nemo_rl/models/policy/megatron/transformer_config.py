@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _EXPERT_KEYS = {
 }  # fmt: skip
 
 
-LAYER_TYPES = ("qwen2", "qwen3", "gemma3_text")
+LAYER_TYPES = ("qwen2", "qwen3", "gemma3_text", "gpt_oss")
 """Architectures that have a sliding window in some layers."""
 
 
@@ -70,6 +71,11 @@ def silu(gate: torch.Tensor) -> torch.Tensor:
     return F.silu(gate, inplace=not torch.is_grad_enabled())
 
 
+def swish(gate: torch.Tensor, sharpness: float) -> torch.Tensor:
+    """SiLU with another slope, which GPT-OSS has."""
+    return gate * torch.sigmoid(sharpness * gate)
+
+
 def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
     """Sizes, and the windows of layers whose queries see at most the last `sliding_window` keys, with their own."""
     values = {
@@ -82,12 +88,19 @@ def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "layernorm_zero_centered_gamma": False,
-        "add_bias_linear": False,
+        "add_bias_linear": FAMILIES[config.model_type].has_biases,
+        "softmax_type": "learnable" if FAMILIES[config.model_type].has_sinks else "vanilla",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
     if config.model_type == "gemma3_text":
         values |= {"activation_func": ACT2FN[config.hidden_activation], "layernorm_zero_centered_gamma": True}
+    if config.model_type == "gpt_oss":
+        values |= {
+            "activation_func": partial(swish, sharpness=config.swiglu_alpha),
+            "activation_func_clamp_value": config.swiglu_limit,
+            "glu_linear_offset": 1.0,
+        }
     window = config.to_dict().get("sliding_window")
     if window is None:
         return values
@@ -195,7 +208,7 @@ def _sigmoid_router(config: Any) -> dict[str, Any]:
 ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     # A softmax over the chosen experts equals the softmax over all, normalised over the chosen.
     "qwen3_moe": lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
-    "mixtral": lambda config: {"moe_router_pre_softmax": False},
+    **dict.fromkeys(("mixtral", "gpt_oss"), lambda config: {"moe_router_pre_softmax": False}),
     "deepseek_v2": lambda config: {
         "moe_router_pre_softmax": True,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,

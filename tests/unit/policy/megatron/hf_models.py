@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -65,6 +66,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=16, n_shared_experts=1),
     "gemma3_text": lambda: Gemma3TextConfig(
         **_GROUPED | {"tie_word_embeddings": True}, head_dim=16, query_pre_attn_scalar=24, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **_GROUPED, head_dim=16, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
     ),
     "glm4_moe": lambda: Glm4MoeConfig(

@@ -212,6 +212,7 @@ def test_a_checkpoint_is_checked_by_its_headers(saved, tmp_path, caplog):
         ("qwen3-moe", BF16 | SHARED_MUON | EP, None),
         ("qwen2-tied", PP | BF16, None),
         ("qwen3-moe", EP | WHOLE, None),
+        ("gpt-oss", {}, EP | WHOLE),
     ],
 )
 def test_a_policy_resumes_on_this_and_that_layout(tmp_path, family, saved_on, resumed_on):

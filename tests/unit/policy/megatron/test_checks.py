@@ -113,6 +113,9 @@ def test_sizes_that_would_work_go_with_every_matrix_and_rotary_embeddings_must_b
 def test_layers_of_this_library_do_not_go_with_transformer_engine() -> None:
     model = CONFIGS["gemma3_text"]()
     assert not uses_transformer_engine(MegatronConfig(), model.model_type, use_gpu=True)
+    assert "the experts of this 'gpt_oss' model stay whole" in refusal(
+        CONFIGS["gpt_oss"](), expert_tensor_parallel_size=2
+    )
     assert f"{KEY}.bias_activation_fusion=true is not for the layers of this" in refusal(
         model, bias_activation_fusion=True
     )

@@ -75,7 +75,7 @@ def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(
         padded_vocabulary(5, 4)
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", [name for name in MOE if name != "gpt_oss"])
 @pytest.mark.parametrize(
     ("is_grouped", "ours"),
     [
