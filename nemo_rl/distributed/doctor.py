@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError, first_line
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 
 MIN_OPEN_FILES = 4096
@@ -291,5 +291,5 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
     except ConnectionError as error:
         say(judged(False, "Ray", str(error).splitlines()[0], "look at `ray status`, RAY_ADDRESS and the head's port"))
     finally:
-        ray.shutdown()
+        shutdown_ray()
     return "bad" not in levels

@@ -36,6 +36,7 @@ WHAT = {
     "pause": "SIGSTOP for 20 s",
     "exception": "the next call of one of its methods raises, or the next step of the core",
     "nonsense": "its weights, or its rewards, become NaN",
+    "shape": "it returns a reward too few",
     "disk": "the disk becomes full",
     "memory": "it can allocate no more memory (RLIMIT_AS)",
     "cut": "its network connections are shut down",
@@ -91,6 +92,8 @@ def is_possible(cell: Cell) -> bool:
         return who in WRITERS and when in ("train", "validation", "checkpoint")
     if what == "nonsense":
         return who in WITH_NUMBERS and when not in ("start-up", "resume")
+    if what == "shape":
+        return who == "environment" and when not in ("start-up", "resume")
     if what == "exception":
         return who not in WITHOUT_METHODS and when not in ("start-up", "resume")
     if who == "driver":

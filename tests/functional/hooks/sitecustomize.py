@@ -1,8 +1,8 @@
 """Hurts the process that imports it when told to, from inside: what no signal can do.
 
 On the module path of a run whose variable `FAULTS_FOLDER` is set, every Python process of it imports this file when it
-starts. A file `<pid>` in that folder names what to do: "exception" or "nonsense" (`fault_table.WHAT`), or "core
-exception".
+starts. A file `<pid>` in that folder names what to do: "exception", "nonsense" or "shape" (`fault_table.WHAT`), or
+"core exception".
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def _watch(folder: Path) -> None:
     order = folder / str(os.getpid())
     while not order.exists():
         time.sleep(POLL_S)
-    {"exception": _raise_once, "nonsense": _return_nonsense, "core exception": _break_core}[order.read_text()]()
+    {"exception": _raise_once, "nonsense": _return_nan, "shape": _lose_reward, "core exception": _break_core}[
+        order.read_text()
+    ]()
     order.unlink()
 
 
@@ -38,17 +40,25 @@ def _break_core() -> None:
     core.step_fn = step
 
 
-def _return_nonsense() -> None:
-    target = _target()
-    if type(target).__name__ == "VerifierPool":
-        module = sys.modules["nemo_rl.environments.math.environment"]
-        one_turn = module.one_turn
+def _change_rewards(change) -> None:
+    """Of the next call of the environment."""
+    module = sys.modules["nemo_rl.environments.math.environment"]
+    one_turn = module.one_turn
 
-        def without_rewards(observations, metadata, rewards, **kwargs):
-            module.one_turn = one_turn
-            return one_turn(observations, metadata, rewards * float("nan"), **kwargs)
+    def changed(observations, metadata, rewards, **kwargs):
+        module.one_turn = one_turn
+        return one_turn(observations, metadata, change(rewards), **kwargs)
 
-        module.one_turn = without_rewards
+    module.one_turn = changed
+
+
+def _lose_reward() -> None:
+    _change_rewards(lambda rewards: rewards[:-1])
+
+
+def _return_nan() -> None:
+    if type(_target()).__name__ == "VerifierPool":
+        _change_rewards(lambda rewards: rewards * float("nan"))
         return
     import torch
 

@@ -324,11 +324,27 @@ def test_a_head_in_another_dtype_is_named(models):
     assert found.cause == Cause.HEAD_DTYPE and "with a head in bfloat16" in found.finding
 
 
-def test_another_rope_is_named(models):
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-    found = examine(models / "llama", engine_changes={"hf_config_overrides": rope})
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            ["rope_parameters: training {'rope_theta': 10000.0", "100.0"],
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+                "max_position_embeddings": 8,
+            },
+            ["max_position_embeddings: training 256, generation 8"],
+        ),
+    ],
+    ids=["RoPE", "context length"],
+)
+def test_other_positions_are_named(models, overrides, said):
+    found = examine(models / "llama", engine_changes={"hf_config_overrides": overrides})
     assert found.cause == Cause.POSITIONS
-    assert "rope_parameters: training {'rope_theta': 10000.0" in found.finding and "100.0" in found.finding
+    assert all(text in found.finding for text in said), found.finding
 
 
 def test_kernels_that_mix_no_tokens_are_told_from_attention(models):

@@ -12,15 +12,24 @@ ROOT = Path(__file__).parents[3]
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
 LISTENERS = """
-import os, ray, sys
-from nemo_rl.distributed.virtual_cluster import start_local_ray
+import os, ray, signal, sys, time
+from ray._private.worker import global_worker
+from nemo_rl.distributed.virtual_cluster import ray_loss, shutdown_ray, start_local_ray
 from tests.functional.cli import assert_out_of_reach
 start_local_ray(num_cpus=2, object_store_gb=0.2)
 place = os.getcwd(), sys.executable
 assert ray.get(ray.remote(lambda: (os.getcwd(), sys.executable)).remote()) == place, "Ray started a copy of the project"
 
 assert_out_of_reach(os.getsid(0))
-ray.shutdown()
+assert ray_loss() is None
+[raylet] = global_worker.node.all_processes["raylet"]
+os.kill(raylet.process.pid, signal.SIGSTOP)
+while (said := ray_loss()) is None:
+    time.sleep(0.01)
+assert "is stopped (SIGSTOP" in said, said
+began = time.monotonic()
+shutdown_ray()  # `ray.shutdown` never returns here
+assert time.monotonic() - began < 30
 """
 
 
@@ -63,7 +72,10 @@ def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_t
 
 
 def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker(tmp_path: Path):
-    """To Ray, an ancestor of the driver looks like `uv run`, by which Ray would start each worker anew."""
+    """To Ray, an ancestor of the driver looks like `uv run`, by which Ray would start each worker anew.
+
+    In the end Ray's own process is stopped.
+    """
     launcher = tmp_path / "uv"
     launcher.symlink_to("/bin/sh")
     (tmp_path / "run").write_text(f'"{sys.executable}" listeners.py; exit $?')

@@ -158,7 +158,7 @@ def test_arrays_through_the_controller_are_counted_and_references_are_not(echo_p
     assert echo_pair.controller_tensor_bytes - before == 4000 + 2 * 2 * 4000
 
 
-def test_a_worker_that_raises_while_the_other_is_stuck_and_one_that_is_killed_are_named(
+def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_killed_before_its_peers(
     cluster: RayVirtualCluster,
 ) -> None:
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
@@ -170,12 +170,13 @@ def test_a_worker_that_raises_while_the_other_is_stuck_and_one_that_is_killed_ar
         assert (error.worker, error.rank, error.method) == ("policy-1", 1, "raise_on")
         assert error.exception_type == "KeyError"
         assert 'raise KeyError("missing row")' in error.remote_traceback
-        refs = group.start_all("sleep", 60)
-        pid = group.members[1].identity.pid  # type: ignore[union-attr]
+        refs = group.start_all("raise_on", 1)  # as one that misses its peer in a collective does
+        group.start_one(1, "sleep", 60)
+        pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=rf"policy-1 \(rank 1, node .*, pid {pid}\) died in sleep") as died:
+        with pytest.raises(WorkerDied, match=rf"policy-0 \(rank 0, node .*, pid {pid}\) died in raise_on") as died:
             group.wait(refs)
-        assert died.value.rank == 1
+        assert died.value.rank == 0
         start = time.monotonic()
         group.shutdown("echo", grace_s=60)  # the other worker sleeps, and is not waited for
         assert time.monotonic() - start < 50
