@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.functional import faulty
-from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, Finished, comparable, run
+from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, Finished, assert_out_of_reach, comparable, run
 from tests.functional.fault_table import Cell
 
 TIMEOUT_S = 30
@@ -184,7 +184,7 @@ class Chain:
         return path.read_text().splitlines() if path.exists() else []
 
     def _run(self, limit_s: float) -> tuple[int, float]:
-        """The exit status and the time of the end. Asserts that nothing of the run is left."""
+        """The exit status and the time of the end. No other machine reaches the run, and nothing of it is left."""
         script, config, overrides = RUNS[self.loop]
         temporary = Path(tempfile.mkdtemp(prefix="rf_", dir="/tmp"))  # sockets: short paths
         (temporary / "t").mkdir()
@@ -220,6 +220,7 @@ class Chain:
             while (status := process.poll()) is None:
                 assert time.monotonic() < deadline, f"still there after {limit_s:.0f} s\n{self.output[-6000:]}"
                 self.while_running()
+                assert_out_of_reach(process.pid, at_least=0)
                 time.sleep(0.5)
             ended_at = time.time()
             (self.folder / faulty.FILLER).unlink(missing_ok=True)
