@@ -130,7 +130,8 @@ class Watch:
     def _phases(self, width: int) -> RenderableType:
         latest = next((row for row in reversed(self._latest_rows(5)) if f"{_TIMING}total_step_time" in row), {})
         seconds = phase_seconds(latest)
-        total = seconds.pop("total_step_time", 0.0)
+        # A step does not count its validation and its checkpoint.
+        total = max(seconds.pop("total_step_time", 0.0), sum(seconds.values()))
         table = Table.grid(padding=(0, 2))
         for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
             if total > 0 and value >= 0.005 * total:
