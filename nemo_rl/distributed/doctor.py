@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-import ray
 import torch
 from packaging.requirements import Requirement
 

@@ -29,7 +29,12 @@ class Engine:
         self.told: list[Any] = []
         self.logprob = -0.5
 
-    async def finish_weight_update(self, version: str) -> None: ...
+    async def pause_generation(self, **how: Any) -> None: ...
+
+    async def start_weight_update(self) -> None: ...
+
+    async def finish_weight_update(self, version: str) -> None:
+        await asyncio.sleep(0.01)
 
     async def collective_rpc(self, method: str) -> list[bool]:
         return [True]
@@ -57,7 +62,8 @@ class Worker(VllmWorker):
 
     def __init__(self, engine: Engine) -> None:
         self.weight_version = -1
-        self._num_updates = 0
+        self._num_updates = self._num_syncs = 0
+        self._turns = asyncio.Condition()
         self._engine: Any = engine
         self._request_ids = iter(range(100))
         self._admitted = asyncio.Semaphore(8)
@@ -93,6 +99,18 @@ async def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None
     first, second, again = engine.salts[0::2]
     assert engine.salts == [first, first, second, second, again, again]
     assert len({first, second, again}) == 3
+
+
+@in_loop
+async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next(without_vllm: None) -> None:
+    engine = Engine()
+    worker = Worker(engine)
+    given_up = asyncio.create_task(worker.finish_weight_update(3))
+    await asyncio.sleep(0)
+    await worker.start_weight_update(clear_cache=True)
+    with pytest.raises(RuntimeError, match="another sync has begun"):
+        await given_up
+    assert worker.weight_version == -1 and engine.told == []
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])

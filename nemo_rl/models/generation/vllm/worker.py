@@ -296,8 +296,11 @@ class VllmWorker:
 
     async def finish_weight_update(self, version: int) -> bool:
         """Activate the new weights as `version` and resume sampling; see `GenerationInterface.finish_weight_update`."""
+        sync = self._num_syncs
         await self._engine_call(self._engine.finish_weight_update(str(version)))
         kept = await self._engine_call(self._engine.collective_rpc("keeps_weights"))
+        if self._num_syncs != sync:  # begun by a controller that no longer waits for this one
+            raise RuntimeError("another sync has begun")
         self.weight_version = version
         self._num_updates += 1
         self._has_weights = True
