@@ -46,6 +46,13 @@ def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]
     return [(at, path) for at, holder in sections for path, _ in _found(rest.split("."), holder, at)]
 
 
+def _is_dataset(written: Any) -> bool:
+    """Whether it is the section of one dataset or of several, or absent."""
+    return written is None or all(
+        isinstance(one, dict) for one in (written if isinstance(written, list) else [written])
+    )
+
+
 def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if not pattern:
         yield path, value
@@ -128,10 +135,11 @@ class Translator:
                 if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
                     self._put((*path, "type"), "vlm")
                     self.remark(path, "is of type vlm; its format reward is 1 or 0, of which NeMo RL gives parts")
-        if isinstance(values.get("data"), dict):
+        data = values.get("data")
+        if isinstance(data, dict):
             if "eval" in values or "generation" in values:
                 self._file_of_an_evaluation()
-            else:
+            elif all(_is_dataset(data.get(name)) for name in ("train", "validation", "default")):
                 self._datasets()
 
     def place(self, path: KeyPath) -> Location:
@@ -170,8 +178,9 @@ class Translator:
                 self._move(("data", key), ("data", "default", key), "a key of data.default today")
         whole = "a key of data.train today, beside data.validation"
         flat = [key for key in (*OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
-        if "dataset_name" in flat:
-            name = DATASET_NAMES.get(data["dataset_name"], data["dataset_name"])
+        name = data.get("dataset_name")
+        if "dataset_name" in flat and isinstance(name, str | None):
+            name = DATASET_NAMES.get(name or "", name)
             self._put(("data", "dataset_name"), name)
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
@@ -287,9 +296,10 @@ class Translator:
     def _verifier(self) -> None:
         """An evaluation has one math environment, which judges the dataset, whatever its `verifier_type`."""
         values = self.tree.values
-        if "eval" not in values:
+        data = values.get("data")
+        if "eval" not in values or not isinstance(data, dict):
             return
-        name = str(values["data"].get("dataset_name"))
+        name = str(data.get("dataset_name"))
         kind = next((kind for start, kind in MULTIPLE_CHOICE.items() if name.startswith(start)), "math")
         judges = [path for _, path in places("environment.verifier_type", values)]
         if len(judges) == 1 and self.tree.get(judges[0]) != kind:

@@ -88,6 +88,12 @@ def test_overrides_are_taken_or_refused(name: str, data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["data", "data.train", "data.default", "+data.dataset_name", "env", "checkpointing"])
+@pytest.mark.parametrize("value", ["1", "[a]", "[[1]]", "{a: 1}"])
+def test_sections_of_another_form_are_taken_or_refused(key: str, value: str) -> None:
+    refuses_or_loads("dpo_cpu.yaml", CONFIGS / "dpo_cpu.yaml", [f"{key}={value}"])
+
+
 @hostile
 @given(st.sampled_from(sorted(MODELS)), st.data())
 def test_files_are_loaded_or_refused(tmp_path: Path, name: str, data: st.DataObject) -> None:

@@ -24,12 +24,12 @@ class InjectedFault(RuntimeError):
 
 def _watch(folder: Path) -> None:
     order = folder / str(os.getpid())
-    while not order.exists():
-        time.sleep(POLL_S)
-    {"exception": _raise_once, "nonsense": _return_nan, "shape": _lose_reward, "core exception": _break_core}[
-        order.read_text()
-    ]()
-    order.unlink()
+    faults = {"exception": _raise_once, "nonsense": _return_nan, "shape": _lose_reward, "core exception": _break_core}
+    while True:
+        while not order.exists():
+            time.sleep(POLL_S)
+        faults[order.read_text()]()
+        order.unlink()
 
 
 def _break_core() -> None:
