@@ -139,10 +139,18 @@ def resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
-    """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
+    """Replace what OmegaConf does not read by null, so that the rest can be resolved: interpolations that cannot even
+    be parsed, and keys and values that are no plain text or numbers (in YAML they are null, or have a tag)."""
     for key, entry in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
         below = (*path, key)
-        if isinstance(entry, dict | list):
+        if not isinstance(key, str | int):
+            problems.append(Problem(path, f"a key must be a plain text (got {key})", tree.location(below)))
+            del value[key]
+        elif not isinstance(entry, dict | list | str | int | float | None):
+            text = f"must be text, a number, true, false or null (got {entry!r})"
+            problems.append(Problem(below, text, tree.location(below)))
+            value[key] = None
+        elif isinstance(entry, dict | list):
             _refuse_malformed(tree, entry, below, problems)
         elif isinstance(entry, str) and "${" in entry:
             try:
@@ -256,7 +264,7 @@ def apply_overrides(
         location = Location(f"command line: {text}")
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
+        except (HydraException, ValueError) as error:  # an integer of thousands of digits
             reason = str(error).strip().splitlines()[0]
             hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
             problems.append(Problem((), f"{reason}; {hint}", location))

@@ -196,7 +196,11 @@ def _construct(
         for index, item in enumerate(node.value):
             locations[(*path, index)] = Location(source, item.start_mark.line + 1)
         return [_construct(loader, item, (*path, index), source, locations) for index, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, KeyError, IndexError) as error:  # a tag such as !!int, or an integer of thousands of digits
+        kind, place = node.tag.rpartition(":")[2], Location(source, node.start_mark.line + 1)
+        raise ConfigError([Problem(path, f"is no {kind} that can be read: {error}", place)]) from None
 
 
 def _paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:

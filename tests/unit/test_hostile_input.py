@@ -94,6 +94,16 @@ def test_sections_of_another_form_are_taken_or_refused(key: str, value: str) -> 
     refuses_or_loads("dpo_cpu.yaml", CONFIGS / "dpo_cpu.yaml", [f"{key}={value}"])
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["?", "null: 1", "1.5: 2", "a: !!timestamp 2020-01-01", "a: !!binary aa==", "a: !!int b", f"a: {'9' * 5000}"],
+)
+def test_what_only_yaml_can_hold_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"sft:\n  seed: 1\n{line}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml:3: .*(must be|is no int)"):
+        load_config(SFTMasterConfig, tmp_path / "a.yaml")
+
+
 @hostile
 @given(st.sampled_from(sorted(MODELS)), st.data())
 def test_files_are_loaded_or_refused(tmp_path: Path, name: str, data: st.DataObject) -> None:
