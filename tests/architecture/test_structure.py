@@ -15,7 +15,7 @@ LIMITS = {
     "lines of the GRPO walk": 7_450,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 2_030,
+    "lines of check functions": 2_060,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
     "lines of tests": 41_400,
