@@ -181,7 +181,7 @@ class Translator:
         name = data.get("dataset_name")
         if "dataset_name" in flat and isinstance(name, str | None):
             name = DATASET_NAMES.get(name or "", name)
-            self._put(("data", "dataset_name"), name)
+            data["dataset_name"] = name  # written where it was: a later data.train.dataset_name still counts
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
         files = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}

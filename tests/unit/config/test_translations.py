@@ -106,6 +106,14 @@ def test_one_dataset_for_all_becomes_training_validation_and_defaults(
         assert part in remarks
 
 
+def test_a_file_of_today_above_an_old_one_has_the_last_word(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(V0_5)
+    config = load(
+        tmp_path, "defaults: old.yaml\ndata: {train: {dataset_name: DAPOMath17K, split_validation_size: 0.1}}\n"
+    )
+    assert config.data.train[0].dataset_name == "DAPOMath17K"
+
+
 def test_a_file_that_trains_with_megatron(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         config = load(tmp_path, V0_6)
