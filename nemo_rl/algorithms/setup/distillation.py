@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
@@ -75,7 +75,7 @@ def prepare(config: DistillationMasterConfig) -> DistillationInputs:
     student, topk = rollouts.model, config.distillation.topk_logits_k
     teachers = {}
     for key, model in models.items():
-        vocab_size = check_teacher(student.tokenizer, model.tokenizer, student.config, model.config, topk, section=key)
+        vocab_size = check_teacher(student.tokenizer, model.tokenizer, topk, section=key)
         teachers[key] = TeacherInputs(config=configs[key], model=model, vocab_size=vocab_size, tasks=tasks[key])
         if topk is None:
             warn_of_large_states(config, key, teachers[key])
@@ -135,17 +135,14 @@ def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: Te
 def check_teacher(
     student_tokenizer: PreTrainedTokenizerFast,
     teacher_tokenizer: PreTrainedTokenizerFast,
-    student_config: PretrainedConfig,
-    teacher_config: PretrainedConfig,
     topk: int | None,
     section: str = "teacher",
 ) -> int:
     """Check that a teacher knows the student's tokens. Returns how many tokens are compared: all of the student's.
 
     Every token of the student must be the same token of the teacher, and both must cut text by the same merges. A
-    teacher may know further tokens behind those, which the student never samples. Heads may be larger than both
-    vocabularies, since checkpoints pad them. Other special tokens and chat templates, as between a base model and its
-    chat model, are logged as a warning.
+    teacher may know further tokens behind those, which the student never samples. Other special tokens and chat
+    templates, as between a base model and its chat model, are logged as a warning.
 
     Args:
         topk: `distillation.topk_logits_k`; None if whole distributions are compared.
@@ -171,14 +168,6 @@ def check_teacher(
         )
     _check_merges(student_tokenizer, teacher_tokenizer, section, remedy)
     num_tokens = max(student) + 1
-    for key, config in {"policy": student_config, section: teacher_config}.items():
-        rows = config.get_text_config().vocab_size
-        if rows < num_tokens:
-            raise ValueError(
-                f"{key}.model_name: the head of this {config.model_type} model has {rows} rows (vocab_size in its "
-                f"config.json), but the student's tokenizer has {num_tokens} tokens; the tokenizer belongs to another "
-                f"model: set {key}.model_name and {key}.tokenizer.name to the same one"
-            )
     if topk is not None and not 1 <= topk <= num_tokens:
         raise ValueError(f"distillation.topk_logits_k={topk}: set it to 1 to {num_tokens}, the size of the vocabulary")
     _warn_of_differences(student_tokenizer, teacher_tokenizer)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
@@ -227,23 +227,10 @@ def tokenizer_of(tokens: list[str] = TOKENS, merges: list[tuple[str, str]] = MER
     )
 
 
-def config_of(vocab_size: int) -> Qwen2Config:
-    return Qwen2Config(vocab_size=vocab_size)
-
-
-def check(
-    student: PreTrainedTokenizerFast,
-    teacher: PreTrainedTokenizerFast,
-    sizes: tuple[int, int] = (8, 16),
-    topk: int | None = 4,
-) -> int:
-    return check_teacher(student, teacher, config_of(sizes[0]), config_of(sizes[1]), topk)
-
-
 def test_another_vocabulary_is_explained_by_its_first_differences():
     teacher = tokenizer_of(["<pad>", "<eos>", "b", "a", "c", "ab", "bc"])
     with pytest.raises(ValueError) as error:
-        check(tokenizer_of(), teacher)
+        check_teacher(tokenizer_of(), teacher, 4)
     assert str(error.value) == (
         "teacher.tokenizer.name: 2 of the student's 7 tokens are others for the teacher, so the two distributions are "
         "not of the same things:\n"
@@ -253,7 +240,7 @@ def test_another_vocabulary_is_explained_by_its_first_differences():
     )
     tiny = build_tiny_tokenizer()
     with pytest.raises(ValueError, match=rf"{len(tiny) - 2} of the student's {len(tiny)} tokens") as error:
-        check(tiny, tokenizer_of(), (300, 300))
+        check_teacher(tiny, tokenizer_of(), 4)
     assert str(error.value).count("\n  token ") == 3
 
 
@@ -263,23 +250,23 @@ def test_tokens_that_the_teacher_does_not_have_are_refused_and_those_it_has_more
     with pytest.raises(
         ValueError, match=r"2 of the student's 9 tokens .*\(2 of them the teacher does not have\)"
     ) as error:
-        check(more, tokenizer_of(), (16, 16))
+        check_teacher(more, tokenizer_of(), 4)
     assert "token 7: student '<think>', teacher none" in str(error.value)
-    assert check(tokenizer_of(), more) == 7
+    assert check_teacher(tokenizer_of(), more, 4) == 7
     assert "the teacher has 2 tokens more" in caplog.text
 
 
 def test_the_same_tokens_by_other_merges_are_refused():
     with pytest.raises(ValueError, match=r"2 of 2 merges differ.*\n  merge 0: student 'a b', teacher 'b c'"):
-        check(tokenizer_of(), tokenizer_of(merges=MERGES[::-1]))
+        check_teacher(tokenizer_of(), tokenizer_of(merges=MERGES[::-1]), 4)
     with pytest.raises(ValueError, match=r"1 of 2 merges differ.*\n  merge 1: student 'b c', teacher None"):
-        check(tokenizer_of(), tokenizer_of(merges=MERGES[:1]))
+        check_teacher(tokenizer_of(), tokenizer_of(merges=MERGES[:1]), 4)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({t: i for i, t in enumerate(TOKENS)})))
     with pytest.raises(ValueError, match="the student's tokenizer is a BPE and the teacher's a WordLevel"):
-        check(tokenizer_of(), words)
+        check_teacher(tokenizer_of(), words, 4)
 
 
 @pytest.mark.parametrize("topk", [0, 8])
 def test_more_logits_than_tokens_are_refused(topk: int):
     with pytest.raises(ValueError, match=rf"distillation\.topk_logits_k={topk}: set it to 1 to 7, the size"):
-        check(tokenizer_of(), tokenizer_of(), topk=topk)
+        check_teacher(tokenizer_of(), tokenizer_of(), topk)
