@@ -182,7 +182,7 @@ class Trainer(ABC):
         out_of_time = self.deadline.check_save()
         ends = out_of_time or self.state.stopped_early
         if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
-            self._checkpoint()
+            self._save_checkpoint()
         if ends or self._is_last_step():
             self._advance_save(wait=True)
         self._log()
@@ -210,7 +210,7 @@ class Trainer(ABC):
         if self.checkpointer is not None and self.state.total_steps > 0:
             latest = self.checkpointer.get_latest_checkpoint_path()
             if latest is None or latest.name != f"step_{self.state.total_steps}":
-                self._checkpoint()
+                self._save_checkpoint()
                 self._advance_save(wait=True)
         if validates:
             self._log()
@@ -382,7 +382,7 @@ class Trainer(ABC):
 
     # -- checkpoints
 
-    def _checkpoint(self) -> None:
+    def _save_checkpoint(self) -> None:
         if self.checkpointer is None:
             return
         self._advance_save(wait=True)
