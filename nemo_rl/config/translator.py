@@ -193,8 +193,9 @@ class Translator:
         """The rows that validate, beside the training dataset `name`: as NeMo RL chose them."""
         data = self.tree.values["data"]
         train = data.get("train", {})
-        if not isinstance(train, dict) or not {"dataset_name", "split_validation_size"}.isdisjoint(train):
+        if not isinstance(train, dict) or "split_validation_size" in train:
             return
+        name = train.get("dataset_name", name)
         if data.get("validation") is not None or "val_data_paths" in data:
             return
         if "val_data_path" in data:

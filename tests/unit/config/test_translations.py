@@ -108,10 +108,8 @@ def test_one_dataset_for_all_becomes_training_validation_and_defaults(
 
 def test_a_file_of_today_above_an_old_one_has_the_last_word(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(V0_5)
-    config = load(
-        tmp_path, "defaults: old.yaml\ndata: {train: {dataset_name: DAPOMath17K, split_validation_size: 0.1}}\n"
-    )
-    assert config.data.train[0].dataset_name == "DAPOMath17K"
+    data = load(tmp_path, "defaults: old.yaml\ndata: {train: {dataset_name: DAPOMath17K}}\n").data
+    assert [rows.dataset_name for rows in (*data.train, *data.validation)] == ["DAPOMath17K", "AIME2024"]
 
 
 def test_a_file_that_trains_with_megatron(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
