@@ -9,12 +9,13 @@ Nothing passes from one sequence to another, and every kernel of transformers se
 right, reaches no token; it at most doubles the layer's work.
 """
 
+import importlib
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.attention import OTHER_MIXERS, CuSeqlens
 
@@ -35,6 +36,12 @@ def isolate_sequences(model: PreTrainedModel) -> None:
             module.__class__ = _combined(mixin, type(module))
             if name == "NemotronHMamba2Mixer":
                 module.time_step_limit = (0.0, float("inf"))  # pyright: ignore[reportArgumentType]
+
+
+def mixer_class(config: PretrainedConfig) -> type[nn.Module]:
+    """transformers' class of the layers of a stateful model in `OTHER_MIXERS`, which keeps packed sequences apart."""
+    modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return _combined(_OneRowEach, getattr(modeling, OTHER_MIXERS[config.model_type]))
 
 
 @cache

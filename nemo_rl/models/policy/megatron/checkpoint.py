@@ -297,6 +297,10 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
     if len(shape) == 1:
         yield (flat.start,), values
         return
+    if len(shape) == 3 and shape[1] == 1:  # convolutions
+        for (row, column), view in _rectangles((shape[0], shape[2]), values, flat):
+            yield (row, 0, column), view[:, None]
+        return
     if len(shape) > 2:  # experts
         size = math.prod(shape[1:])
         for first in range(flat.start // size * size, flat.stop, size):
@@ -305,7 +309,7 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
             for at, view in _rectangles(shape[1:], part, own):
                 yield (first // size, *at), view[None]
         return
-    columns = shape[-1]
+    columns = math.prod(shape[1:])
     at = 0
     while at < len(values):  # the rest of a row, whole rows, the beginning of a row
         # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors, value_of, violations, written
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.attention import OTHER_MIXERS
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.layout import stage_layers
@@ -58,7 +59,7 @@ OF_EXPERTS = {
         "the routers of this '{model.model_type}' model have no bias (those of deepseek_v3 do); set it to 0, or use "
         "moe_router_load_balancing_type=aux_loss"
     ),
-    "moe_shared_expert_overlap requires model.n_shared_experts": (
+    "moe_shared_expert_overlap requires model.shared_width": (
         "this '{model.model_type}' model has no shared experts; set it to false"
     ),
 }
@@ -87,6 +88,7 @@ def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, model_p
     check_tensor_parallel(settings, text)
     check_experts(policy, text)
     stage_layers(settings, text.num_hidden_layers)
+    _check_mixers(policy, text)
     _check_recomputation(settings, text)
     check_adapters(policy, model)
 
@@ -194,8 +196,9 @@ def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> N
     has_experts = [is_moe_layer(text, layer) for layer in range(text.num_hidden_layers)]
     if not all(has_experts):
         widths["rows of its feed-forward layers (intermediate_size)"] = text.intermediate_size
-    if any(has_experts) and (shared := text.to_dict().get("n_shared_experts")):
-        widths["rows of its shared experts"] = shared * text.moe_intermediate_size
+    family = FAMILIES[text.model_type]
+    if family.experts is not None and any(has_experts) and (shared := family.experts.shared_width(text)):
+        widths["rows of its shared experts"] = shared
     if is_latent(text) and settings.transformer_impl != "transformer_engine":  # whose layers hold these whole
         width = text.kv_lora_rank + text.qk_rope_head_dim
         widths["compressed keys and values (kv_lora_rank + qk_rope_head_dim)"] = width
@@ -208,6 +211,8 @@ def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> N
                 yield f"does not divide the {count} {name} of {what}"
         if groups % ranks and ranks % groups:  # more ranks than query groups hold copies of the groups
             yield f"neither divides the {groups} key-value heads (query groups) of {what} nor is a multiple of them"
+        elif groups % ranks and family.has_output_gate:
+            yield f"is more than the {groups} key-value heads (query groups) of {what}, whose heads have gates"
 
     for problem in problems(size):
         fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if not any(problems(ranks)))
@@ -243,11 +248,23 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
         )
     facts = {
         "model_type": text.model_type,
-        "n_shared_experts": text.to_dict().get("n_shared_experts"),
+        "shared_width": 0 if experts is None else experts.shared_width(text),
         "has_choice_bias": experts is not None and experts.has_choice_bias,
     }
     for key, message in violations(OF_EXPERTS, {**vars(settings), "model": facts}):
         raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
+
+
+def _check_mixers(policy: PolicyConfig, text: PretrainedConfig) -> None:
+    """Whether layers with a state are asked for what they cannot do."""
+    if not FAMILIES[text.model_type].has_mixers:
+        return
+    what = f"the layers of type {OTHER_MIXERS[text.model_type]} of this {text.model_type!r} model"
+    if (size := policy.megatron_cfg.context_parallel_size) > 1:
+        key = policy.megatron_cfg.key("context_parallel_size")
+        raise ValueError(f"{key}={size}: {what} read every sequence from its first token; set it to 1")
+    if isinstance(policy, RolloutPolicyConfig) and policy.generation.backend == "megatron":
+        raise ValueError(f"{policy.generation.key('backend')}=megatron: {what} are not decoded there; set it to vllm")
 
 
 def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:

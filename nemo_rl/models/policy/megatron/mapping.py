@@ -24,6 +24,7 @@ import torch
 
 from nemo_rl.config.errors import some_of
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
+from nemo_rl.models.policy.token_mixers import mixer_class
 
 Shape = tuple[int, ...]
 
@@ -31,6 +32,7 @@ Implementation = Literal["local", "transformer_engine"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+_TEXT = "model.language_model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,18 @@ class WeightMap:
         """
         stored = set(stored_names)
         prefix = "" if any(name.startswith("model.") for name in stored) else "model."  # the base model saved alone
+        # A text model saved alone lacks the prefix of the model that sees.
+        body = _TEXT if any(name.startswith(_TEXT) for name in stored) else "model."
+
+        def own(name: str) -> str:
+            return name.replace(_TEXT, body).removeprefix(prefix)
+
         located, missing = {}, []
         for tensor in self.hf_tensors:
             places = (CheckpointTensor(tensor.name, tensor.shape), tensor.elsewhere)
-            found = [place for place in places if place is not None and place.name.removeprefix(prefix) in stored]
+            found = [place for place in places if place is not None and own(place.name) in stored]
             if found:
-                located[tensor.name] = replace(found[0], name=found[0].name.removeprefix(prefix))
+                located[tensor.name] = replace(found[0], name=own(found[0].name))
             else:
                 missing.append(tensor.name)
         used = {found.name for found in located.values()}
@@ -213,6 +221,8 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
             )
     tables = _Tables(hf_config, family, fuses_norms=implementation == "transformer_engine", is_grouped=grouped_experts)
     extra = r"rotary_emb\.inv_freq$"
+    if family.has_mixers:
+        extra += r"|^mtp\."
     if hf_config.tie_word_embeddings:
         extra += r"|^lm_head\.weight$"
     if count := hf_config.to_dict().get("num_nextn_predict_layers"):  # which follow the model's own layers
@@ -259,9 +269,6 @@ def unmapped_reason(model_type: str, instead: str = "dtensor_cfg") -> str | None
 _IMPOSSIBLE = {
     "nemotron_h": "whose Mamba layers need the GPU kernels of the package mamba_ssm",
     "llama4_text": "which has no chunked attention",
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "whose gated delta nets take no packed sequences"
-    ),
 }
 """`model_type` -> what Megatron Core lacks for it."""
 
@@ -277,6 +284,13 @@ class _Experts:
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_choice_bias: bool = False
     is_stacked: bool = False
+    gated_shared_expert: bool = False
+
+    def shared_width(self, hf_config: Any) -> int:
+        """Hidden features of the experts that every token goes through; 0 without any."""
+        if self.gated_shared_expert:
+            return hf_config.shared_expert_intermediate_size
+        return (hf_config.to_dict().get("n_shared_experts") or 0) * getattr(hf_config, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +300,9 @@ class Family:
     Queries, keys and values have a bias, and queries and keys a norm, if the field is True, or names a setting that is.
 
     Attributes:
+        has_output_gate: each feature of attention is multiplied by a gate, which the projection of queries computes.
+        has_mixers: layers of type "linear_attention" are those of transformers.
+        body: how names on disk begin, except that of the head.
         has_biases: attention, routers and experts have biases everywhere.
         has_sinks: every head of attention has a score for a key without a value.
         has_post_norms: the outputs of attention and feed-forward layers have a norm too.
@@ -295,6 +312,10 @@ class Family:
     qkv_bias: bool | str = False
     qk_norm: bool | str = False
     partial_rotary: bool = False
+    has_output_gate: bool = False
+    has_mixers: bool = False
+    body: str = "model."
+    zero_centered_norms: bool = False
     is_latent: bool = False
     has_post_norms: bool = False
     has_biases: bool = False
@@ -317,7 +338,22 @@ def _deepseek_moe_layer(hf_config: Any, layer: int) -> bool:
     return layer >= hf_config.first_k_dense_replace
 
 
+_QWEN_NEXT = Family(
+    qk_norm=True,
+    partial_rotary=True,
+    has_output_gate=True,
+    has_mixers=True,
+    zero_centered_norms=True,
+    is_local=True,
+    needs={"attention_bias": False},
+)
+
 FAMILIES = {
+    "qwen3_5_text": replace(_QWEN_NEXT, body=_TEXT),
+    "qwen3_5_moe_text": replace(
+        _QWEN_NEXT, body=_TEXT, experts=_Experts(in_layer=lambda hf_config, layer: True, gated_shared_expert=True)
+    ),
+    "qwen3_next": replace(_QWEN_NEXT, experts=_Experts(in_layer=_qwen_moe_layer, gated_shared_expert=True)),
     "llama": Family(needs={"attention_bias": False, "mlp_bias": False}),
     "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
@@ -345,6 +381,7 @@ FAMILIES = {
     "gemma3_text": Family(
         qk_norm=True,
         has_post_norms=True,
+        zero_centered_norms=True,
         is_local=True,
         needs={"attention_bias": False, "attn_logit_softcapping": False, "use_bidirectional_attention": False},
     ),
@@ -381,10 +418,11 @@ class _Tables:
 
     def all(self) -> Iterator[MappedTensor]:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        yield _mapped(EMBEDDING, Vocabulary(), ("model.embed_tokens.weight", vocabulary))
+        body = self.family.body
+        yield _mapped(EMBEDDING, Vocabulary(), (f"{body}embed_tokens.weight", vocabulary))
         for layer in range(self.config.num_hidden_layers):
-            yield from self.layer(f"decoder.layers.{layer}.", f"model.layers.{layer}.", layer)
-        yield self.norm("decoder.final_layernorm.weight", "model.norm.weight")
+            yield from self.layer(f"decoder.layers.{layer}.", f"{body}layers.{layer}.", layer)
+        yield self.norm("decoder.final_layernorm.weight", f"{body}norm.weight")
         if not self.config.tie_word_embeddings:
             yield _mapped(OUTPUT_LAYER, Vocabulary(), ("lm_head.weight", vocabulary))
 
@@ -396,8 +434,15 @@ class _Tables:
         fused = self.fuses_norms and not self.family.is_latent
         norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
         yield self.norm(ours + norm, theirs + "input_layernorm.weight")
-        attention = self.latent_attention if self.family.is_latent else self.attention
-        yield from attention(ours + "self_attention.", theirs + "self_attn.")
+        if self.family.has_mixers and self.config.layer_types[number] == "linear_attention":
+            with torch.device("meta"):
+                mixer = mixer_class(self.config)(self.config, number)
+            for name, parameter in mixer.named_parameters():
+                tensor = (f"{theirs}linear_attn.{name}", tuple(parameter.shape))
+                yield _mapped(f"{ours}self_attention.mixer.{name}", Replicated(), tensor)
+        else:
+            attention = self.latent_attention if self.family.is_latent else self.attention
+            yield from attention(ours + "self_attention.", theirs + "self_attn.")
         has_experts = is_moe_layer(self.config, number)
         fused = self.fuses_norms and not has_experts  # the router and the experts read the norm's output
         norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
@@ -414,15 +459,16 @@ class _Tables:
 
     def attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
         heads, groups, head_dim = heads_of(self.config)
-        layout, hidden = QueryGroups(heads, groups, head_dim), self.config.hidden_size
-        rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+        gates = self.family.has_output_gate
+        layout, hidden = QueryGroups(heads, groups, head_dim, gates), self.config.hidden_size
+        rows = {"q": (1 + gates) * heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
         weights = [(f"{theirs}{x}_proj.weight", (rows[x], hidden)) for x in "qkv"]
         yield _mapped(ours + "linear_qkv.weight", layout, *weights)
         if self.family.has(self.config, "qkv_bias"):
             yield _mapped(ours + "linear_qkv.bias", layout, *((f"{theirs}{x}_proj.bias", (rows[x],)) for x in "qkv"))
         for x in "qk" if self.family.has(self.config, "qk_norm") else ():
             yield self.norm(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", head_dim)
-        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, rows["q"])))
+        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, heads * head_dim)))
         if self.family.has_biases:
             yield self.norm(ours + "linear_proj.bias", theirs + "o_proj.bias")
         if self.family.has_sinks:
@@ -490,8 +536,12 @@ class _Tables:
             last = down, (hidden, width), CheckpointTensor(fused + "experts.down_proj", (count, hidden, width), expert)
             yield _mapped(template.format(1), Column(), *both, expert=expert, num_experts=count)
             yield _mapped(template.format(2), Row(), last, expert=expert, num_experts=count)
-        if shared := config.to_dict().get("n_shared_experts"):
-            yield from self.mlp(ours + "shared_experts.", theirs + "shared_experts.", width * shared)
+        if shared := names.shared_width(config):
+            name = "shared_expert" if names.gated_shared_expert else "shared_experts"
+            yield from self.mlp(ours + "shared_experts.", f"{theirs}{name}.", shared)
+        if names.gated_shared_expert:
+            gate = (theirs + "shared_expert_gate.weight", (1, hidden))
+            yield _mapped(ours + "shared_experts.gate_weight", Replicated(), gate)
 
 
 def heads_of(hf_config: Any) -> tuple[int, int, int]:
@@ -581,25 +631,33 @@ class QueryGroups(Layout):
     """Query, key and value projections in Megatron's order: per group its query heads, its key head, its value head.
 
     The rows of a rank are a range of that order even with more ranks than groups (Megatron then gathers the
-    projections).
+    projections). `has_gates`: the gate of a head follows its query on disk, and here the queries of its group.
     """
 
     heads: int
     groups: int
     head_dim: int
+    has_gates: bool = False
 
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
         rows = _even_share(sum(shape[0] for shape in shapes), size)
         first, last = rank * rows, (rank + 1) * rows
-        slices, offset = [], 0
         # The query heads of a group use the same key and value head (Ainslie et al. 2023, arXiv 2305.13245).
-        queries = self.heads // self.groups * self.head_dim
-        for group, (source, length) in product(range(self.groups), enumerate((queries, self.head_dim, self.head_dim))):
+        dim, own = self.head_dim, self.heads // self.groups
+        pieces: list[tuple[int, int, int]] = []  # source, first row, rows
+        for group in range(self.groups):
+            heads = range(group * own, (group + 1) * own)
+            if self.has_gates:
+                pieces += [(0, (2 * head + part) * dim, dim) for part, head in product((0, 1), heads)]
+            else:
+                pieces.append((0, heads.start * dim, own * dim))
+            pieces += [(source, group * dim, dim) for source in (1, 2)]
+        slices, offset = [], 0
+        for source, start, length in pieces:
             # Megatron cuts by rows, with more ranks than groups also inside of a group.
             low, high = max(first, offset), min(last, offset + length)
             if low < high:
-                start = group * length - offset
-                slices.append(ShardSlice(source, 0, start + low, start + high, low - first))
+                slices.append(ShardSlice(source, 0, start + low - offset, start + high - offset, low - first))
             offset += length
         return slices
 

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -24,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 from transformers import PretrainedConfig
@@ -34,9 +36,10 @@ from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, PolicyScalarModel
-from nemo_rl.models.policy.megatron.mapping import FAMILIES, Family, ParallelRanks, Replicated, WeightMap
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, ParallelRanks, Replicated, WeightMap
 from nemo_rl.models.policy.megatron.moe import PolicyRouter, StackedExperts, routers
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
+from nemo_rl.models.policy.token_mixers import mixer_class
 from nemo_rl.types import SamplingParams
 
 
@@ -61,7 +64,7 @@ def build_stages(
                 config,
                 use_transformer_engine=use_transformer_engine,
                 vp_stage=vp_stage,
-                family=FAMILIES[text.model_type],
+                text=text,
             ),
             # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows; `true_vocab_size` is what
             # counts.
@@ -292,10 +295,32 @@ class PackedAttention(MegatronModule):
         return out.transpose(0, 1).flatten(2)
 
 
+class TokenMixer(MegatronModule):
+    """A layer of transformers in the place of attention, in which every sequence has a row of its own.
+
+    Every tensor-parallel rank computes all of it.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, hf_config: PretrainedConfig, **_: object) -> None:
+        super().__init__(config=config)
+        self.mixer = mixer_class(hf_config)(hf_config, layer_number - 1).to(config.params_dtype)
+
+    def forward(
+        self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None = None, **others: object
+    ) -> tuple[torch.Tensor, None]:
+        """This rank's positions [S, 1, H] -> [S, 1, H]."""
+        assert isinstance(packed_seq_params, PackedParams), "`checks` refuses generation"
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        out = self.mixer(hidden_states.transpose(0, 1), cu_seqlens=packed_seq_params.cu_seqlens).transpose(0, 1)
+        return scatter_to_sequence_parallel_region(out) if self.config.sequence_parallel else out, None
+
+
 def layer_specs(
-    config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None, family: Family
+    config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None, text: PretrainedConfig
 ) -> Any:
     """The specs of the layers of this rank (or of its virtual stage), dense and mixture-of-experts."""
+    family = FAMILIES[text.model_type]
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -322,4 +347,11 @@ def layer_specs(
                 setattr(inner, name, norm)
     if not use_transformer_engine:
         block.layer_norm = RMSNorm
+    if family.has_mixers:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        for number, layer in enumerate(block.layer_specs):  # of which several are one object
+            if text.layer_types[first + number] == "linear_attention":
+                mixer = ModuleSpec(TokenMixer, {"hf_config": text})
+                parts = dataclasses.replace(layer.submodules, self_attention=mixer)
+                block.layer_specs[number] = dataclasses.replace(layer, submodules=parts)
     return block

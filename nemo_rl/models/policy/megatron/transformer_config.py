@@ -87,14 +87,15 @@ def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "layernorm_zero_centered_gamma": False,
+        "layernorm_zero_centered_gamma": FAMILIES[config.model_type].zero_centered_norms,
+        "attention_output_gate": FAMILIES[config.model_type].has_output_gate,
         "add_bias_linear": FAMILIES[config.model_type].has_biases,
         "softmax_type": "learnable" if FAMILIES[config.model_type].has_sinks else "vanilla",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
     if config.model_type == "gemma3_text":
-        values |= {"activation_func": ACT2FN[config.hidden_activation], "layernorm_zero_centered_gamma": True}
+        values["activation_func"] = ACT2FN[config.hidden_activation]
     if config.model_type == "gpt_oss":
         values |= {
             "activation_func": partial(swish, sharpness=config.swiglu_alpha),
@@ -161,7 +162,8 @@ def _training(policy: PolicyConfig) -> dict[str, Any]:
 def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: list[int]) -> dict[str, Any]:
     values, router = config.to_dict(), ROUTERS[config.model_type](config)
     width = values.get("moe_intermediate_size") or config.intermediate_size
-    shared = values.get("n_shared_experts")
+    experts = FAMILIES[config.model_type].experts
+    assert experts is not None
     for setting, is_wrong, works in (
         (
             "num_experts_per_tok",
@@ -185,7 +187,8 @@ def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: lis
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": moe_layers,
-        "moe_shared_expert_intermediate_size": width * shared if shared else None,
+        "moe_shared_expert_intermediate_size": experts.shared_width(config) or None,
+        "moe_shared_expert_gate": experts.gated_shared_expert,
         **settings.model_dump(include=_EXPERT_KEYS),
         "moe_router_dtype": "fp32" if settings.moe_router_dtype == "float32" else settings.moe_router_dtype,
         **router,
@@ -207,8 +210,8 @@ def _sigmoid_router(config: Any) -> dict[str, Any]:
 
 ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     # A softmax over the chosen experts equals the softmax over all, normalised over the chosen.
-    "qwen3_moe": lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
-    **dict.fromkeys(("mixtral", "gpt_oss"), lambda config: {"moe_router_pre_softmax": False}),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob}),
+    **dict.fromkeys(("mixtral", "gpt_oss", "qwen3_5_moe_text"), lambda config: {"moe_router_pre_softmax": False}),
     "deepseek_v2": lambda config: {
         "moe_router_pre_softmax": True,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,

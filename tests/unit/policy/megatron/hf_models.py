@@ -17,8 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 61  # odd: a rank's rows are padded
@@ -51,6 +54,13 @@ _LATENT: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 # fmt: off
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -68,6 +78,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_GROUPED | {"tie_word_embeddings": True}, head_dim=16, query_pre_attn_scalar=24, sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_GROUPED, **_MOE, **_DELTA_NET, head_dim=16, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=24,
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_GROUPED, **_DELTA_NET, head_dim=16),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **_GROUPED, **_MOE, **_DELTA_NET, head_dim=16, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=24,
+    ),
     "gpt_oss": lambda: GptOssConfig(
         **_GROUPED, head_dim=16, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
@@ -78,8 +95,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 # fmt: on
-DENSE = [name for name, make in CONFIGS.items() if name in ("llama", "mistral", "qwen2-tied", "qwen3", "gemma3_text")]
+DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "gemma3_text", "qwen3_5_text"]
 MOE = [name for name in CONFIGS if name not in DENSE]
+
+
+def full_name(family: str, name: str) -> str:
+    """The name of a tensor in the model that sees, of which Qwen3.5's text model saved alone is a part."""
+    return name.replace("model.", "model.language_model.", 1) if family.startswith("qwen3_5") else name
 
 
 def random_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -116,6 +116,10 @@ def test_layers_of_this_library_do_not_go_with_transformer_engine() -> None:
     assert "the experts of this 'gpt_oss' model stay whole" in refusal(
         CONFIGS["gpt_oss"](), expert_tensor_parallel_size=2
     )
+    model = CONFIGS["qwen3_next"]()
+    assert "=2: the layers of type Qwen3NextGatedDeltaNet" in refusal(model, context_parallel_size=2)
+    assert "=4 is more than the 2 key-value heads" in refusal(model, **{TP: 4, "sequence_parallel": True})
+    model = CONFIGS["gemma3_text"]()
     assert f"{KEY}.bias_activation_fusion=true is not for the layers of this" in refusal(
         model, bias_activation_fusion=True
     )

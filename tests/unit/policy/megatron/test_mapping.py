@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig
 
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, WeightMap, padded_vocabulary, weight_map
-from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, random_model
+from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, full_name, random_model
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,8 @@ def stored(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     for name in CONFIGS:
         directory = tmp_path_factory.mktemp(name)
         random_model(name).save_pretrained(directory)
-        tensors[name] = load_file(directory / "model.safetensors")
+        saved = load_file(directory / "model.safetensors")
+        tensors[name] = {full_name(name, key): tensor for key, tensor in saved.items()}
     return tensors
 
 
@@ -88,7 +89,7 @@ def test_experts_are_numbered_per_rank(name, is_grouped, ours):
     gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
     entry = entry_of(mapping, ours, ep_rank=1, ep_size=2)
     assert entry.expert == 3
-    assert entry.sources[0].name == f"model.layers.1.{gate}.weight"
+    assert entry.sources[0].name == full_name(name, f"model.layers.1.{gate}.weight")
 
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():

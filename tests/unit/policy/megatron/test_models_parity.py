@@ -45,6 +45,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-groups": ("deepseek_v3", {**GROUPS, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}),
     "gemma3_text": ("gemma3_text", {"final_logit_softcapping": 8.0}),
     "gpt_oss": ("gpt_oss", {"swiglu_limit": 1.0, "rope_parameters": YARN | {"truncate": False}}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {}),
     "glm4_moe": ("glm4_moe", {"routed_scaling_factor": 1.5}),
     "glm4_moe-plain": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
 }
@@ -93,6 +96,8 @@ EXPERTS, CUT_EXPERTS = {"expert_model_parallel_size": 2}, {"expert_tensor_parall
         ("gemma3_text", CONTEXT),
         ("gpt_oss", {**SEQUENCE, **EXPERTS}),
         ("gpt_oss", CONTEXT),
+        ("qwen3_next", {**SEQUENCE, **EXPERTS}),
+        ("qwen3_next", STAGES),
         ("glm4_moe", {**SEQUENCE, **EXPERTS}),
     ],
 )

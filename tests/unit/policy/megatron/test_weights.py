@@ -16,7 +16,7 @@ from nemo_rl.models.policy.megatron.weights import export_weights, load_weights,
 from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ShardSender
-from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
+from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, full_name, random_model
 from tests.worlds import run_world
 
 TP2 = [ParallelRanks(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
@@ -56,7 +56,8 @@ def loaded(directory: Path, place: ParallelRanks, stage: int | None = None) -> d
 
 
 def on_disk(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
+    family = AutoConfig.from_pretrained(directory).model_type
+    return {full_name(family, key): tensor for key, tensor in load_file(directory / "model.safetensors").items()}
 
 
 def assert_is_cut_of(directory: Path, place: ParallelRanks, parameters: dict[str, torch.Tensor]) -> None:
