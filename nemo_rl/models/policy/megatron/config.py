@@ -239,8 +239,8 @@ class MegatronConfig(StrictModel):
     """Convert the Hugging Face weights again, over a conversion kept from before."""
 
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of torch (`local`) or of Transformer Engine. `auto`: the latter, if it is installed, there are GPUs, and it
-    has the layers of the model."""
+    """Layers of torch (`local`) or of Transformer Engine. `auto`: the latter if it is installed and has those of the
+    model, and there are GPUs."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every layer's matrices."""
