@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, as_yaml, dotted, nearest_key, unknown_key
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
-from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree
+from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,18 +139,10 @@ def resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
-    """Replace what OmegaConf does not read by null, so that the rest can be resolved: interpolations that cannot even
-    be parsed, and keys and values that are no plain text or numbers (in YAML they are null, or have a tag)."""
+    """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
     for key, entry in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
         below = (*path, key)
-        if not isinstance(key, str | int):
-            problems.append(Problem(path, f"a key must be a plain text (got {key})", tree.location(below)))
-            del value[key]
-        elif not isinstance(entry, dict | list | str | int | float | None):
-            text = f"must be text, a number, true, false or null (got {entry!r})"
-            problems.append(Problem(below, text, tree.location(below)))
-            value[key] = None
-        elif isinstance(entry, dict | list):
+        if isinstance(entry, dict | list):
             _refuse_malformed(tree, entry, below, problems)
         elif isinstance(entry, str) and "${" in entry:
             try:
@@ -309,8 +301,11 @@ def _apply(
         nearest = nearest_key(dotted(path), keys)
         hint = f", the nearest is {nearest}" if nearest else ""
         return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
+    value = override.value()
+    if any(None in below for below in paths_of(value, path)):
+        return Problem(path, "a key must be a plain text (got null)", location)
     try:
-        tree.put(path, override.value(), location)
+        tree.put(path, value, location)
     except (KeyError, IndexError, TypeError):
         return Problem(path, "goes through a value that is not a section", location)
     return None

@@ -22,19 +22,26 @@ class _YamlLoader(yaml.SafeLoader):
     """YAML where `1e-6` is a number, as in YAML 1.2, and dates and base-60 numbers (`10:00:00`) stay text."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_KEY_TAGS = [f"{_TAG}{kind}" for kind in ("str", "int", "bool", "merge")]
+_YamlLoader.yaml_constructors = {  # without bytes and dates
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag not in (f"{_TAG}binary", f"{_TAG}timestamp")
+}
 _YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{_TAG}float",
     re.compile(
         r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|nan))\Z", re.I
     ),
     list("-+0123456789."),
 )
 _YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
+    f"{_TAG}int",
     re.compile(r"[-+]?(0|0x[\da-fA-F_]+|0b[01_]+|[1-9][\d_]*)\Z"),
     list("-+0123456789"),
 )
@@ -83,7 +90,7 @@ class SourcedTree:
             if not isinstance(holder, dict | list):
                 raise KeyError(path[: depth + 1])
         self._merge_value(holder, path, value)
-        for below in _paths_of(value, path):
+        for below in paths_of(value, path):
             self.locations[below] = location
 
     def merge(self, child: SourcedTree) -> None:
@@ -178,10 +185,9 @@ def _construct(
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                place = Location(source, node.start_mark.line + 1)
-                raise ConfigError([Problem(path, "a key must be a plain text", place)])
-            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _KEY_TAGS:
+                raise ConfigError([Problem(path, "a key must be a plain text", Location(source, line))])
+            if key_node.value in seen and key_node.tag != f"{_TAG}merge":
                 message = f"written twice in this section, first in line {seen[key_node.value]}"
                 raise ConfigError([Problem((*path, key_node.value), message, Location(source, line))])
             seen[str(key_node.value)] = line
@@ -203,8 +209,8 @@ def _construct(
         raise ConfigError([Problem(path, f"is no {kind} that can be read: {error}", place)]) from None
 
 
-def _paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     yield path
     if isinstance(value, dict | list):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _paths_of(entry, (*path, key))
+            yield from paths_of(entry, (*path, key))

@@ -104,11 +104,6 @@ class PackingMetrics:
         return self.num_tokens / (self.num_bins * self.bin_capacity) if self.num_bins else 1.0
 
     @property
-    def waste(self) -> int:
-        """Capacity that holds no token."""
-        return self.num_bins * self.bin_capacity - self.num_tokens
-
-    @property
     def balance(self) -> float:
         """The emptiest bin over the fullest; 1.0 is even."""
         return self.emptiest / self.fullest if self.fullest else 1.0
