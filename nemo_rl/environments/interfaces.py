@@ -50,10 +50,7 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
 
     @classmethod
     def options(cls, **options: Any) -> Any:
-        """The class as a Ray actor class with these options, for scripts that start an environment by themselves.
-
-        A run starts its environments with `registry.create_env`.
-        """
+        """The class as a Ray actor class, for scripts that start an environment without `registry.create_env`."""
         return ray.remote(cls).options(**options)
 
     @abstractmethod

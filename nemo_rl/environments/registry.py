@@ -84,14 +84,10 @@ class _Sections(StrictModel):
     env: EnvSection
 
 
-def _checked(
-    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
-) -> AnyEnvironmentConfig | Mapping[str, Any]:
+def _checked(env_name: str, env_config: Any) -> Any:
     """A mapping for an environment of the library, also in NeMo RL's form, as its section. Others as they are."""
-    if not isinstance(env_config, Mapping):
-        return env_config
-    path = env_class_path(env_config.get("type", env_name))
-    if not path.startswith("nemo_rl."):
+    is_mapping = isinstance(env_config, Mapping)
+    if not is_mapping or not env_class_path(env_config.get("type", env_name)).startswith("nemo_rl."):
         return env_config
     return build_config(_Sections, {"env": {env_name: env_config}}).env[env_name]
 
