@@ -24,7 +24,7 @@ from nemo_rl.algorithms.losses.aggregate import divide_by_count
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.advantages import GroupRewards, centred, compute_advantages, deviation
-from nemo_rl.config.loader import build_config, register_omegaconf_resolvers
+from nemo_rl.config.loader import build_config, build_section, register_omegaconf_resolvers
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.config import DatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.registry import load_rows
@@ -85,7 +85,7 @@ rm_config = _config_of(f"{_CONFIGS}.supervised:RMMasterConfig")
 
 def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer of a section `policy.tokenizer`."""
-    cfg = TokenizerConfig.model_validate(dict(tokenizer_config))
+    cfg = build_section("tokenizer", TokenizerConfig, tokenizer_config)
     return tokenizers.get_tokenizer(cfg.model_copy(update={"name": resolve_model(cfg.name)}))
 
 
@@ -283,7 +283,7 @@ class ClippedPGLossFn(NLLLossFn):
     inputs_type = PolicyGradientInputs
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
-        self.loss = ClippedPGLoss(ClippedPGLossConfig.model_validate(dict(cfg)))
+        self.loss = ClippedPGLoss(build_section("loss_fn", ClippedPGLossConfig, cfg))
 
 
 # What ours means differently
