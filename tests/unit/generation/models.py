@@ -1,6 +1,7 @@
 """Models for the tests: untrained; one wide enough that ordinary products of its shapes depend on the batch."""
 
 from pathlib import Path
+from typing import Any
 
 
 def make_model(directory: Path) -> str:
@@ -35,7 +36,7 @@ def make_model(directory: Path) -> str:
     return str(directory)
 
 
-def make_model_with_heads(directory: Path, family: str = "glm4_moe") -> str:
+def make_model_with_heads(directory: Path, family: str = "glm4_moe", **changes: Any) -> str:
     """With a prediction head (MTP), which sees the token before alone and so guesses some tokens."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -43,7 +44,7 @@ def make_model_with_heads(directory: Path, family: str = "glm4_moe") -> str:
     from nemo_rl.models.policy.dtensor.draft import prediction_names
     from tests.unit.policy.families import save_random_model
 
-    model = save_random_model(family, directory, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
+    model = save_random_model(family, directory, num_nextn_predict_layers=1, mtp_num_hidden_layers=1, **changes)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     writes = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]

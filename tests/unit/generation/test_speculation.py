@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,11 @@ def test_greedy_tokens_are_the_likeliest_ones(generation: VllmGeneration, method
     assert counts.num_accepted_tokens > 0
     if method == "draft_model":
         assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens, "it has its weights from disk"
+
+
+@pytest.mark.slow
+def test_the_prediction_head_of_deepseek_v3_has_its_router(ray_local: None, tmp_path: Path) -> None:
+    """vLLM learns of the router by an override, and its kernel for CPUs takes latents of 512 and 64 features."""
+    path = make_model_with_heads(tmp_path / "model", "deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    with engines(path, generation_config(128, speculative_config=MTP)) as generation:
+        test_greedy_tokens_are_the_likeliest_ones(generation, "mtp", path)

@@ -130,8 +130,9 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     router = _DEEPSEEK_V3_ROUTER if stored.get("model_type") == "deepseek_v3" else {}
     overrides = {**head, **router, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
     arguments["hf_overrides"] = overrides
-    if settings.load_format == "dummy" and "quantization_config" in stored:
-        arguments["hf_overrides"] = partial(_of_plain_weights, overrides=overrides)
+    is_plain = settings.load_format == "dummy" and "quantization_config" in stored
+    if is_plain or cfg.speculation.get("method") == "mtp":  # prediction heads see overrides only if they are a function
+        arguments["hf_overrides"] = partial(_overridden, overrides=overrides, is_plain=is_plain)
     text = stored.get("text_config", stored) | overrides
     if settings.device == "cpu" and vllm_cfg.dtype == "float32" and text.get("kv_lora_rank") is not None:
         arguments.setdefault("attention_backend", "CPU_MLA")  # vLLM's choice where the CPU has AMX takes no float32
@@ -164,10 +165,15 @@ def draft_folder(config: Mapping[str, Any]) -> str:
     return str(folder)
 
 
-def _of_plain_weights(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """config.json of a model that is quantised on disk, for the unquantised weights that the policy sends."""
-    config.update(overrides)
-    config.__dict__.pop("quantization_config", None)  # vLLM also asks about an empty configuration
+def _overridden(config: Any, overrides: Mapping[str, Any], *, is_plain: bool) -> Any:
+    """config.json with overrides. `is_plain`: quantised on disk, for the unquantised weights that the policy sends."""
+    for name, value in overrides.items():
+        if name in config.sub_configs:
+            _overridden(config.__dict__[name], value, is_plain=False)
+        else:
+            setattr(config, name, value)
+    if is_plain:
+        config.__dict__.pop("quantization_config", None)  # vLLM also asks about an empty configuration
     return config
 
 
