@@ -157,8 +157,7 @@ class RunConfig(StrictModel):
             ranks_saves = key == "checkpointing.metric_name" and saves.keep_top_k is not None
             available = self.val_metrics if prefix == "val" else self.train_metrics
             if prefix == "val" and val_period == 0:
-                fix = f"set {self.section}.val_period above 0, or metric_name=null"
-                yield key, f"{name} needs validation; {fix}"
+                yield key, f"{name} needs validation; set {self.section}.val_period above 0, or metric_name=null"
             elif metric not in available and metric.partition("/")[0] not in free_prefixes:
                 more = ""
                 if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):

@@ -230,24 +230,14 @@ def _in_terms_of_table(text: str, task: Task) -> str:
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
-    """Tokenise up to 32 rows spread over the dataset, to find mistakes of the whole dataset before anything starts.
+    """Tokenise a few rows, to find mistakes of the whole dataset before anything starts.
 
     `label` names the dataset, e.g. "data.train".
 
     Raises:
         ValueError: if a row lacks what the processor needs, or none of the rows can be trained on; it lists why.
     """
-    if isinstance(dataset, PromptDataset):
-        indices = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int))
-        prompts = [dataset[int(index)] for index in indices]
-    else:
-        prompts = [
-            Prompt(prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name)
-            for stream in dataset
-            # A copy: iterating a table moves the position in its state.
-            for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset))))
-        ]
-    metas = [make.make(prompt)[1] for prompt in prompts]
+    metas = [make.make(prompt)[1] for prompt in _tried_rows(dataset)]
     bad = [meta for meta in metas if meta.problem is not None]
     if not bad:
         return
@@ -258,6 +248,19 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     logger.warning(
         "%s: %d of the %d rows tried are left out of training (%s): %s", label, len(bad), len(metas), kinds, examples
     )
+
+
+def _tried_rows(dataset: PromptDataset | Sequence[StreamedRows]) -> list[Prompt]:
+    """Up to 32 rows: spread over the dataset, or the first of its streams."""
+    if isinstance(dataset, PromptDataset):
+        indices = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int))
+        return [dataset[int(index)] for index in indices]
+    return [
+        Prompt(prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name)
+        for stream in dataset
+        # A copy: iterating a table moves the position in its state.
+        for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset))))
+    ]
 
 
 class ExampleLoader:
