@@ -9,10 +9,8 @@ from nemo_rl.config.rules import StrictModel, accepted_by
 
 
 def _http_address(address: str) -> None:
-    if not address.startswith(("http://", "https://")):
-        raise ValueError("must begin with http:// or https://")
     if not re.fullmatch(r"https?://[^\s?#]+", address):
-        raise ValueError("must be an address without query, fragment or white space, e.g. http://127.0.0.1:8000")
+        raise ValueError("must be http:// or https:// and no query, fragment or white space: http://127.0.0.1:8000")
 
 
 HttpAddress = Annotated[str, accepted_by(_http_address)]

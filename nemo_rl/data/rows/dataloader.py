@@ -305,7 +305,5 @@ class MixedOrder:
         return number, int(self._permutation(number, pass_number)[index])
 
     def _make_permutation(self, number: int, pass_number: int) -> np.ndarray:
-        length = self.lengths[number]
-        if not self.shuffle:
-            return np.arange(length)
-        return np.random.default_rng([self.seed, number, pass_number]).permutation(length)
+        rows = np.arange(self.lengths[number])
+        return np.random.default_rng([self.seed, number, pass_number]).permutation(rows) if self.shuffle else rows

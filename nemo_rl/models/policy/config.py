@@ -20,9 +20,7 @@ class RouterReplayConfig(StrictModel):
 
 
 def _as_list(value: Any) -> Any:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 class TokenizerConfig(StrictModel):
