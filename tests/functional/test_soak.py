@@ -82,15 +82,17 @@ class Meter:
 def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     cells = [rng.choice(HEALING) for _ in range(max(1, int(MINUTES)))]
-    chain = Chain(
-        loop="async", folder=tmp_path / "run", overrides=("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1000000")
+    how = (
+        "grpo.max_num_steps=1000000",
+        "grpo.max_num_epochs=1000000",
+        "policy.optimizer.kwargs.lr=1e-5",  # of short runs it is 3e-4, too much for thousands of epochs of 12 prompts
     )
+    chain = Chain(loop="async", folder=tmp_path / "run", overrides=how)
     meter, began = Meter(chain.orders), time.monotonic()
     chain.environment = {"FAULTS_EVERY_S": "60"}
     chain.while_running = lambda: meter.look((time.monotonic() - began) / 60)
     endings = chain.play(cells)
-    for ending in endings:
-        print(ending, file=sys.stderr)
+    growing = meter.growing()
     assert [ending.how for ending in endings] == ["healed"] * len(cells)
     chain.check_prompts()
     (log,) = chain.folder.glob("logs/exp_*/metrics.jsonl")
@@ -104,4 +106,4 @@ def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: P
     print(f"{len(rows)} steps, reward {rewards}, seconds of a step {seconds}", file=sys.stderr)
     assert all(row["train/failed_sample_rate"] == 0 for row in rows)
     assert rewards[1] >= rewards[0]
-    assert not (growing := meter.growing()), growing
+    assert not growing, growing
