@@ -139,7 +139,9 @@ class _Faults:
         return self.left[0][1] if self.left and is_due else None
 
     def begin(self, phase: str) -> None:
-        if self.next is not None and phase in PHASES.get(self.next["when"], (self.next["when"],)):
+        if self.next is None or phase not in PHASES.get(self.next["when"], (self.next["when"],)):
+            return
+        if self.next["who"] != "verifier" or self._process("verifier") is not None:  # it starts with the first answer
             self.play()
 
     def finish_step(self) -> None:
