@@ -31,7 +31,7 @@ ASYNC_SAMPLE = """
     async: environment, kill, generation
     async: rollout, kill, train
     async: keeper, kill, refit
-    async: environment, exception, validation
+    async: environment, kill, validation
     async: core, exception, validation
     async: driver, kill, train
 """
