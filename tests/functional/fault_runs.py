@@ -246,9 +246,7 @@ class Chain:
         text = output.rpartition("\nERROR ")[2]
         wanted = [NAMES.get(cell.who, cell.who)] if cell.what != "disk" else []
         if cell.what == "nonsense":
-            wanted += ["loss nan", "loss inf", "logits are not finite"]  # of all ranks, or of engines that got them
-        if cell.who == "node" and cell.what == "pause":
-            wanted += ["group_keeper-0"]  # which stores nothing for longer than half of `worker_timeout_s`
+            wanted += ["loss nan", "loss inf"]  # of all ranks
         if cell.what == "cut" and cell.who.startswith("policy-"):
             wanted += ["policy-"]  # either end of the connection
         if wanted and not any(name in text for name in wanted):
