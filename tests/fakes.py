@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GroupRequest
@@ -64,6 +65,7 @@ class FakePolicy:
     controller_tensor_bytes: int = 0
     gpu: Gpu | None = None
     on_wait: Callable[[], None] | None = None
+    bad_weights: WorkerError | None = None
 
     def note(self, call: str) -> None:
         """Calls of others than the policy carry their name."""
@@ -89,6 +91,10 @@ class FakePolicy:
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
         self.note(f"attach {column}")
         self.attached[column] = {key: shared[key] for key in keys_of_plan(self.plans[-1])}
+
+    def check_weights(self) -> None:
+        if self.bad_weights is not None:
+            raise self.bad_weights
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         self.note("mask")

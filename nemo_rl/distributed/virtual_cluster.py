@@ -134,7 +134,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _token_errors(), _StartErrors(), _without_dashboard():
+    with _token_errors(), _StartErrors(), _guarded_agents(), _without_dashboard():
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -151,9 +151,16 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
             },
         )
     _started_here = True
-    node = global_worker.node
-    assert node is not None
-    start_guard(_GUARD, *_children(node.all_processes["raylet"][0].process.pid))
+
+
+@contextmanager
+def _guarded_agents() -> Iterator[None]:
+    """The agents of a cluster that starts inside end with this process, also if the start fails."""
+    try:
+        yield
+    finally:
+        raylets = [pid for pid in _children(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == "raylet\n"]
+        start_guard(_GUARD, *(agent for raylet in raylets for agent in _children(raylet)))
 
 
 def ray_loss() -> str | None:

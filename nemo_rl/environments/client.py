@@ -59,8 +59,9 @@ class EnvironmentClient:
 
     Requests that arrive during a call to the actor wait, and are sent as one batch after it.
     A batch whose actor died is sent once more. A batch that the environment refuses (it raises, or returns wrong
-    shapes) is sent again one conversation at a time, so that one bad conversation fails alone. A batch that takes
-    longer than `step_timeout_s` fails as a whole, and the actor is restarted.
+    shapes) is sent again one conversation at a time, so that one bad conversation fails alone; a batch of one too, so
+    that no outcome depends on which requests arrive together. A batch that takes longer than `step_timeout_s` fails as
+    a whole, and the actor is restarted.
     """
 
     def __init__(self, name: str, actor: Any, step_timeout_s: float) -> None:
@@ -104,14 +105,14 @@ class EnvironmentClient:
             batch, self._waiting = self._waiting, []
             await self._answer(batch)
 
-    async def _answer(self, batch: list[_Request]) -> None:
+    async def _answer(self, batch: list[_Request], *, is_repeated: bool = False) -> None:
         try:
             with BUSY.track(f"environment {self.name!r}"):
                 outcomes = await self._call_twice(batch)
         except StepRefused as refusal:
-            if len(batch) > 1:
+            if not is_repeated:
                 for request in batch:
-                    await self._answer([request])
+                    await self._answer([request], is_repeated=True)
                 return
             outcomes = [EnvironmentFailure(str(refusal))]
         except EnvironmentFailure as failure:

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.group_keeper import loss_of, new_keeper, places_and_refs, raise_if_lost
@@ -250,8 +250,16 @@ class RolloutCollector:
             raise error
 
     def check_keeper(self, error: WorkerError) -> None:
-        """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them."""
-        raise_if_lost(error, self._keeper_loss)
+        """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them.
+
+        RayLost if it cannot answer because Ray's own process has ended or is stopped.
+        """
+        try:
+            raise_if_lost(error, self._keeper_loss)
+        except WorkerDied as death:
+            if (loss := ray_loss()) is not None:
+                raise RayLost(f"{first_line(death)}: {loss}") from death
+            raise
 
     def replace_keeper(self) -> None:
         """Start a new keeper without groups, and a rollout worker that uses it. All groups are dropped."""

@@ -13,7 +13,13 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests, check_failures
+from nemo_rl.algorithms.trainers.group_sources import (
+    BUFFER_FOLDER,
+    GroupSource,
+    PromptRequests,
+    TooManyFailures,
+    check_failures,
+)
 from nemo_rl.algorithms.trainers.metrics import (
     DraftMeter,
     agent_metrics,
@@ -282,8 +288,12 @@ class RolloutTrainer(Trainer):
             import_object(INVESTIGATE, "investigation")(self, groups)
 
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
-        """See `group_sources.check_failures`."""
-        check_failures(groups, self.run, self.tools.console)
+        """See `group_sources.check_failures`. If the policy's weights are not finite, the error names them instead."""
+        try:
+            check_failures(groups, self.run, self.tools.console)
+        except TooManyFailures:
+            self.policy.check_weights()
+            raise
 
     # -- validation
 

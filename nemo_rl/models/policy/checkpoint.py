@@ -121,7 +121,7 @@ def require_finite(weights: Mapping[str, torch.Tensor]) -> None:
     local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in weights.items()}
     bad = [name for name, tensor in local.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if bad:
-        raise RuntimeError(f"the checkpoint is not written, because weights are not finite: {some_of(bad)}")
+        raise RuntimeError(f"weights are not finite, so no checkpoint of them is written: {some_of(bad)}")
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

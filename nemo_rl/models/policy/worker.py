@@ -421,6 +421,10 @@ class PolicyWorker(ABC):
         assert self.saver is not None, "save_checkpoint comes first"
         await asyncio.to_thread(self.saver.finish)
 
+    def check_weights(self) -> None:
+        """Raises RuntimeError if weights of this rank are not finite."""
+        self._state(save_optimizer=False)
+
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Inverse of `save_checkpoint`. Random generators are restored if this rank existed in the saving run."""
         self._load_state(directory / self.settings.folder, load_optimizer=load_optimizer)

@@ -14,6 +14,7 @@ from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
 from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.fakes import FakePolicy, FakeRollouts, sample_meta
@@ -97,6 +98,13 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
     with pytest.raises(TooManyFailures, match=r"(?s)4 of 4 episodes failed.*the environment was out"):
         run.go()
     assert "train" not in run.policy.calls
+
+
+def test_weights_that_are_not_finite_are_named_in_place_of_the_failures_that_they_cause(tmp_path):
+    run = Run(tmp_path, reward=lambda request, index: None)
+    run.policy.bad_weights = WorkerError("weights are not finite", worker="policy-1", rank=1, method="check_weights")
+    with pytest.raises(WorkerError, match="weights are not finite"):
+        run.go()
 
 
 def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path):

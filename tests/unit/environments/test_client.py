@@ -126,6 +126,19 @@ def test_one_bad_conversation_fails_alone():
     assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(results[1]))
 
 
+@pytest.mark.parametrize(("texts", "calls"), [(["a"], [1, 1]), (["a", "b"], [2, 1, 1])])
+def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_call(texts, calls):
+    def behave(logs, metadata):
+        if len(actor.batches) == 1:
+            raise RayTaskError("step", "traceback", OSError("a file was busy"))
+        return echo(logs, metadata)
+
+    actor = FakeActor(behave)
+    results = asyncio.run(gathered(EnvironmentClient("maze", actor, 5), texts))
+    assert [type(result).__name__ for result in results] == ["EnvironmentStep"] * len(texts)
+    assert actor.batches == calls
+
+
 def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
     class Slow(FakeActor):
         async def _answer(self, logs, metadata):

@@ -427,5 +427,5 @@ def test_weights_that_are_not_finite_are_not_written() -> None:
     require_finite(weights)
     for value in (float("nan"), float("inf")):
         weights["b"][1] = value
-        with pytest.raises(RuntimeError, match="not written, because weights are not finite: b"):
+        with pytest.raises(RuntimeError, match="weights are not finite, so no checkpoint of them is written: b"):
             require_finite(weights)
