@@ -3,6 +3,7 @@
 `build_stages` -> `mark_shards` -> (weights are loaded, adapters inserted) -> `wrap`.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -38,7 +40,7 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, PolicyScalarModel
 from nemo_rl.models.policy.megatron.mapping import FAMILIES, ParallelRanks, Replicated, WeightMap
 from nemo_rl.models.policy.megatron.moe import PolicyRouter, StackedExperts, routers
-from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
+from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies, silu
 from nemo_rl.models.policy.token_mixers import mixer_class
 from nemo_rl.types import SamplingParams
 
@@ -85,6 +87,12 @@ def build_stages(
         stage.true_vocab_size = text.vocab_size
         stage.chunk_tokens = policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size
         stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
+        for mlp in stage.modules():
+            if type(mlp) is MLP and mlp.activation_func is silu:
+                # Megatron then gives this function gate and up projections together.
+                mlp.config = copy.copy(config)
+                mlp.config.use_te_activation_func = True
+                mlp.activation_func = gated_silu
         stage.eval()  # with dropout, the same tokens would have other logprobs in every pass
         stages.append(stage.to(device))
     return stages
@@ -196,6 +204,15 @@ class LatentAttention(MLASelfAttention):
 #
 # Torch's modules run on CPUs and GPUs alike: plain RMSNorm, and the attention of `models/policy/attention.py`, which
 # supports packed sequences, grouped queries and context parallelism.
+
+
+def gated_silu(projections: torch.Tensor) -> torch.Tensor:
+    """Gate and up projections [S, 1, 2 F] -> silu(gate) * up [S, 1, F], in place without gradients.
+
+    Megatron's own gate adds an offset (0) to the up projections first, into a tensor of its own.
+    """
+    gate, up = projections.chunk(2, dim=-1)
+    return silu(gate) * up if torch.is_grad_enabled() else silu(gate).mul_(up)
 
 
 class RMSNorm(nn.Module):
