@@ -87,17 +87,24 @@ class EnvironmentClient:
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """The means of the samples' `metrics`, and the metrics of `global_post_process_and_metrics`.
 
-        EnvironmentFailure when that raises, dies or takes longer than a step may.
+        EnvironmentFailure when that raises or dies twice in a row, or takes longer than a step may.
         """
         try:
-            # Two results, of which the batch stays where it is.
-            _, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
-            metrics = await asyncio.wait_for(ref, self.step_timeout_s)
-        except (RayTaskError, RayActorError, TimeoutError) as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"
+            try:
+                metrics = await self._post_process(batch)
+            except (RayTaskError, RayActorError) as error:
+                logger.warning("environment %s: metrics are asked for again: %r", self.name, _cause(error))
+                await self._restarted()
+                metrics = await self._post_process(batch)
+        except (RayTaskError, RayActorError, TimeoutError, _ActorDied) as error:
+            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {_cause(error)!r}"
             raise EnvironmentFailure(problem) from error
         return {**mean_metrics(batch.get("metrics", ())), **metrics}
+
+    async def _post_process(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        # Two results, of which the batch stays where it is.
+        _, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
+        return await asyncio.wait_for(ref, self.step_timeout_s)
 
     async def _send(self) -> None:
         await asyncio.sleep(0)  # other episodes that are ready join the batch
@@ -241,6 +248,11 @@ class EnvironmentPool:
             else sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
             for name, pairs in told.items()
         }
+
+
+def _cause(error: Exception) -> Exception:
+    """What the environment raised, in place of Ray's wrapper."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def mean_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:

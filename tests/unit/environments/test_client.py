@@ -9,6 +9,7 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import (
     EnvironmentClient,
@@ -137,6 +138,37 @@ def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_
     results = asyncio.run(gathered(EnvironmentClient("maze", actor, 5), texts))
     assert [type(result).__name__ for result in results] == ["EnvironmentStep"] * len(texts)
     assert actor.batches == calls
+
+
+class Measuring(FakeActor):
+    """Its metrics are asked for as often as `errors` has entries, and fail with those that are not None."""
+
+    def __init__(self, *errors):
+        super().__init__()
+        self.errors = list(errors)
+        self.global_post_process_and_metrics = self
+
+    def options(self, num_returns):
+        return self
+
+    def remote(self, batch):
+        return batch, self._measure()
+
+    async def _measure(self):
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        return {"accuracy": 0.5}
+
+
+def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
+    batch = BatchedDataDict({"metrics": [{"depth": 1.0}, {"depth": 2.0}]})
+    error = RayTaskError("metrics", "traceback", OSError("a file was busy"))
+    for first in (error, RayActorError()):
+        client = EnvironmentClient("maze", Measuring(first, None), 5)
+        assert asyncio.run(client.metrics(batch)) == {"accuracy": 0.5, "depth": 1.5}
+    with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
+        asyncio.run(EnvironmentClient("maze", Measuring(error, error), 5).metrics(batch))
 
 
 def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
