@@ -92,7 +92,7 @@ class FakePolicy:
         self.note(f"attach {column}")
         self.attached[column] = {key: shared[key] for key in keys_of_plan(self.plans[-1])}
 
-    def check_weights(self) -> None:
+    def inspect_weights(self) -> None:
         if self.bad_weights is not None:
             raise self.bad_weights
 

@@ -219,7 +219,7 @@ class RolloutCollector:
         """`_recover` if the worker died during a call; raise any other error."""
         if isinstance(error, WorkerDied):
             return self._recover(error)
-        self.check_keeper(error)
+        self.raise_if_keeper_lost(error)
         raise error
 
     def _recover(self, error: WorkerError) -> None:
@@ -246,10 +246,10 @@ class RolloutCollector:
                 workers = self.restart_generation()
             self.use_generation(workers)
         else:
-            self.check_keeper(error)
+            self.raise_if_keeper_lost(error)
             raise error
 
-    def check_keeper(self, error: WorkerError) -> None:
+    def raise_if_keeper_lost(self, error: WorkerError) -> None:
         """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them.
 
         RayLost if it cannot answer because Ray's own process has ended or is stopped.

@@ -175,7 +175,7 @@ class RolloutTrainer(Trainer):
             try:
                 self.policy.load(plan)
             except WorkerError as error:
-                self.rollouts.check_keeper(error)
+                self.rollouts.raise_if_keeper_lost(error)
                 raise
         return plan
 
@@ -292,7 +292,7 @@ class RolloutTrainer(Trainer):
         try:
             check_failures(groups, self.run, self.tools.console)
         except TooManyFailures:
-            self.policy.check_weights()
+            self.policy.inspect_weights()
             raise
 
     # -- validation

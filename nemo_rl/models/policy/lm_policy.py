@@ -196,10 +196,10 @@ class Policy:
         with self.accelerator.hold(self.name_prefix):
             return self.group.call_all("inspect", function, *args)
 
-    def check_weights(self) -> None:
+    def inspect_weights(self) -> None:
         """Raises WorkerError, which names worker and weights, if some are not finite."""
         with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("check_weights")
+            self.group.call_all("inspect_weights")
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`

@@ -421,7 +421,7 @@ class PolicyWorker(ABC):
         assert self.saver is not None, "save_checkpoint comes first"
         await asyncio.to_thread(self.saver.finish)
 
-    def check_weights(self) -> None:
+    def inspect_weights(self) -> None:
         """Raises RuntimeError if weights of this rank are not finite."""
         self._state(save_optimizer=False)
 

@@ -86,7 +86,7 @@ class FakePlaying(FakeRollouts):
     def abandon(self) -> None:
         self.playing, self.done = [], []
 
-    def check_keeper(self, error: WorkerError) -> None:
+    def raise_if_keeper_lost(self, error: WorkerError) -> None:
         if self.keeper_death is not None:
             raise self.keeper_death
 
