@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import Models
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def saved(family: str) -> Any:
-    @pytest.fixture(scope="module")
-    def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        directory = tmp_path_factory.mktemp(family)
-        save_model(family, directory)
-        return directory
+    @pytest.fixture(scope="session")
+    def path(models: Models) -> Path:
+        return models[family]
 
     return path
 

@@ -4,22 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 97  # odd: shards are uneven
 
@@ -41,35 +26,47 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
-    "llama": (LlamaConfig, {}),
-    "deep": (LlamaConfig, {"num_hidden_layers": 4}),
-    "qwen3": (Qwen3Config, {"head_dim": 32}),
-    "mistral": (MistralConfig, {"sliding_window": 5}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "deep": ("llama", {"num_hidden_layers": 4}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": 5}),
     "gemma2": (
-        Gemma2Config,
+        "gemma2",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
         | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
-    "gemma3": (
-        Gemma3TextConfig,
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, **_SLIDING},
-    ),
-    "phi3": (Phi3Config, {}),
-    "phi": (PhiConfig, {"qk_layernorm": True}),
-    "qwen3-moe": (Qwen3MoeConfig, _MOE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
-    "mixtral": (MixtralConfig, {"num_experts_per_tok": 2, "num_local_experts": 4}),
-    "gpt-oss": (GptOssConfig, _SLIDING | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v3": (DeepseekV3Config, _MOE | _LATENT | _GROUPS | {"num_key_value_heads": 4}),
+    "gemma3": ("gemma3_text", _SLIDING | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "qwen3-moe": ("qwen3_moe", _MOE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
+    "mixtral": ("mixtral", {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "gpt-oss": ("gpt_oss", _SLIDING | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("deepseek_v3", _MOE | _LATENT | _GROUPS | {"num_key_value_heads": 4}),
 }
+"""Name -> its `model_type`, and settings of its config.json beside the shape."""
+
+
+class Models:
+    """The directory of each family, written when it is first asked for: for tests that only read it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __getitem__(self, family: str) -> Path:
+        path = self._directory / family
+        if not path.exists():
+            save_model(family, path)
+        return path
 
 
 def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -> None:
     """In float32, with perturbed biases and norms, so that nothing hides behind 0 or 1. `changes`: of its shape."""
     torch.manual_seed(seed)
-    make, settings = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(make(**_SHAPE | settings | changes), dtype=torch.float32)
+    model_type, settings = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **_SHAPE | settings | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -5,22 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    Mamba2Config,
-    MistralConfig,
-    PhimoeConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.data.chat.images import process_image
 from nemo_rl.data.datasets.shapes import draw
@@ -46,8 +31,12 @@ SHAPE = {
 }
 
 
+def flops_of(model_type: str, **settings: Any) -> ModelFlops:
+    return ModelFlops.of(AutoConfig.for_model(model_type, **SHAPE | settings))
+
+
 def test_linear_layers_are_what_torch_counts() -> None:
-    config = LlamaConfig(**SHAPE)
+    config = AutoConfig.for_model("llama", **SHAPE)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     length = 24
     with FlopCounterMode(display=False) as counter:
@@ -61,16 +50,14 @@ def test_linear_layers_are_what_torch_counts() -> None:
 def test_known_models() -> None:
     # Llama 3.1 8B: 6 x 7.5e9 non-embedding parameters, and attention of 32 layers x 32 heads x 128.
     large = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    flops = ModelFlops.of(LlamaConfig(**large, num_attention_heads=32, num_key_value_heads=8))
+    flops = flops_of("llama", **large, num_attention_heads=32, num_key_value_heads=8)
     assert flops.per_token == pytest.approx(2 * 7.504e9, rel=1e-3)
-    assert flops.train([1]) == pytest.approx(6 * 7.504e9, rel=1e-3)
     assert flops.train([4096]) == pytest.approx(6 * 7.504e9 * 4096 + 6 * 32 * 4096 * 4096 * 4097, rel=1e-3)
     shape = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-    qwen = ModelFlops.of(Qwen2Config(**shape, num_attention_heads=28, num_key_value_heads=4))
+    qwen = flops_of("qwen2", **shape, num_attention_heads=28, num_key_value_heads=4)
     assert qwen.num_parameters == 7_615_616_512  # as its card says: 7.61 billion
     assert qwen.cache_size == 28 * 2 * 4 * 128
-    latent = ModelFlops.of(DeepseekV3Config(**SHAPE, kv_lora_rank=16, qk_rope_head_dim=8))
-    assert latent.cache_size == SHAPE["num_hidden_layers"] * (16 + 8)
+    assert flops_of("deepseek_v3", kv_lora_rank=16, qk_rope_head_dim=8).cache_size == 2 * (16 + 8)
 
 
 def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
@@ -108,88 +95,74 @@ def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
 
 
 def test_only_the_experts_of_a_token_count() -> None:
-    moe = {"moe_intermediate_size": 16, "head_dim": 8}
-    few = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=8, num_experts_per_tok=2))
-    more = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=16, num_experts_per_tok=2))
-    router = 2 * 2 * 8 * 32
-    assert more.per_token - few.per_token == router
-    all_of_them = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=8, num_experts_per_tok=8))
-    assert all_of_them.per_token - few.per_token == 2 * 2 * 6 * 3 * 16 * 32
+    def per_token(number: int, chosen: int) -> float:
+        moe = {"moe_intermediate_size": 16, "head_dim": 8, "num_local_experts": number, "num_experts_per_tok": chosen}
+        return flops_of("qwen3_moe", **moe).per_token
+
+    assert per_token(16, 2) - per_token(8, 2) == 2 * 2 * 8 * 32, "the router"
+    assert per_token(8, 8) - per_token(8, 2) == 2 * 2 * 6 * 3 * 16 * 32
 
 
-@pytest.mark.parametrize(
-    ("config", "windows"),
-    [
-        (MistralConfig(**SHAPE, sliding_window=4), [4, 4]),
-        (
-            Gemma3TextConfig(
-                **SHAPE, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-            ),
-            [4, None],
-        ),
-    ],
-)
-def test_sliding_windows_count_what_they_see(config: PretrainedConfig, windows: list[int | None]) -> None:
-    flops = ModelFlops.of(config)
-    assert list(flops.windows) == windows
-    length = 10
-    pairs = {None: sum(range(1, length + 1)), 4: sum(min(i, 4) for i in range(1, length + 1))}
-    expected = flops.per_token * length + sum(flops.per_pair * pairs[window] for window in flops.windows)
-    assert flops.forward(length) == expected
+def test_sliding_windows_count_what_they_see() -> None:
+    layers = {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    for name, settings, windows in (("mistral", {}, [4, 4]), ("gemma3_text", layers, [4, None])):
+        flops, length = flops_of(name, sliding_window=4, **settings), 10
+        assert list(flops.windows) == windows
+        pairs = {None: sum(range(1, length + 1)), 4: sum(min(i, 4) for i in range(1, length + 1))}
+        expected = flops.per_token * length + sum(flops.per_pair * pairs[window] for window in flops.windows)
+        assert flops.forward(length) == expected
 
 
 def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() -> None:
-    flops, length = ModelFlops.of(LlamaConfig(**SHAPE)), 4096
+    flops, length = flops_of("llama"), 4096
     approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
     assert flops.train([3, 5]) - flops.train([3, 5], has_adapters=True) == 8 * flops.per_token
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("model_type", "settings"),
     [
-        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64),
-        Ernie4_5_MoeConfig(**SHAPE, moe_intermediate_size=16, moe_num_experts=4, moe_k=2),
-        PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-        DeepseekV3Config(**SHAPE, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("ernie4_5_moe", {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}),
+        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("deepseek_v3", {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}),
     ],
-    ids=lambda config: config.model_type,
 )
-def test_architectures_that_have_names_of_their_own(config: PretrainedConfig) -> None:
-    assert ModelFlops.of(config).train([8]) > 0
-
-
-LINEAR_ATTENTION: dict[str, Any] = {
-    "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+def test_architectures_that_have_names_of_their_own(model_type: str, settings: dict[str, int]) -> None:
+    assert flops_of(model_type, **settings).train([8]) > 0
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("model_type", "settings"),
     [
-        Qwen3_5TextConfig(**SHAPE, **LINEAR_ATTENTION),
-        Qwen3NextConfig(**SHAPE, **LINEAR_ATTENTION, num_experts=0),
-        Qwen3NextConfig(
-            **SHAPE, **LINEAR_ATTENTION, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
+        ("qwen3_5_text", {}),
+        ("qwen3_next", {"num_experts": 0}),
+        (
+            "qwen3_next",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"shared_expert_intermediate_size": 16},
         ),
     ],
-    ids=["qwen3.5", "qwen3-next, dense", "qwen3-next"],
-)  # fmt: skip
-def test_linear_attention_has_no_pairs_and_its_convolution_counts(config: PretrainedConfig) -> None:
-    flops = ModelFlops.of(config)
-    assert flops.windows == (None,)
-    assert (flops.per_pair, flops.forward(9) - flops.forward(8)) == (
-        2 * 4 * 2 * 8,
-        flops.per_token + 9 * flops.per_pair,
+)
+def test_linear_attention_has_no_pairs_and_its_convolution_counts(model_type: str, settings: dict[str, int]) -> None:
+    config = AutoConfig.for_model(
+        model_type,
+        **SHAPE,
+        **{"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **settings},
+        **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
+        linear_value_head_dim=8,
     )
+    flops = ModelFlops.of(config)
+    assert flops.windows == (None,) and flops.per_pair == 2 * 4 * 2 * 8
+    assert flops.forward(9) - flops.forward(8) == flops.per_token + 9 * flops.per_pair
     config.linear_conv_kernel_dim += 1
     assert ModelFlops.of(config).per_token - flops.per_token == 2 * 3 * 16  # queries, keys and values of one layer
 
 
 def test_a_model_without_attention() -> None:
-    flops = ModelFlops.of(Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8))
+    config = AutoConfig.for_model("mamba2", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8)
+    flops = ModelFlops.of(config)
     assert (flops.windows, flops.quadratic_weight) == ((), 0)
     assert flops.forward(8) == 8 * flops.per_token > 0
 

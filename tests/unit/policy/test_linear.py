@@ -278,18 +278,6 @@ def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together() -> None
         assert_close(got, want, 1e-12, f"top_k={top_k} top_p={top_p}")
 
 
-def test_logits_outside_top_k_and_the_nucleus_have_no_mass_unless_they_were_sampled() -> None:
-    def outside(target: int, top_k: int | None, top_p: float) -> list[bool]:
-        logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-        return filter_logits(logits, torch.tensor([target]), top_k, top_p).isinf()[0].tolist()
-
-    assert outside(3, 2, 1.0) == [True, True, False, False]
-    # probabilities 0.03 0.09 0.24 0.64: 0.64 + 0.24 reach 0.8
-    assert outside(3, None, 0.8) == [True, True, False, False]
-    assert outside(3, None, 0.1) == [True, True, True, False]
-    assert outside(0, 2, 1.0) == [False, True, False, False]
-
-
 def test_kl_of_equal_distributions_is_zero_and_large_logits_keep_their_digits() -> None:
     states, head = Case(temperature=1.0).side(1, torch.float32)
     states, weight = 10 * states, (10 * head.weight).requires_grad_()

@@ -25,24 +25,28 @@ from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, p
 from tests.unit.policy.families import family_config
 
 CONFIGS = Path("examples/configs")
-SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(**SHAPE, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True),
-        Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
-    ],
-    ids=["dense", "experts"],
-)
-def test_every_parameter_is_counted_once(config):
-    model = AutoModelForCausalLM.from_config(config)
-    assert ModelShape.of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+def test_every_parameter_is_counted_once_those_of_a_tower_too():
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    cfg = config("policy.model_name=tiny:shapes")
+    seeing = setup.local_config(cfg.policy)
+    assert seeing is not None and setup.memory_lines(cfg)[0].startswith("memory of a GPU")
+    for kind, of in (
+        (AutoModelForCausalLM, Qwen2Config(**SHAPE, intermediate_size=96, tie_word_embeddings=True)),
+        (AutoModelForCausalLM, Qwen3MoeConfig(**SHAPE, **moe)),
+        (AutoModelForImageTextToText, seeing),
+    ):
+        shape, model = ModelShape.of(of), kind.from_config(of)
+        assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_layers == seeing.get_text_config().num_hidden_layers
+    assert shape.tower_parameters == sum(parameter.numel() for parameter in model.model.visual.parameters())
 
 
 def test_what_a_layer_saves_is_what_autograd_keeps():
-    config = Qwen2Config(**SHAPE, intermediate_size=160, num_key_value_heads=2)
+    config = Qwen2Config(**SHAPE, intermediate_size=160)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").model
     layer, tokens = model.layers[1], 256
     states = torch.randn(1, tokens, 64, requires_grad=True)
@@ -179,17 +183,6 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
     phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
     [of_engine] = [part.num_bytes for part in phases[-1].parts if part.name == "engine's draft"]
     assert of_engine == pytest.approx(4 * number, rel=0.02)
-
-
-def test_a_vision_language_model_is_predicted_with_its_tower():
-    cfg = config("policy.model_name=tiny:shapes")
-    found = setup.local_config(cfg.policy)
-    assert found is not None
-    shape, model = ModelShape.of(found), AutoModelForImageTextToText.from_config(found)
-    assert shape.num_layers == found.get_text_config().num_hidden_layers
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.tower_parameters == sum(parameter.numel() for parameter in model.model.visual.parameters())
-    assert setup.memory_lines(cfg)[0].startswith("memory of a GPU")
 
 
 def test_a_model_that_is_not_here_is_not_predicted():

@@ -16,19 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Phi3Config,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
@@ -49,8 +37,8 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
-GEMMA3 = Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)
-LLAMA = LlamaConfig(**SHAPE)
+GEMMA3 = AutoConfig.for_model("gemma3_text", **SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)
+LLAMA = AutoConfig.for_model("llama", **SHAPE)
 INTERLEAVED = PipelineConfig(schedule="interleaved_1f1b", stages_per_rank=2)
 
 
@@ -134,16 +122,6 @@ def test_messages_are_freed_during_the_step(deep: Path) -> None:
         assert most <= 3 and left == 0 and most_of_logprobs <= 2
 
 
-def test_another_dtype_than_the_next_stage_expects_ends_the_step(deep: Path) -> None:
-    def rank_main(rank: int, world: int) -> None:
-        worker, batches = worker_and_batches(deep, 2)
-        worker.runner.activations = Activations(64, torch.bfloat16, torch.device("cpu"))
-        list(worker.runner.forward(batches, Logprobs()))
-
-    with pytest.raises(AssertionError):
-        run_world(rank_main, 2)
-
-
 @given(st.integers(1, 12), st.integers(0, 40))
 @settings(max_examples=50, deadline=None)
 def test_layers_are_dealt_evenly_with_fewer_at_the_ends(num_stages: int, extra: int) -> None:
@@ -167,17 +145,10 @@ def test_a_stage_keeps_names_and_gives_up_the_rest_and_weights_beside_the_layers
         split(whole, 0, cut(2))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(LLAMA, GEMMA3, Qwen3Config(**SHAPE), Qwen2Config(**SHAPE), Phi3Config(**SHAPE), PhiConfig(**SHAPE)),
-        *(Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=24), MixtralConfig(**SHAPE)),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_models_that_can_be_split_pass(config: Any) -> None:
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3", "qwen2", "phi3", "phi", "qwen3_moe", "mixtral"])
+def test_models_that_can_be_split_pass(model_type: str) -> None:
     for settings_of in (cut(2, pipeline=INTERLEAVED), cut(5), cut(1)):
-        check_pipeline(config, settings_of)
+        check_pipeline(AutoConfig.for_model(model_type, **SHAPE), settings_of)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +156,17 @@ def test_models_that_can_be_split_pass(config: Any) -> None:
     [
         (LLAMA, cut(6), "6 stages.* has 5 layers; use at most 5 stages"),
         (LLAMA, cut(3, pipeline=INTERLEAVED), "stages_per_rank = 6 stages.*at most 5"),
-        (Qwen2Config(**SHAPE | {"tie_word_embeddings": True}), cut(2), "size=2: this qwen2 model shares one matrix"),
-        (GPT2Config(n_layer=4, tie_word_embeddings=False), cut(2), "GPT2LMHeadModel .* has no embed_tokens, layers"),
-        (GraniteConfig(**SHAPE, embedding_multiplier=3.0), cut(2), "GraniteForCausalLM .* changes hidden states"),
+        (AutoConfig.for_model("qwen2", tie_word_embeddings=True), cut(2), "size=2: this qwen2 model shares one matrix"),
+        (
+            AutoConfig.for_model("gpt2", n_layer=4, tie_word_embeddings=False),
+            cut(2),
+            "GPT2LMHeadModel .* has no embed_tokens, layers",
+        ),
+        (
+            AutoConfig.for_model("granite", **SHAPE, embedding_multiplier=3.0),
+            cut(2),
+            "GraniteForCausalLM .* changes hidden states",
+        ),
         (
             LLAMA,
             cut(2, lora_cfg=LoRAConfig(enabled=True, match_all_linear=False, target_modules=["*.layers.4.*"])),

@@ -201,40 +201,6 @@ def test_another_optimizer_is_refused_with_what_each_keeps_and_the_remedy(tmp_pa
         run_world(rank_main, 1)
 
 
-# -- parts of a model on different ranks
-
-
-def part_of(rank: int) -> nn.Module:
-    """Pipeline stages: two ranks hold different layers under the names of the whole model; the norm is on both."""
-    torch.manual_seed(rank)
-    stage = nn.ModuleDict({f"layers_{rank}": nn.Linear(3, 3)})
-    torch.manual_seed(9)
-    stage["norm"] = nn.LayerNorm(3)
-    return stage
-
-
-@pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
-def test_ranks_that_hold_different_layers_save_one_model(tmp_path, save_format):
-    def save(rank: int, world: int) -> None:
-        save_tensors(policy_tensors([part_of(rank)]), tmp_path, save_format)
-
-    def load(rank: int, world: int) -> bool:
-        want, got = part_of(1 - rank), part_of(1 - rank)
-        with torch.no_grad():
-            for parameter in got.parameters():
-                parameter.zero_()
-        load_tensors(policy_tensors([got]), tmp_path)
-        return all(torch.equal(a, b) for a, b in zip(want.parameters(), got.parameters(), strict=True))
-
-    run_world(save, 2)
-    assert run_world(load, 2) == [True, True], "stages swapped between the ranks"
-    names = {f"layers_{rank}.{part}" for rank in (0, 1) for part in ("weight", "bias")} | {"norm.weight", "norm.bias"}
-    assert set(saved_tensors(tmp_path)) == names
-    whole = nn.ModuleDict({"layers_0": nn.Linear(3, 3), "layers_1": nn.Linear(3, 3), "norm": nn.LayerNorm(3)})
-    load_tensors(policy_tensors([whole]), tmp_path)  # one process, no world
-    assert torch.equal(whole["layers_1"].get_parameter("weight"), part_of(1).state_dict()["layers_1.weight"])
-
-
 def test_experts_on_a_second_mesh(tmp_path):
     """Each expert on one rank of a pair, and copied or sharded over the others; the rest on all four."""
 
@@ -266,14 +232,6 @@ def test_experts_on_a_second_mesh(tmp_path):
 
     run_world(save, 4)
     run_world(load, 2)
-
-
-def test_only_trained_parameters_are_adapters():
-    model = build()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == "0.up.weight")
-    assert list(policy_tensors([model], trained_only=True)) == ["0.up.weight"]
-    assert {"0.correction", "1.up.weight"} < set(policy_tensors([model]))
 
 
 # -- in the background

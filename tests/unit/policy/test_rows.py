@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.distillation import DistillationInputs
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs
 from nemo_rl.algorithms.losses.value import ValueInputs
@@ -33,7 +32,7 @@ from nemo_rl.types import (
     TrainResult,
 )
 from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
+from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -218,22 +217,6 @@ def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of
     assert len(reported) == len(set(reported)) == 2 * NUM_PAIRS, "every row by one rank"
     together = {key: value for seen in ranks for key, value in seen.reference_sums.items()}
     assert together == pytest.approx(alone.reference_sums, abs=1e-5)
-
-
-def test_evaluation_on_rollouts_gives_the_metrics_of_training_and_changes_nothing(llama: Path):
-    cut = DTensorConfig(pipeline_parallel_size=2)
-    config = policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=cut)
-
-    def rank_main(rank: int, world: int) -> tuple[dict[str, float], bool, TrainResult]:
-        worker = make_worker(llama, config)
-        load_step(worker)
-        worker.compute(Logprobs(), "prev_logprobs")
-        worker.compute_reference_logprobs()
-        return *evaluated(worker, ClippedPGLoss(LOSS)), worker.train(ClippedPGLoss(LOSS), Logprobs())
-
-    for metrics, unchanged, result in run_world(rank_main, 2):
-        assert unchanged
-        assert_same_metrics(metrics, result.metrics)
 
 
 # -- columns

@@ -1,45 +1,41 @@
 """What tensor-parallel ranks hold of a model, and what is refused. The numbers are in test_layouts.py."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, LlamaConfig, Olmo2Config, OlmoConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig
 
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.tensor_parallel import check_tensor_parallel, user_plan
 from nemo_rl.models.policy.pretrained import build_on_meta
-from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.models import VOCAB, Models
 from tests.unit.policy.steps import make_worker, policy_config
 from tests.unit.policy.test_layouts import MATRICES
 from tests.worlds import run_world
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "deepseek_v3"])
-def test_every_matrix_is_shared_out_but_those_of_experts_and_tied_ones_stay_one(tmp_path: Path, family: str) -> None:
-    save_model(family, tmp_path)
+def test_every_matrix_is_shared_out_but_those_of_experts_and_tied_ones_stay_one(models: Models, family: str) -> None:
+    path = models[family]
     cut = DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)
 
-    def rank_main(rank: int, world: int) -> tuple[bool, dict[str, float], list[str]]:
-        worker = make_worker(tmp_path, policy_config(dtensor_cfg=cut))
-        hf, plain, parts = worker.stages[0].hf, [], {}
+    def rank_main(rank: int, world: int) -> tuple[bool, dict[str, float]]:
+        hf, parts = make_worker(path, policy_config(dtensor_cfg=cut)).stages[0].hf, {}
         for name, parameter in hf.named_parameters():
             held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parts[name] = held.numel() / parameter.numel()
-            if not isinstance(parameter, DTensor) or all(p.is_replicate() for p in parameter.placements):
-                plain.append(name)
-        return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight, parts, plain
+        return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight, parts
 
     ranks = run_world(rank_main, 2)
-    for is_tied, parts, _ in ranks:
+    for is_tied, parts in ranks:
         assert is_tied == (family == "qwen2-tied")
         for name in parts:
             is_whole = "norm" in name or ".mlp.experts." in name or ".mlp.gate." in name or "_a_" in name
             if name.endswith(("o_proj.bias", "down_proj.bias")):
                 is_whole = True
-            assert sum(each[name] for _, each, _ in ranks) == pytest.approx(2.0 if is_whole else 1.0), name
+            assert sum(each[name] for _, each in ranks) == pytest.approx(2.0 if is_whole else 1.0), name
 
 
 # -- refused before weights are read
@@ -48,13 +44,9 @@ NO_PLAN = {"model.layers.*.mlp.up_proj": 3}
 MISSPELT = MATRICES | {"model.layers.*.mlp.gatee_proj": "colwise"}
 UNKNOWN_WORD = MATRICES | {"model.layers.*.mlp.gate_proj": "colwize"}
 
-SMALL = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "pad_token_id": 0}
-CONFIGS = {
-    "llama": LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2),
-    "qwen3": Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
-    "gpt2": GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=VOCAB),
-    "olmo": OlmoConfig(**SMALL, num_attention_heads=4),
-    "olmo2": Olmo2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2),
+SMALL = {
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "pad_token_id": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 
@@ -62,13 +54,9 @@ def path_to(name: str, module: str = __name__) -> str:
     return f"{module}:{name}"
 
 
-def config_of(family: str, **changes: Any) -> PretrainedConfig:
-    return type(CONFIGS[family])(**CONFIGS[family].to_dict() | changes)
-
-
 def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
     settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
-    check_tensor_parallel(config_of(family, **changes), settings)
+    check_tensor_parallel(AutoConfig.for_model(family, **SMALL | changes), settings)
 
 
 def test_a_model_that_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_that_of_transformers() -> None:
@@ -76,7 +64,7 @@ def test_a_model_that_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_
         check(family, split=True)
     check("gpt2", size=1)
     for family in ("llama", "qwen3"):
-        hf = build_on_meta(config_of(family), torch.float32)
+        hf = build_on_meta(AutoConfig.for_model(family, **SMALL), torch.float32)
         own = user_plan(hf, "examples.custom_parallel:plan", "custom_parallel_plan")
         assert dict(own) == {name: word for name, word in dict(hf.tp_plan).items() if ".layers." in name}
 

@@ -1,28 +1,9 @@
 """Small random models of every architecture that has a mapping to Megatron."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCAB = 61  # odd: a rank's rows are padded
 NUM_EXPERTS = 4
@@ -33,16 +14,16 @@ _SHAPE: dict[str, Any] = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-_GROUPED: dict[str, Any] = _SHAPE | {"num_key_value_heads": 2}
+_WINDOW: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {
-    **_SHAPE,
     **_MOE,
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,
@@ -55,48 +36,39 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 _DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_SPARSE_DELTA_NET = _DELTA_NET | _MOE | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 24}
 
-# fmt: off
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_GROUPED),
-    "mistral": lambda: MistralConfig(**_GROUPED),
-    "qwen2-tied": lambda: Qwen2Config(**{**_GROUPED, "tie_word_embeddings": True}),
-    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_GROUPED, **_MOE, head_dim=16, num_experts=NUM_EXPERTS, mlp_only_layers=[0], norm_topk_prob=True
-    ),
-    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=NUM_EXPERTS),
-    "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, n_shared_experts=2),
-    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=16, n_shared_experts=1),
-    "gemma3_text": lambda: Gemma3TextConfig(
-        **_GROUPED | {"tie_word_embeddings": True}, head_dim=16, query_pre_attn_scalar=24, sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **_GROUPED, **_MOE, **_DELTA_NET, head_dim=16, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=24,
-    ),
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_GROUPED, **_DELTA_NET, head_dim=16),
-    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
-        **_GROUPED, **_MOE, **_DELTA_NET, head_dim=16, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=24,
-    ),
-    "gpt_oss": lambda: GptOssConfig(
-        **_GROUPED, head_dim=16, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "glm4_moe": lambda: Glm4MoeConfig(
-        **_GROUPED, **_MOE, head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=NUM_EXPERTS,
-        n_shared_experts=1, first_k_dense_replace=1,
-    ),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": _MOE | {"head_dim": 16, "num_experts": NUM_EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": _LATENT | {"q_lora_rank": 16, "n_shared_experts": 1},
+    "gemma3_text": _WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "qwen3_next": _SPARSE_DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _SPARSE_DELTA_NET,
+    "gpt_oss": _WINDOW | {"head_dim": 16, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2},
+    "glm4_moe": _MOE
+    | {"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": NUM_EXPERTS}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1},
 }
-# fmt: on
-DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "gemma3_text", "qwen3_5_text"]
-MOE = [name for name in CONFIGS if name not in DENSE]
+"""`model_type` -> settings of its config.json beside the shape."""
+MOE = [name for name, settings in FAMILIES.items() if "num_experts_per_tok" in settings]
+
+
+def config_of(name: str, **changes: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(name, **_SHAPE | FAMILIES[name] | changes)
 
 
 def full_name(family: str, name: str) -> str:
@@ -107,8 +79,7 @@ def full_name(family: str, name: str) -> str:
 def random_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """In float32, with norms and biases of their own, so that nothing hides behind 0 or 1. `changes`: of its config."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
-    config = type(config)(**{**config.to_dict(), **changes})
+    config = config_of(name, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,6 +1,7 @@
 """What Megatron cannot train is refused on the driver: each message names the key, the value and what would work."""
 
 import json
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -10,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, PretrainedConfig
 
 from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron import checks
 from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig, MegatronOptimizerConfig, device_problems
-from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.worker import uses_transformer_engine
-from tests.unit.policy.megatron.hf_models import CONFIGS
+from tests.tables import pattern
+from tests.unit.policy.megatron.hf_models import FAMILIES, config_of
 from tests.unit.policy.steps import megatron_policy
 
 KEY = "policy.megatron_cfg"
@@ -40,95 +41,95 @@ def refusal(model: PretrainedConfig, model_path: str = "a/hub-model", **settings
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_models_with_a_mapping_pass(name: str) -> None:
     for settings in ({}, {TP: 2, "sequence_parallel": True, PP: 2}):
-        checks.check_megatron(policy_of(**settings), CONFIGS[name](), "a/hub-model")
+        checks.check_megatron(policy_of(**settings), config_of(name), "a/hub-model")
+
+
+SHAPE = {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
+ROPE = "policy.hf_config_overrides.rope_parameters"
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **changes}}
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "parts"),
+    ("name", "changes", "settings", "said"),
     [
-        ("llama", {TP: 3}, (f"{TP}=3 does not divide the 4 attention heads of this 'llama'", "would: 1, 2, 4")),
-        ("qwen3_moe", {EP: 3}, (f"{EP}=3 does not divide the 4 experts of this 'qwen3_moe' model", "would: 1, 2, 4")),
+        ("llama", {}, {TP: 3}, f"{TP}=3 does not divide the 4 attention heads of this 'llama' ... would: 1, 2, 4"),
+        ("qwen3_moe", {}, {EP: 3}, f"{EP}=3 does not divide the 4 experts of this 'qwen3_moe' model ... : 1, 2, 4"),
         (
             "qwen3_moe",
+            {},
             {ETP: 5},
-            (f"{ETP}=5 does not divide the 24 rows of an expert", "would: 1, 2, 3, 4, 6, 8, 12"),
+            f"{ETP}=5 does not divide the 24 rows of an expert ... would: 1, 2, 3, 4, 6, 8, 12",
         ),
-        ("qwen3_moe", {TP: 2}, ("sequence_parallel=false: with tensor_model_parallel_size=2 every", "set it to true")),
-        ("llama", {EP: 2}, (f"{EP}=2: {DENSE}1",)),
-        ("llama", {ETP: 2}, (f"{ETP}=2: {DENSE}1",)),
-        ("llama", {"moe_per_layer_logging": True}, (f"moe_per_layer_logging=true: {DENSE}false",)),
-        ("llama", {"replay": True}, (f"policy.router_replay.enabled=true: {DENSE}false",)),
+        ("qwen3_moe", {}, {TP: 2}, f"sequence_parallel=false: with {TP}=2 every ... set it to true"),
+        ("llama", {}, {EP: 2}, f"{EP}=2: {DENSE}1"),
+        ("llama", {}, {ETP: 2}, f"{ETP}=2: {DENSE}1"),
+        ("llama", {}, {"moe_per_layer_logging": True}, f"moe_per_layer_logging=true: {DENSE}false"),
+        ("llama", {}, {"replay": True}, f"policy.router_replay.enabled=true: {DENSE}false"),
         (
             "qwen3_moe",
+            {},
             {"moe_router_bias_update_rate": 0.001, "freeze_moe_router": False},
-            (
-                "moe_router_bias_update_rate=0.001: the routers of this",
-                "those of deepseek_v3 do",
-                "set it to 0, or use",
-            ),
+            "moe_router_bias_update_rate=0.001: the routers ... those of deepseek_v3 do ... set it to 0, or use",
         ),
-        ("llama", {PP: 4}, (f"{PP}=4: the model has 2 layers; use at most that",)),
+        ("llama", {}, {PP: 4}, f"{PP}=4: the model has 2 layers; use at most that"),
         (
             "llama",
+            {},
             {"activation_checkpointing": True, "recompute_granularity": "selective"}
             | {"recompute_modules": ["core_attn", "mla_up_proj", "moe"]},
-            ("recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]",),
+            "recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]",
+        ),
+        (
+            "llama",
+            SHAPE | {"intermediate_size": 50},
+            {TP: 4},
+            f"{KEY}.{TP}=4 does not divide the 50 rows of its feed-forward layers (intermediate_size) of this 'llama' "
+            "model; these would: 1, 2",
+        ),
+        ("llama", SHAPE, {TP: 6}, "neither divides the 4 key-value heads ... these would: 1, 2, 4, 12"),
+        ("llama", rope(rope_type="dynamic", factor=2.0), {}, f"{ROPE}.rope_type=dynamic of this 'llama' model"),
+        ("llama", rope(rope_type="default", partial_rotary_factor=0.5), {}, f"{ROPE}.partial_rotary_factor=0.5 of"),
+        ("gemma3_text", {"full_attention": YARN}, {}, f"{ROPE}.full_attention.rope_type=yarn of this 'gemma3_text'"),
+        ("glm4_moe", rope(**YARN, partial_rotary_factor=0.5), {}, f"{ROPE}.rope_type=yarn of this 'glm4_moe' model"),
+        # Layers of this library.
+        ("gpt_oss", {}, {ETP: 2}, "the experts of this 'gpt_oss' model stay whole"),
+        ("qwen3_next", {}, {"context_parallel_size": 2}, "=2: the layers of type Qwen3NextGatedDeltaNet"),
+        ("qwen3_next", {}, {TP: 4, "sequence_parallel": True}, "=4 is more than the 2 key-value heads"),
+        (
+            "gemma3_text",
+            {},
+            {"bias_activation_fusion": True},
+            f"{KEY}.bias_activation_fusion=true is not for the layers",
         ),
     ],
 )
-def test_settings_that_do_not_fit_the_model(name: str, settings: dict[str, Any], parts: tuple[str, ...]) -> None:
-    message = refusal(CONFIGS[name](), **settings)
-    assert message.startswith((KEY, "policy.router_replay")) and all(part in message for part in parts), message
-
-
-def test_sizes_that_would_work_go_with_every_matrix_and_rotary_embeddings_must_be_known() -> None:
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 12, "hidden_size": 48, "vocab_size": 61}
-    model = LlamaConfig(**shape, num_key_value_heads=4, intermediate_size=50)
-    assert refusal(model, **{TP: 4}) == (
-        f"{KEY}.{TP}=4 does not divide the 50 rows of its feed-forward layers "
-        "(intermediate_size) of this 'llama' model; these would: 1, 2"
-    )
-    model = LlamaConfig(**shape, num_key_value_heads=4, intermediate_size=48)
-    message = refusal(model, **{TP: 6})
-    assert "neither divides the 4 key-value heads" in message and message.endswith("these would: 1, 2, 4, 12")
-    for rope, said in (
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type=dynamic"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ):
-        model = CONFIGS["llama"]()
-        model.rope_parameters = {"rope_theta": 10000.0, **rope}
-        assert f"policy.hf_config_overrides.rope_parameters.{said} of this 'llama' model" in refusal(model)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
-    model = CONFIGS["gemma3_text"]()
-    model.rope_parameters = {**model.rope_parameters, "full_attention": yarn}
-    assert "rope_parameters.full_attention.rope_type=yarn of this 'gemma3_text' model" in refusal(model)
-    model = CONFIGS["glm4_moe"]()
-    model.rope_parameters = {**yarn, "partial_rotary_factor": 0.5}
-    assert "rope_parameters.rope_type=yarn of this 'glm4_moe' model" in refusal(model)
-
-
-def test_layers_of_this_library_do_not_go_with_transformer_engine() -> None:
-    model = CONFIGS["gemma3_text"]()
-    assert not uses_transformer_engine(MegatronConfig(), model.model_type, use_gpu=True)
-    assert "the experts of this 'gpt_oss' model stay whole" in refusal(
-        CONFIGS["gpt_oss"](), expert_tensor_parallel_size=2
-    )
-    model = CONFIGS["qwen3_next"]()
-    assert "=2: the layers of type Qwen3NextGatedDeltaNet" in refusal(model, context_parallel_size=2)
-    assert "=4 is more than the 2 key-value heads" in refusal(model, **{TP: 4, "sequence_parallel": True})
-    model = CONFIGS["gemma3_text"]()
-    assert f"{KEY}.bias_activation_fusion=true is not for the layers of this" in refusal(
-        model, bias_activation_fusion=True
-    )
+def test_settings_that_do_not_fit_the_model(
+    name: str, changes: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    model = config_of(name)
+    if "full_attention" in changes:
+        model.rope_parameters |= changes
+    else:
+        model.update(changes)
+    message = refusal(model, **settings)
+    assert message.startswith((KEY, ROPE, "policy.router_replay")) and re.search(pattern(said), message), message
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen2-tied", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: chunked_attention"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True, "sliding_window": 4},
+            "layer_types: chunked_attention",
+        ),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: noaux_tc .* needs greedy or group"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob: False .* needs true"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 .* needs 2 or more"),
@@ -136,11 +137,7 @@ def test_layers_of_this_library_do_not_go_with_transformer_engine() -> None:
     ],
 )
 def test_settings_of_models_without_an_equal_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    if "layer_types" in changes:
-        changes = changes | {"use_sliding_window": True, "sliding_window": 4}
-    given = CONFIGS[name]()
-    model = type(given)(**{**given.to_dict(), **changes})
-    by_engine = "rms_norm_eps" in changes
+    model, by_engine = config_of(name, **changes), "rms_norm_eps" in changes
     with pytest.raises(ValueError, match=message):
         transformer_config(model, policy_of(), use_transformer_engine=by_engine)
     if by_engine:
@@ -156,7 +153,6 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
 
 def test_layers_of_stages() -> None:
     assert stages_of(3) == [[range(3)]]
-    assert stages_of(4, **{PP: 2}) == [[range(2)], [range(2, 4)]]
     interleaved = stages_of(8, **{PP: 2}, virtual_pipeline_model_parallel_size=2)
     assert interleaved == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
     uneven = stages_of(61, **{PP: 16, FIRST: 2, LAST: 3})
@@ -204,7 +200,7 @@ def saved(folder: Path, model: PretrainedConfig, names: list[str]) -> str:
 
 
 def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
-    model = CONFIGS["llama"]()
+    model = config_of("llama")
     names = [tensor.name for tensor in weight_map(model, implementation="local").hf_tensors]
     checks.check_megatron(policy_of(), model, saved(tmp_path, model, names))
     renamed = [name.replace("layers.1.mlp.up_proj", "layers.1.mlp.w3") for name in names]
@@ -220,20 +216,6 @@ def test_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     assert message.startswith("policy.model_name='mine': model_type 'gpt2' has no mapping to Megatron Core; known")
     assert "qwen3_moe" in message and "docs/adding-a-model.md" in message and "policy.dtensor_cfg" in message
     assert message.endswith("; no mapping knows its tensors h.*.attn.c_attn.weight, wte.weight")
-
-
-def test_a_stale_conversion_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept, folder = CONFIGS["llama"](), tmp_path / "kept", tmp_path / "model"
-    monkeypatch.setenv(DIRECTORY, str(kept))
-    folder.mkdir()
-    torch.save({}, folder / "pytorch_model.bin")
-    checks.check_megatron(policy_of(), model, str(folder))  # nothing is kept yet
-    (kept / "mine").mkdir(parents=True)
-    (kept / "mine" / "conversion.json").write_text("{}", encoding="utf-8")
-    message = refusal(model, str(folder))
-    assert message.startswith(f"policy.model_name='mine': the conversion kept in {kept / 'mine'} is stale")
-    assert "set policy.megatron_cfg.force_reconvert_from_hf=true to make it anew" in message
-    checks.check_megatron(policy_of(force_reconvert_from_hf=True), model, str(folder))
 
 
 # -- packages and devices
@@ -254,7 +236,7 @@ def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delitem(sys.modules, name)
     other = module_from_spec(ModuleSpec("megatron", None, is_package=True))  # of the same name
     monkeypatch.setitem(sys.modules, "megatron", other)
-    assert "megatron_cfg.enabled=true: Megatron Core is not installed" in refusal(CONFIGS["llama"]())
+    assert "megatron_cfg.enabled=true: Megatron Core is not installed" in refusal(config_of("llama"))
 
 
 @pytest.mark.parametrize(
@@ -308,6 +290,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
     [(key, text)] = device_problems(local, use_gpus=True)
     assert key == f"{KEY}.apply_rope_fusion" and "needs Transformer Engine, and transformer_impl is local" in text
     assert not uses_transformer_engine(MegatronConfig(), "llama", use_gpu=False)
+    assert not uses_transformer_engine(MegatronConfig(), "gemma3_text", use_gpu=True), "it has layers of this library"
     assert not uses_transformer_engine(MegatronConfig(transformer_impl="local"), "llama", use_gpu=True)
     with pytest.raises(ValueError, match=r"transformer_impl=transformer_engine: .* runs on GPUs only; set it to local"):
         uses_transformer_engine(MegatronConfig(transformer_impl="transformer_engine"), "llama", use_gpu=False)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.megatron.files import DIRECTORY, cache_directory, check_conversion, readable_model
+from nemo_rl.models.policy.megatron.checks import check_megatron
+from nemo_rl.models.policy.megatron.files import DIRECTORY, cache_directory, readable_model
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.steps import megatron_policy
@@ -22,7 +23,7 @@ NAME = "someone/model"
 def save_bin(path: Path, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """A tied model as two pytorch_model-*.bin; returns its tensors."""
     path.mkdir(exist_ok=True)
-    model = random_model("qwen2-tied", seed=seed)
+    model = random_model("qwen2", seed=seed)
     model.config.save_pretrained(path)
     state = dict(model.state_dict())
     files = {name: f"pytorch_model-{number % 2:05d}.bin" for number, name in enumerate(state)}
@@ -57,6 +58,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_torch_files_are_converted_once_to_the_bit_and_a_stale_conversion_is_refused_until_it_is_made_anew(tmp_path):
     want, model = save_bin(tmp_path / "model"), tmp_path / "model"
+    check_megatron(policy_of(False), AutoConfig.from_pretrained(model), str(model))  # nothing is kept yet
     first, second = convert(model)
     assert first == second == str(tmp_path / "cache" / "someone--model")
     got = tensors_of(first)
@@ -69,7 +71,8 @@ def test_torch_files_are_converted_once_to_the_bit_and_a_stale_conversion_is_ref
     config: Any = AutoConfig.from_pretrained(model)
     message = r"'someone/model': the conversion kept in .* is stale, its weights differing.*force_reconvert"
     with pytest.raises(ValueError, match=message):
-        check_conversion(policy_of(False), str(model), config)
+        check_megatron(policy_of(False), config, str(model))
+    check_megatron(policy_of(True), config, str(model))
     with pytest.raises(ValueError, match=message):
         convert(model)
     got = tensors_of(convert(model, force=True)[0])

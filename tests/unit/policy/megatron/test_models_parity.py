@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", {"rope_parameters": YARN}),
     "window": ("mistral", {"sliding_window": 5}),
     "window-by-layer": (
-        "qwen2-tied",
+        "qwen2",
         {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
     ),
     "mixtral": ("mixtral", {"sliding_window": 7}),
