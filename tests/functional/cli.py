@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "run_grpo_math.py"
-CPU_CONFIG = ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"
+EXAMPLES = ROOT / "examples"
+CONFIGS = EXAMPLES / "configs"
+SCRIPT = EXAMPLES / "run_grpo_math.py"
+CPU_CONFIG = CONFIGS / "grpo_math_cpu.yaml"
 
 # A run of seconds: few small steps, nothing on the side.
 SMALL = (
@@ -31,6 +33,19 @@ SMALL = (
     "checkpointing.save_period=2",
     "logger.num_val_samples_to_print=0",
     "logger.tensorboard_enabled=false",
+)
+# Training steps and nothing else.
+BARE = (
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+    "logger.num_val_samples_to_print=0",
+    "logger.tensorboard_enabled=false",
+)
+ENGINE_APART = (
+    "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
+    "loss_fn.use_importance_sampling_correction=true",
 )
 
 
@@ -47,6 +62,19 @@ class Finished:
         """Rows of the newest experiment."""
         newest = sorted(self.folder.glob("logs/exp_*/metrics.jsonl"))[-1]
         return [json.loads(line) for line in newest.read_text().splitlines()]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of steps, of a run that ended well."""
+        assert self.status == 0, self.output[-4000:]
+        return [row for row in self.metrics if row["step"] > 0]
+
+    def curve(self, name: str) -> list[float]:
+        """A metric of every row that has it, of a run that ended well."""
+        assert self.status == 0, self.output[-4000:]
+        found = [row[name] for row in self.metrics if name in row]
+        assert found, f"no row has {name}"
+        return found
 
 
 def start(
@@ -134,20 +162,28 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
-def learned(finished: Finished) -> list[dict[str, Any]]:
-    """The steps of a run that ended well, right in more than 0.8 of its last validation and 0.3 more than in its first.
+def example(name: str, config: str = "") -> dict[str, Any]:
+    """For `run`: `examples/run_<name>.py` and a configuration, by default `<name>_cpu.yaml`."""
+    return {"script": EXAMPLES / f"run_{name}.py", "config": CONFIGS / f"{config or f'{name}_cpu'}.yaml"}
 
-    Its controller saw no token.
+
+def exact(steps: Sequence[Mapping[str, Any]], num_steps: int, largest: float = 1.00001) -> None:
+    """The policy gave every token the logprob with which it was sampled, after every one of the refits.
+
+    The weights moved, so a refit that did nothing would show. No token passed the controller.
     """
-    assert finished.status == 0, finished.output[-4000:]
-    accuracy = [row["validation/accuracy"] for row in finished.metrics if "validation/accuracy" in row]
-    assert accuracy[-1] > 0.8 and accuracy[-1] - accuracy[0] >= 0.3, accuracy
-    steps = [row for row in finished.metrics if row["step"] > 0]
+    assert len(steps) == num_steps
+    assert all(row["train/token_mult_prob_error"] <= largest for row in steps), steps
+    assert any(row["train/grad_norm"] > 0 for row in steps)
     assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
-    return steps
 
 
-def ends(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:
+def learned(accuracy: Sequence[float], reached: float = 0.8) -> None:
+    """Of validations: more than `reached` in the end, and 0.3 more than at first."""
+    assert accuracy[-1] > reached and accuracy[-1] - accuracy[0] >= 0.3, accuracy
+
+
+def ends(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
     """Means of a metric in the first and the last fifth of the steps."""
     fifth = len(steps) // 5
     first, last = (sum(row[name] for row in part) / fifth for part in (steps[:fifth], steps[-fifth:]))

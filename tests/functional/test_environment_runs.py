@@ -10,40 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import ROOT, Finished, run
+from tests.functional.cli import BARE, EXAMPLES, example, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SCRIPT = ROOT / "examples" / "run_grpo.py"
-SERVER = ROOT / "examples" / "environment_server.py"
+SERVER = EXAMPLES / "environment_server.py"
 NUM_STEPS = 10
-
-# The batches of the example, whose mean reward says something, and nothing on the side.
-SHORT = (
-    f"grpo.max_num_steps={NUM_STEPS}",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "logger.num_val_samples_to_print=0",
-    "logger.tensorboard_enabled=false",
-)
-EXAMPLES: dict[str, tuple[str, ...]] = {
+OVERRIDES: dict[str, tuple[str, ...]] = {
     "code": (),
     "tools": (),
-    "judge": (f"env.judge.prompt_file={ROOT / 'examples' / 'prompts' / 'judge_tiny.txt'}",),  # runs elsewhere
+    "judge": (f"env.judge.prompt_file={EXAMPLES / 'prompts' / 'judge_tiny.txt'}",),  # runs elsewhere
     "composite": (),
     "multi_env": (),  # with retrieval
 }
 
 
-def config_of(name: str) -> Path:
-    return ROOT / "examples" / "configs" / f"grpo_{name}_cpu.yaml"
-
-
-def assert_learned(finished: Finished) -> None:
-    assert finished.status == 0, finished.output[-4000:]
-    steps = [row for row in finished.metrics if "train/reward" in row]
+def assert_learns(folder: Path, name: str, *overrides: str) -> None:
+    """On the batches of the example, whose mean reward says something."""
+    short = (*BARE, f"grpo.max_num_steps={NUM_STEPS}")
+    steps = run(folder, *short, *overrides, **example("grpo", f"grpo_{name}_cpu")).steps
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
     assert [row["train/failed_sample_rate"] for row in steps] == [0.0] * NUM_STEPS
     rewards = [row["train/reward"] for row in steps]
@@ -68,13 +53,11 @@ def environment_server(folder: Path) -> Iterator[str]:
         server.wait(30)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", OVERRIDES)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
-    assert_learned(run(tmp_path, *SHORT, *EXAMPLES[name], script=SCRIPT, config=config_of(name)))
+    assert_learns(tmp_path, name, *OVERRIDES[name])
 
 
 def test_the_example_behind_http_learns(tmp_path: Path) -> None:
     with environment_server(tmp_path) as url:
-        assert_learned(
-            run(tmp_path, *SHORT, f"env.elsewhere.base_url={url}", script=SCRIPT, config=config_of("remote"))
-        )
+        assert_learns(tmp_path, "remote", f"env.elsewhere.base_url={url}")

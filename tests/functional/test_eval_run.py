@@ -12,11 +12,12 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.run import prepare, run_eval
+from nemo_rl.utils.checkpoint.manager import CheckpointManager
+from nemo_rl.utils.config import CheckpointingConfig
 from tests.functional import cli
 from tests.tables import cases
 
-SCRIPT = cli.ROOT / "examples" / "run_eval.py"
-CPU_CONFIG = cli.ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+EXAMPLE = cli.example("eval", "evals/eval_cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,13 @@ def alone(tmp_path, monkeypatch):
 
 def run(folder: Path, *overrides: str) -> str:
     """A run to its end; its output."""
-    finished = cli.run(folder, f"eval.save_path={folder}", *overrides, script=SCRIPT, config=CPU_CONFIG)
+    finished = cli.run(folder, f"eval.save_path={folder}", *overrides, **EXAMPLE)
     assert finished.status == 0, finished.output[-4000:]
     return finished.output
+
+
+def load(*overrides: str) -> EvalMasterConfig:
+    return load_config(EvalMasterConfig, EXAMPLE["config"], list(overrides))
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -61,8 +66,7 @@ def test_an_evaluation_and_other_metrics_of_what_is_there(whole, capsys):
     assert overall["pass_at"]["1"] < overall["pass_at"]["4"] < overall["pass_at"]["8"]
     right = [line for line in samples(whole) if line["reward"] == 1.0]
     assert all(line["answer"] == line["expected_answer"] for line in right)
-    asked = (f"eval.save_path={whole}", ASKED, "eval.metric=cons@k", "eval.k_value=8")
-    assert run_eval(load_config(EvalMasterConfig, CPU_CONFIG, list(asked))) == 0
+    assert run_eval(load(f"eval.save_path={whole}", ASKED, "eval.metric=cons@k", "eval.k_value=8")) == 0
     output = "".join(capsys.readouterr())
     assert "cons@8" in output and "Starting Ray" not in output
     assert json.loads((whole / "results.json").read_text())["metric"] == "cons@8"
@@ -86,7 +90,7 @@ def test_what_a_kill_leaves_is_completed_with_the_same_samples(whole, tmp_path):
 
 def told(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """What an evaluation that cannot be says, in this process; its status is 2."""
-    assert run_eval(load_config(EvalMasterConfig, CPU_CONFIG, list(overrides))) == 2
+    assert run_eval(load(*overrides)) == 2
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -111,9 +115,8 @@ def test_bad_input(tmp_path, capsys, given, message):
 
 
 def test_a_folder_of_another_evaluation(tmp_path, capsys):
-    config = load_config(EvalMasterConfig, CPU_CONFIG, ["eval.save_path=mine"])
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "identity.json").write_text(json.dumps(prepare(config).identity))
+    (tmp_path / "mine" / "identity.json").write_text(json.dumps(prepare(load("eval.save_path=mine")).identity))
     said = told(capsys, "eval.save_path=mine", "eval.seed=7", "generation.temperature=0.5")
     assert "eval.seed: the folder has 42, this run 7" in said
     assert "generation.temperature: the folder has 1.0, this run 0.5" in said
@@ -121,9 +124,6 @@ def test_a_folder_of_another_evaluation(tmp_path, capsys):
 
 def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
     """As the folder of a run holds it; a damaged one is refused before anything starts."""
-    from nemo_rl.utils.checkpoint.manager import CheckpointManager
-    from nemo_rl.utils.config import CheckpointingConfig
-
     tiny = Path(resolve_model("tiny:arithmetic"))
 
     def write(directory: Path) -> None:
@@ -135,12 +135,11 @@ def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
 
     config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "run"), metric_name=None)
     step = CheckpointManager(config).start_save(3, write, {}, "", {}).finish()
-    inputs = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run"]))
+    inputs = prepare(load("generation.model_name=run"))
     assert inputs.model.name == str(Path("run") / "step_3")
     linked = Path(inputs.model.tokenizer_path) / "tokenizer.json"
     assert linked.resolve() == step / "policy" / "tokenizer" / "tokenizer.json"
-    named = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run/step_3"]))
-    assert named.identity == inputs.identity
+    assert prepare(load("generation.model_name=run/step_3")).identity == inputs.identity
     weights = step / "policy" / "weights" / "consolidated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "step_3 is damaged: policy/weights/consolidated" in told(capsys, "generation.model_name=run/step_3")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +10,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
-from tests.functional.cli import ROOT, Finished, continues_bit_for_bit, run
+from tests.functional.cli import continues_bit_for_bit, ends, example, run
 
 pytestmark = pytest.mark.timeout(600)
 
 LN2 = math.log(2)
-
-
-def command(kind: str) -> tuple[Path, Path]:
-    """The script and the configuration of an algorithm."""
-    examples = ROOT / "examples"
-    return examples / f"run_{kind}.py", examples / "configs" / f"{kind}_cpu.yaml"
 
 
 def small(kind: str) -> tuple[str, ...]:
@@ -37,23 +30,12 @@ def small(kind: str) -> tuple[str, ...]:
     )
 
 
-def finished(folder: Path, kind: str, *overrides: str) -> Finished:
-    """A run that ended well."""
-    script, config = command(kind)
-    done = run(folder, *overrides, script=script, config=config)
-    assert done.status == 0, done.output[-4000:]
-    return done
-
-
-def values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    return [row[name] for row in rows if name in row]
-
-
 @pytest.mark.over_20s("a start of a run")
 def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
     """In packed sequences whose lengths differ, with the SFT term, whose weight changes the loss and not its part."""
     start = ("dpo.val_at_start=true", "++dpo.sft_loss_weight=0.1", "dpo.max_num_steps=2", "checkpointing.enabled=false")
-    done = finished(tmp_path, "dpo", *small("dpo"), *start)
+    done = run(tmp_path, *small("dpo"), *start, **example("dpo"))
+    assert done.status == 0, done.output[-4000:]
     before, first, second = done.metrics
     for loss in (before["validation/validation-default_preference_loss"], first["train/preference_loss"]):
         assert loss == pytest.approx(LN2, abs=1e-6)
@@ -76,26 +58,29 @@ LEARNS: dict[str, tuple[str, float, float]] = {
 
 def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
     name, reached, change = LEARNS[kind]
-    curve = values(rows, name)
+    curve = [row[name] for row in rows if name in row]
     sign = math.copysign(1.0, change)
     assert sign * curve[-1] >= sign * reached and sign * (curve[-1] - curve[0]) >= abs(change), curve
-    losses = values(rows, "train/loss")
-    fifth = len(losses) // 5
-    assert sum(losses[-fifth:]) < 0.8 * sum(losses[:fifth]), losses
-    assert not any(values(rows, "train/num_left_out"))
+    steps = [row for row in rows if row["step"] > 0]
+    first, last = ends(steps, "train/loss")
+    assert last < 0.8 * first, (first, last)
+    assert not any(row["train/num_left_out"] for row in steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LEARNS)
 def test_the_first_command_of_the_guide_learns(tmp_path, kind):
     """That of SFT on two ranks: test_faults.py, by default."""
-    assert_learned(finished(tmp_path, kind).metrics, kind)
+    done = run(tmp_path, **example(kind))
+    assert done.status == 0, done.output[-4000:]
+    assert_learned(done.metrics, kind)
 
 
 @pytest.mark.slow
 def test_a_reward_model_scores_alike_in_transformers(tmp_path):
     how = ("rm.max_num_steps=40", "checkpointing.save_period=40", "++checkpointing.save_consolidated=true")
-    done = finished(tmp_path, "rm", *small("rm"), *how)
+    done = run(tmp_path, *small("rm"), *how, **example("rm"))
+    accuracy = done.curve("validation/validation-default_accuracy")[-1]
     (directory,) = tmp_path.glob("results/*/step_40/policy/weights/consolidated")
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory.parents[1] / "tokenizer")
@@ -116,14 +101,11 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
             with torch.no_grad():
                 scores.append(float(model(**ids).logits[0, 0]))
         right += scores[0] > scores[1]
-    assert right / len(rows) == pytest.approx(
-        values(done.metrics, "validation/validation-default_accuracy")[-1], abs=1e-6
-    )
+    assert right / len(rows) == pytest.approx(accuracy, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_a_killed_run_of_adapters_continues_bit_for_bit(tmp_path):
     """With reference log-probabilities from before the first step."""
-    script, config = command("dpo")
     ahead = ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")
-    continues_bit_for_bit(tmp_path, *small("dpo"), "dpo.max_num_steps=6", *ahead, script=script, config=config)
+    continues_bit_for_bit(tmp_path, *small("dpo"), "dpo.max_num_steps=6", *ahead, **example("dpo"))

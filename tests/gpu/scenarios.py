@@ -5,15 +5,12 @@ A run is the real command line on the configuration of a CPU example; `on("cuda"
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from tests.functional.cli import ROOT, SMALL, Finished
+from tests.functional.cli import BARE, SMALL, Finished, exact, example
 
 Device = Literal["cpu", "cuda"]
 
-CONFIGS = ROOT / "examples" / "configs"
-BARE = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false")
 GRPO = (*SMALL, *BARE, "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8")
 GRPO = (*GRPO, "policy.train_global_batch_size=128", "policy.train_micro_batch_size=32")
 
@@ -37,12 +34,8 @@ class Scenario:
     samples: bool = True
 
     @property
-    def script_path(self) -> Path:
-        return ROOT / "examples" / f"run_{self.script}.py"
-
-    @property
-    def config_path(self) -> Path:
-        return CONFIGS / f"{self.config}.yaml"
+    def example(self) -> dict[str, Any]:
+        return example(self.script, self.config)
 
     def on(self, device: Device) -> tuple[str, ...]:
         """All overrides."""
@@ -82,21 +75,10 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def values(finished: Finished, name: str) -> list[float]:
-    """A metric of every step that has it. The run must have ended well."""
-    assert finished.status == 0, finished.output[-6000:]
-    found = [row[name] for row in finished.metrics if name in row]
-    assert found, f"no step has {name}"
-    return found
-
-
 def agrees_at_every_step(finished: Finished, largest: float, *, num_steps: int) -> None:
-    """Trainer and engine gave the same probabilities after every refit, and no token passed the controller."""
-    errors = values(finished, "train/token_mult_prob_error")
-    assert len(errors) == num_steps and max(errors) <= largest, errors
-    assert max(values(finished, "performance/controller_token_bytes")) == 0
-    gradients = values(finished, "train/grad_norm")
-    assert min(gradients) > 0, "the weights moved, so a refit that did nothing would show"
+    """See `exact`; and the weights moved in every step."""
+    exact(finished.steps, num_steps, largest)
+    assert min(finished.curve("train/grad_norm")) > 0
 
 
 def falls(curve: Sequence[float], to: float) -> None:

@@ -21,7 +21,7 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
 from tests.functional.cli import ROOT, Finished, end, run, run_until
 from tests.functional.faulty import processes_below
-from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls, values
+from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,7 +33,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
     scenario = SCENARIOS[name]
-    return run(folder, *scenario.on(device), *more, script=scenario.script_path, config=scenario.config_path)
+    return run(folder, *scenario.on(device), *more, **scenario.example)
 
 
 def engine_below(pid: int, device: Device) -> int:
@@ -53,7 +53,7 @@ def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> N
     done = finished(tmp_path, "bfloat16", device, f"grpo.max_num_steps={num_steps}")
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=num_steps)
     assert f"refit over packed_{'ipc' if device == 'cuda' else 'shm'}" in done.output
-    rewards = values(done, "train/reward")
+    rewards = done.curve("train/reward")
     assert device == "cpu" or sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
 
@@ -61,14 +61,12 @@ def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, d
     first, second = (finished(tmp_path / name, "float32", device) for name in ("first", "second"))
     agrees_at_every_step(first, LARGEST_ERROR["float32"], num_steps=4)
     for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/total_num_tokens"):
-        assert values(first, name)[0] == values(second, name)[0], name
+        assert first.curve(name)[0] == second.curve(name)[0], name
 
 
 def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) -> None:
     scenario = SCENARIOS["killed engine"]
-    process = run_until(
-        tmp_path, "step 3/12", *scenario.on(device), script=scenario.script_path, config=scenario.config_path
-    )
+    process = run_until(tmp_path, "step 3/12", *scenario.on(device), **scenario.example)
     os.kill(engine_below(process.pid, device), signal.SIGKILL)
     done = end(process, tmp_path)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=12)
@@ -80,7 +78,7 @@ def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> No
     model = resolve_model("tiny:arithmetic")  # vLLM itself reads the draft, and knows no such name
     done = finished(tmp_path, "drafts", device, f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
-    assert values(done, "train/generation/spec_acceptance_rate")[0] > 0.5
+    assert done.curve("train/generation/spec_acceptance_rate")[0] > 0.5
 
 
 def test_adapters_travel_alone_after_the_first_sync(tmp_path: Path, device: Device) -> None:
@@ -102,11 +100,10 @@ def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
     scenario = SCENARIOS["resumed"]
-    overrides, place = scenario.on(device), {"script": scenario.script_path, "config": scenario.config_path}
-    process = run_until(tmp_path, "step 3/4", *overrides, **place)
+    process = run_until(tmp_path, "step 3/4", *scenario.on(device), **scenario.example)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = run(tmp_path, *overrides, **place)
+    again = finished(tmp_path, "resumed", device)
     agrees_at_every_step(again, LARGEST_ERROR["bfloat16"], num_steps=2)
     assert "step_2 after step 2" in again.output and [row["step"] for row in again.metrics] == [3, 4]
 
@@ -140,12 +137,12 @@ def test_the_policys_own_workers_sample(tmp_path: Path, device: Device) -> None:
 
 
 def test_sft_learns(tmp_path: Path, device: Device) -> None:
-    falls(values(finished(tmp_path, "sft", device), "train/loss"), 0.8)
+    falls(finished(tmp_path, "sft", device).curve("train/loss"), 0.8)
 
 
 def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
     """Policy and reference are the same weights in the same kernels, so bfloat16 changes nothing here."""
-    losses = values(finished(tmp_path, "dpo", device), "train/preference_loss")
+    losses = finished(tmp_path, "dpo", device).curve("train/preference_loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3) and losses[-1] < losses[0] - 0.01, losses
 
 
@@ -169,6 +166,6 @@ def test_the_benchmark_measures_on_a_cpu_what_needs_no_engine(tmp_path: Path) ->
 def test_every_scenario_is_a_configuration_that_loads(name: str) -> None:
     scenario = SCENARIOS[name]
     models = {"grpo_math": GRPOMasterConfig, "sft": SFTMasterConfig, "dpo": DPOMasterConfig}
-    config = load_config(models[scenario.script], scenario.config_path, scenario.on("cuda"))
+    config = load_config(models[scenario.script], scenario.example["config"], scenario.on("cuda"))
     assert config.cluster.use_gpus and config.policy.precision == scenario.precision
     assert not getattr(config.policy, "generation", None) or not config.policy.generation.vllm_cfg.enforce_eager
