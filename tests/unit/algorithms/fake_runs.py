@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config
@@ -14,6 +15,7 @@ from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, run_tools
+from tests.unit.config.run_configs import build
 
 FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
 
@@ -35,10 +37,11 @@ class FakeRun:
         config: RolloutMasterConfig,
         make: Callable[[RunTools, RolloutParts], RolloutTrainer],
         *,
-        calls: list[str],
+        calls: list[str] | None = None,
         reward: Any = alternate,
         tasks: Sequence[str] = ("t",),
     ) -> None:
+        calls = [] if calls is None else calls
         self.folder = folder / "run"
         self.policy = FakePolicy(calls=calls)
         self.rollouts = FakeRollouts(reward, calls)
@@ -64,3 +67,24 @@ class FakeRun:
         self.trainer.start()
         self.trainer.train()
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def small(folder: Path, section: str) -> tuple[str, ...]:
+    """Overrides: three steps of 2 x 2 samples, saved in `folder`."""
+    return (
+        f"{section}.num_prompts_per_step=2",
+        f"{section}.num_generations_per_prompt=2",
+        f"{section}.val_period=0",
+        f"{section}.max_num_steps=3",
+        "policy.train_global_batch_size=4",
+        "policy.train_micro_batch_size=2",
+        "checkpointing.metric_name=null",
+        "checkpointing.save_period=2",
+        f"checkpointing.checkpoint_dir={folder / 'ckpt'}",
+    )
+
+
+class GRPORun(FakeRun):
+    def __init__(self, folder: Path, *overrides: str, **options: Any) -> None:
+        config = build(*small(folder, "grpo"), *overrides)
+        super().__init__(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), **options)

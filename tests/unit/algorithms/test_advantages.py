@@ -157,12 +157,12 @@ def test_against_numpy(rewards: list[list[float]]):
             assert got == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
 
 
-def test_reinforce_plus_plus_whitens_over_tokens():
-    groups = [group([1.0, 0.0], tokens=[1, 3]), group([1.0, 1.0], tokens=[2, 2])]
+def test_reinforce_plus_plus_whitens_over_tokens_that_carry_loss():
+    groups = [group([1.0, 0.0, 0.0], tokens=[1, 3, 0]), group([1.0, 1.0], tokens=[2, 2])]
     result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
     per_token = np.array([1.0] * 1 + [0.0] * 3 + [1.0] * 4)
     whitened = (per_token - per_token.mean()) / (per_token.std(ddof=1) + 1e-6)
-    assert result.advantages == [pytest.approx([whitened[0], whitened[1]]), pytest.approx([whitened[4]] * 2)]
+    assert result.advantages == [pytest.approx([*whitened[:2], 0.0]), pytest.approx([whitened[4]] * 2)]
 
 
 def test_reinforce_plus_plus_with_baseline_by_hand():
@@ -174,14 +174,6 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     assert result.advantages[1] == pytest.approx([-mean / std] * 2)
     assert result.advantages[2] == [0.0, 0.0]
     assert result.metrics["num_zero_variance_groups"] == 1
-
-
-def test_reinforce_plus_plus_leaves_masked_samples_out():
-    groups = [group([1.0, 0.0], tokens=[4, 0]), group([0.0, 1.0], tokens=[4, 4])]
-    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
-    per_token = np.array([1.0] * 8 + [0.0] * 4)
-    assert result.advantages[0][0] == pytest.approx((1 - per_token.mean()) / (per_token.std(ddof=1) + 1e-6))
-    assert result.advantages[0][1] == 0.0
 
 
 def test_reinforce_plus_plus_without_any_variance_is_exact_zero():

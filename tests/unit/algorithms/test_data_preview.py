@@ -5,23 +5,12 @@ import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
-@pytest.fixture(scope="module")
-def model_override(tmp_path_factory):
-    """An untrained model."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = build_tiny_tokenizer()
-    tokenizer.save_pretrained(path)
-    build_untrained_model(RECIPES["arithmetic"], tokenizer).save_pretrained(path)
-    return f"policy.model_name={path}"
-
-
-def test_prompts_of_a_run_that_samples(model_override):
-    config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [model_override])
+def test_prompts_of_a_run_that_samples():
+    config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [])
     inputs = preview_inputs(config, "train", 5)
     assert inputs.total is not None
     assert [prompt.idx for prompt in inputs.prompts][:2] == [0, round((inputs.total - 1) / 4)]
@@ -33,8 +22,8 @@ def test_prompts_of_a_run_that_samples(model_override):
     assert preview_inputs(config, "validation", 5).prompts[0].prompt_id.startswith("arithmetic/validation:")
 
 
-def test_rows_of_a_run_that_learns_from_them(model_override, tmp_path):
-    config = load_run_config(CONFIGS / "sft_cpu.yaml", [model_override, "sft.roles_to_train_on=[user]"])
+def test_rows_of_a_run_that_learns_from_them(tmp_path):
+    config = load_run_config(CONFIGS / "sft_cpu.yaml", ["sft.roles_to_train_on=[user]"])
     inputs = preview_inputs(config, "train", 2)
     (example,), _ = inputs.make(inputs.prompts[0])
     learned = inputs.tokenizer.decode(example.token_ids[example.token_mask])
@@ -45,8 +34,7 @@ def test_rows_of_a_run_that_learns_from_them(model_override, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for streaming in (False, True):
         table = f"{{dataset_name: null, split: null, data_path: {tmp_path}/pairs.jsonl, streaming: {streaming}}}"
-        overrides = [model_override, f"data.train={table}"]
-        inputs = preview_inputs(load_run_config(CONFIGS / "dpo_cpu.yaml", overrides), "train", 3)
+        inputs = preview_inputs(load_run_config(CONFIGS / "dpo_cpu.yaml", [f"data.train={table}"]), "train", 3)
         assert inputs.total == (None if streaming else 4)
         made = [inputs.make(prompt) for prompt in inputs.prompts]
         assert [meta.problem_kind for _, meta in made] == ["identical_answers", "", ""]

@@ -25,7 +25,7 @@ from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
 from tests.fakes import FakePolicy, keys_of_plan, sample_meta
 from tests.tables import cases, pattern
-from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.algorithms.fake_runs import FakeRun, small
 from tests.unit.config.run_configs import MINIMAL
 
 COLUMN = "teacher_topk"
@@ -37,12 +37,9 @@ TWO = {
 
 BASE = (
     "distillation.num_prompts_per_step=4",
+    "distillation.num_generations_per_prompt=1",
     "distillation.max_num_steps=2",
-    "distillation.val_period=0",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-    "checkpointing.metric_name=null",
-    "checkpointing.save_period=2",
+    "policy.logprob_batch_size=4",
 )
 
 
@@ -63,16 +60,10 @@ def make_teacher(config: TeacherConfig, policy: FakePolicy, *tasks: str) -> Teac
 class Run(FakeRun):
     """Policies of the teachers, by section, are in `teachers`."""
 
-    def __init__(self, folder: Path, *overrides: str, sections: dict[str, Any] = ONE, ranks: int = 1) -> None:
+    def __init__(self, folder: Path, *, sections: dict[str, Any] = ONE, ranks: int = 1) -> None:
         calls: list[str] = []
         tasks = ("t",) if sections is ONE else ("sums", "circles")
-        config = build(
-            *BASE,
-            f"checkpointing.checkpoint_dir={folder / 'ckpt'}",
-            f"policy.logprob_batch_size={4}",
-            *overrides,
-            sections=sections,
-        )
+        config = build(*small(folder, "distillation"), *BASE, sections=sections)
         taught = tasks_by_teacher(config, tasks)
         self.teachers = {
             model.key: FakePolicy(

@@ -54,13 +54,13 @@ def test_it_is_the_discounted_sum_of_temporal_differences(
 
 
 def test_by_hand():
-    """Reward 1 with the last of three tokens after a prompt token."""
-    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1], [9.0, 0.2, 0.4, 0.5]))
+    """Reward 1 with the last of three tokens after a prompt token; an environment had the last word."""
+    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1, 0], [9.0, 0.2, 0.4, 0.5, 7.0]))
     last = 1 - 0.5
     middle = 0.9 * 0.5 - 0.4 + 0.45 * last
     first = 0.9 * 0.4 - 0.2 + 0.45 * middle
-    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, last])
-    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, last + 0.5])
+    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, last, 0.0])
+    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, last + 0.5, 0.0])
 
 
 def test_advantages_and_returns_have_lambdas_of_their_own():
@@ -89,12 +89,6 @@ def test_tokens_of_the_environment_are_no_steps():
         assert [*values[:3], values[5]] == without[name].tolist()
 
 
-def test_the_reward_comes_with_the_last_token_that_carries_loss():
-    """Also where an environment had the last word."""
-    columns = estimator(gae_lambda=0.0).adjust(*row(2.0, [0, 1, 1, 0], [0.0] * 4))
-    assert columns["returns"].tolist() == [0.0, 0.0, 2.0, 0.0]
-
-
 def test_every_step_is_charged_its_kl():
     columns, mask = row(1.0, [0, 1, 1], [0.0, 0.0, 0.0])
     columns |= {
@@ -106,21 +100,21 @@ def test_every_step_is_charged_its_kl():
 
 
 def test_whitening_is_over_all_tokens_of_the_batch_and_leaves_returns():
-    rows = [row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]), row(0.0, [0, 1, 0, 0], [0.0, 0.7, 0.0, 0.0])]
-    rows.append(row(1.0, [0, 0, 0, 0], [5.0] * 4))
-    whitening = estimator(normalize_advantages=True)
-    adjusted = [whitening.adjust(*each) for each in rows]
+    """Rows of one length, of which one has no loss token."""
+    rows = [
+        row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]),
+        row(0.0, [0, 1, 0, 0], [0.0, 0.7, 0.0, 0.0]),
+        row(1.0, [0, 0, 0, 0], [5.0] * 4),
+    ]
+    plain, whitening = estimator(), estimator(normalize_advantages=True)
+    advantages = torch.stack([whitening.adjust(*each)["advantages"] for each in rows])
     masks = [mask for _, mask in rows]
-    sums = sum(whitening.sums(c["advantages"], mask) for c, mask in zip(adjusted, masks, strict=True))
-    assert isinstance(sums, Tensor)
-    whitened = torch.cat(
-        [whitening.finish(c["advantages"], mask, sums) for c, mask in zip(adjusted, masks, strict=True)]
-    )
-    valid = torch.cat(masks) > 0
-    raw = torch.cat([c["advantages"] for c in adjusted])[valid].double()
+    sums = torch.stack([whitening.sums(*each) for each in zip(advantages, masks, strict=True)]).sum(0)
+    whitened = torch.stack([whitening.finish(*each, sums) for each in zip(advantages, masks, strict=True)])
+    valid = torch.stack(masks) > 0
+    raw = advantages[valid].double()
     torch.testing.assert_close(whitened[valid].double(), (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
     assert not whitened[~valid].any()
-    plain = [estimator().adjust(*each) for each in rows]
-    for ours, untouched in zip(adjusted, plain, strict=True):
-        assert torch.equal(ours["returns"], untouched["returns"])
-        assert torch.equal(estimator().finish(ours["advantages"], masks[0], sums), ours["advantages"])
+    for each in rows:
+        assert torch.equal(whitening.adjust(*each)["returns"], plain.adjust(*each)["returns"])
+    assert torch.equal(plain.finish(advantages[0], masks[0], sums), advantages[0])

@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
@@ -18,29 +16,12 @@ from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.fakes import FakePolicy, FakeRollouts, sample_meta
-from tests.unit.algorithms.fake_runs import FakeRun, alternate
+from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
 from tests.unit.config.run_configs import build
-
-BASE = (
-    "grpo.num_prompts_per_step=2",
-    "grpo.num_generations_per_prompt=2",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-    "grpo.val_period=0",
-    "grpo.max_num_steps=3",
-    "checkpointing.metric_name=null",
-    "checkpointing.save_period=2",
-)
-
-
-class Run(FakeRun):
-    def __init__(self, folder: Path, *overrides: str, **options: Any) -> None:
-        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
-        super().__init__(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=[], **options)
 
 
 def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
-    run = Run(tmp_path)
+    run = GRPORun(tmp_path)
     rows = run.go()
     step = ["collect", "load", "reference", "train", "sync"]
     assert run.policy.calls == ["sync", *step, *step, "save", *step, "save"]
@@ -54,7 +35,7 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
 
 
 def test_on_a_known_gpu_the_report_has_prediction_and_measurement_of_each_phase(tmp_path):
-    run = Run(tmp_path, "grpo.max_num_steps=1")
+    run = GRPORun(tmp_path, "grpo.max_num_steps=1")
     run.policy.gpu = find_gpu("NVIDIA H100 80GB HBM3")
     [row] = run.go()
     for phase in ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync"):
@@ -65,10 +46,10 @@ def test_on_a_known_gpu_the_report_has_prediction_and_measurement_of_each_phase(
 
 def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_give_them(tmp_path):
     skip = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
-    once = Run(tmp_path / "once", "grpo.max_num_steps=1", *skip)
+    once = GRPORun(tmp_path / "once", "grpo.max_num_steps=1", *skip)
     assert "policy_and_reference_logprobs" not in str(once.go()[0])
-    twice = Run(tmp_path / "twice", "grpo.max_num_steps=1", "policy.train_global_batch_size=2", *skip)
-    masked = Run(tmp_path / "masked", "grpo.max_num_steps=1", "grpo.seq_logprob_error_threshold=2.0", *skip)
+    twice = GRPORun(tmp_path / "twice", "grpo.max_num_steps=1", "policy.train_global_batch_size=2", *skip)
+    masked = GRPORun(tmp_path / "masked", "grpo.max_num_steps=1", "grpo.seq_logprob_error_threshold=2.0", *skip)
     for run in (twice, masked):
         run.go()
         assert run.policy.calls.index("logprobs") < run.policy.calls.index("train")
@@ -77,7 +58,7 @@ def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_g
 
 def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
     rewards = {0: 1.0, 1: 0.0, 2: None}
-    run = Run(
+    run = GRPORun(
         tmp_path,
         "grpo.num_generations_per_prompt=3",
         "policy.train_global_batch_size=6",
@@ -94,7 +75,7 @@ def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
 
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
-    run = Run(tmp_path, reward=lambda request, index: None)
+    run = GRPORun(tmp_path, reward=lambda request, index: None)
     with pytest.raises(TooManyFailures, match=r"(?s)4 of 4 episodes failed.*the environment was out"):
         run.go()
     assert "train" not in run.policy.calls
@@ -108,7 +89,7 @@ def test_weights_that_are_not_finite_are_named_in_place_of_the_failures_that_the
 
 
 def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path):
-    run = Run(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
+    run = GRPORun(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
     late = sample_meta("g/0", 0.0, status=SampleStatus.TIMED_OUT)
     group = GroupHandle(group_id="g", prompt_id="d:0", task_name="t", ref=None, samples=[late, sample_meta("g/1", 1.0)])
     run.trainer.check_failures([group])
@@ -122,7 +103,7 @@ def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_p
 
 
 def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
-    run = Run(
+    run = GRPORun(
         tmp_path,
         "grpo.use_dynamic_sampling=true",
         "grpo.max_num_steps=1",
@@ -134,7 +115,7 @@ def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
-    run = Run(tmp_path, "policy.nonfinite_action=skip")
+    run = GRPORun(tmp_path, "policy.nonfinite_action=skip")
     [fine] = FakePolicy().results
     run.policy.results = [
         replace(fine, losses=[math.nan], metrics={**fine.metrics, "loss": math.nan}, num_skipped_steps=1),
@@ -146,7 +127,7 @@ def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
 
 
 def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_path):
-    run = Run(tmp_path, "grpo.val_period=1", "grpo.val_at_start=true", "grpo.val_num_generations_per_prompt=2")
+    run = GRPORun(tmp_path, "grpo.val_period=1", "grpo.val_at_start=true", "grpo.val_num_generations_per_prompt=2")
     rows = run.go()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["validation/accuracy"] == 0.5 and row["validation/pass_at_2"] == 1.0 for row in rows)
@@ -157,11 +138,11 @@ def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_pat
 
 
 def test_the_same_command_resumes_where_the_last_checkpoint_stands(tmp_path):
-    whole = Run(tmp_path / "whole")
+    whole = GRPORun(tmp_path / "whole")
     whole.go()
-    first = Run(tmp_path, "grpo.max_num_steps=2")
+    first = GRPORun(tmp_path, "grpo.max_num_steps=2")
     first.go()
-    second = Run(tmp_path)
+    second = GRPORun(tmp_path)
     rows = second.go()
     assert second.policy.calls[:2] == ["load_checkpoint", "sync"]
     assert second.refit.versions == [2, 3]
@@ -181,12 +162,12 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
         def inspect(self, function: Any, *args: Any) -> list[Any]:
             return [[]]
 
-    config, policy, generation = build(*BASE), Silent(), SimpleNamespace(abandon_requests=None)
+    config, policy, generation = build(*small(tmp_path, "grpo")), Silent(), SimpleNamespace(abandon_requests=None)
     parts: dict[str, Any] = {"policy": policy, "generation": generation, "rollouts": Branching(alternate, [])}
 
     def make(tools: RunTools, fakes: RolloutParts) -> DiagnosticRun:
         return DiagnosticRun(config, tools, replace(fakes, **parts), checkpoint=None, found=[])
 
     with pytest.raises(NothingToCompare):
-        FakeRun(tmp_path, config, make, calls=[]).trainer.step()
+        FakeRun(tmp_path, config, make).trainer.step()
     assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
-from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
@@ -32,7 +30,7 @@ from nemo_rl.algorithms.trainers.metrics import (
 )
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
-from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.algorithms.fake_runs import GRPORun
 from tests.unit.algorithms.handles import handle, rewarded, sample
 from tests.unit.algorithms.losses.test_clipped_pg import one_row
 from tests.unit.config.run_configs import build
@@ -240,20 +238,10 @@ def test_each_task_is_told_apart_by_hand():
 
 
 def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_path):
-    config: GRPOMasterConfig = build(
-        "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=2",
-        "policy.train_global_batch_size=8",
-        "policy.train_micro_batch_size=8",
-        "grpo.max_num_steps=2",
-        "grpo.val_period=1",
-        "checkpointing.enabled=false",
-        *TWO_TASKS,
-    )
+    larger = ("grpo.num_prompts_per_step=4", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=8")
     tasks = ("arithmetic", "arithmetic#2")
-    calls: list[str] = []
-    run = FakeRun(tmp_path, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=calls, tasks=tasks)
-    rows: list[dict[str, Any]] = run.go()
+    run = GRPORun(tmp_path, *larger, "grpo.val_period=1", "checkpointing.enabled=false", *TWO_TASKS, tasks=tasks)
+    rows, config = run.go(), run.trainer.run
     found = {name.removeprefix("train/") for name in rows[0] if name.startswith(tuple(f"train/{t}/" for t in tasks))}
     assert found == config.task_metrics
     assert config.task_metrics <= config.train_metrics

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
@@ -12,10 +11,6 @@ from tests.unit.config.run_configs import build, problems_of
 
 def lines_of(*overrides: str) -> list[str]:
     return [" ".join(line.split()) for line in describe_placement(build(*overrides)).splitlines()]
-
-
-def ranks_of(lines: list[str]) -> list[str]:
-    return lines[lines.index("node GPU policy generation") + 1 :]
 
 
 def test_every_axis_of_a_layout_is_shown() -> None:
@@ -38,7 +33,7 @@ def test_every_axis_of_a_layout_is_shown() -> None:
         in lines
     )
     assert "trained adapters of rank 8 on q_proj, v_proj; the model itself is frozen" in lines
-    ranks = ranks_of(lines)
+    ranks = lines[lines.index("node GPU policy generation") + 1 :]
     assert len(ranks) == 32
     assert ranks[0] == "0 0 rank 0 (stage 0, copy 0, data 0, context 0, tensor 0, experts 0) engine 0"
     assert ranks[13] == "1 5 rank 13 (stage 0, copy 1, data 3, context 0, tensor 1, experts 0) engine 13"
@@ -58,16 +53,14 @@ def test_more_gpus_than_there_are() -> None:
 
 
 def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
-    judge = "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
-    unused = build("cluster.gpus_per_node=2", f"+env.judge={judge}")
-    check_hardware(unused, num_gpus=2, environment={})
-    used = build("cluster.gpus_per_node=2", f"+env.judge={judge}", "data.default.env_name=judge")
+    two = ("cluster.gpus_per_node=2", "+env.judge={type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}")
+    check_hardware(build(*two), num_gpus=2, environment={})
+    used = build(*two, "data.default.env_name=judge")
     check_hardware(used, num_gpus=3, environment={})
     with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"):
         check_hardware(used, num_gpus=2, environment={})
-    alone = build("cluster.gpus_per_node=1", f"+env.judge={judge}", "data.default.env_name=judge")
-    with pytest.raises(ConfigError, match=r"2 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
-        check_hardware(alone, num_gpus=1, environment={})
+    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
+        check_hardware(used, num_gpus=1, environment={})
 
 
 def test_a_replay_starts_no_engine(tmp_path) -> None:
@@ -83,15 +76,8 @@ def test_a_replay_starts_no_engine(tmp_path) -> None:
 
 APART = "policy.generation.colocated.enabled=false"
 RESOURCES = "policy.generation.colocated.resources"
+COLOCATED = "policy.generation.colocated.enabled=true"
 CPU = "cluster.gpus_per_node=0"
-
-
-def ranks(config: GRPOMasterConfig) -> tuple[int, int]:
-    return config.training_cluster.num_workers, config.generation_cluster.num_workers
-
-
-def test_colocated_sides_share_all_machines() -> None:
-    assert ranks(build("cluster.gpus_per_node=4", "cluster.num_nodes=2")) == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -102,49 +88,37 @@ def test_colocated_sides_share_all_machines() -> None:
         (("cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{RESOURCES}.num_nodes=2"), (16, 16)),
         (("cluster.gpus_per_node=2", "cluster.num_nodes=5", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}"), (8, 2)),
         ((CPU, "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1"), (2, 2)),
+        (("cluster.gpus_per_node=4", "cluster.num_nodes=2", COLOCATED), (8, 8)),
     ],
 )
 def test_one_node_is_divided_and_several_are_shared_out_whole(
     overrides: tuple[str, ...], expected: tuple[int, int]
 ) -> None:
-    config = build(APART, *overrides, "cluster.worker_timeout_s=77")
-    assert ranks(config) == expected
+    config = build(APART, "cluster.worker_timeout_s=77", *overrides)
+    assert (config.training_cluster.num_workers, config.generation_cluster.num_workers) == expected
     assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
 
 
 REFUSED = """
-policy.generation.colocated.resources.num_nodes=1
-    -> policy.generation.colocated.resources ... num_nodes only count for generation on its own resources; leave
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=8
-    -> policy.generation.colocated.resources.gpus_per_node ... is required: how many of the node's 8 GPUs ge
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=1
+RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
+APART & cluster.gpus_per_node=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
+APART & cluster.gpus_per_node=1
     -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=8
-    & policy.generation.colocated.resources.gpus_per_node=8
-    -> policy.generation.colocated.resources.gpus_per_node
+APART & cluster.gpus_per_node=8 & RESOURCES.gpus_per_node=8
+    -> RESOURCES.gpus_per_node
        ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2
-    & policy.generation.colocated.resources.gpus_per_node=1
-    -> policy.generation.colocated.resources.gpus_per_node
-       ... the cluster has no GPUs; set policy.generation.colocated.resources.cpu_workers_per_node instead
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=2
-    & policy.generation.colocated.resources.cpu_workers_per_node=1
-    -> policy.generation.colocated.resources.cpu_workers_per_node
-       ... the cluster uses GPUs; set policy.generation.colocated.resources.gpus_per_node instead
-policy.generation.colocated.enabled=false & cluster.gpus_per_node=2
-    & policy.generation.colocated.resources={gpus_per_node: 1, num_nodes: 2}
-    -> policy.generation.colocated.resources.num_nodes
-       ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
-policy.generation.colocated.enabled=false & cluster.num_nodes=4
-    -> policy.generation.colocated.resources.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
-policy.generation.colocated.enabled=false & cluster.num_nodes=2 & policy.generation.colocated.resources.num_nodes=2
-    -> policy.generation.colocated.resources.num_nodes
-       ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
-policy.generation.colocated.enabled=false & cluster.num_nodes=2 & cluster.gpus_per_node=8
-    & policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 4}
-    -> policy.generation.colocated.resources.gpus_per_node
-       ... whole ones generate, with all their 8 GPUs; leave it out
-"""
+APART & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
+    -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
+APART & cluster.gpus_per_node=2 & RESOURCES.cpu_workers_per_node=1
+    -> RESOURCES.cpu_workers_per_node ... the cluster uses GPUs; set RESOURCES.gpus_per_node instead
+APART & cluster.gpus_per_node=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
+    -> RESOURCES.num_nodes ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
+APART & cluster.num_nodes=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
+APART & cluster.num_nodes=2 & RESOURCES.num_nodes=2
+    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
+APART & cluster.num_nodes=2 & cluster.gpus_per_node=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
+    -> RESOURCES.gpus_per_node ... whole ones generate, with all their 8 GPUs; leave it out
+""".replace("APART", APART).replace("RESOURCES", RESOURCES)
 
 
 @pytest.mark.parametrize(("overrides", "said"), cases(REFUSED))
@@ -153,15 +127,8 @@ def test_a_division_that_cannot_be_is_refused_with_what_would_work(overrides: tu
 
 
 def megatron_lines(model: str, *layout: str) -> list[str]:
-    overrides = [f"policy.megatron_cfg.{key}" for key in layout]
-    cfg = build(
-        f"policy.model_name={model}",
-        "policy.megatron_cfg.enabled=true",
-        "policy.dtensor_cfg.enabled=false",
-        "cluster.gpus_per_node=8",
-        *overrides,
-    )
-    return [" ".join(line.split()) for line in describe_placement(cfg).splitlines()]
+    megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "cluster.gpus_per_node=8")
+    return lines_of(f"policy.model_name={model}", *megatron, *(f"policy.megatron_cfg.{key}" for key in layout))
 
 
 MEGATRON = """

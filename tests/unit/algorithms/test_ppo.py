@@ -14,21 +14,10 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, keys_of_plan
 from tests.tables import cases, pattern
-from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
+from tests.unit.algorithms.fake_runs import FLOPS, FakeRun, small
 from tests.unit.config.run_configs import MINIMAL
 
-BASE = (
-    "ppo.num_prompts_per_step=2",
-    "ppo.num_generations_per_prompt=2",
-    "ppo.ppo_epochs=2",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-    "value.train_micro_batch_size=1",
-    "ppo.val_period=0",
-    "ppo.max_num_steps=2",
-    "checkpointing.metric_name=null",
-    "checkpointing.save_period=2",
-)
+BASE = ("ppo.ppo_epochs=2", "ppo.max_num_steps=2", "value.train_micro_batch_size=1")
 VALUE_METRICS = {
     "loss": 0.25,
     "global_valid_toks": 24.0,
@@ -46,7 +35,7 @@ def build(*overrides: str) -> PPOMasterConfig:
 class Run(FakeRun):
     def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1, **how: Any) -> None:
         calls: list[str] = []
-        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        config = build(*small(folder, "ppo"), *BASE, *overrides)
         result = TrainResult(losses=[0.25], grad_norms=[2.0], learning_rates=[0.1], metrics=VALUE_METRICS)
         self.value = FakePolicy([result], calls, name_prefix="value", data_parallel_size=value_ranks)
         super().__init__(

@@ -16,6 +16,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from tests.tables import cases, lines, pattern
 from tests.unit.config.run_configs import build, problems_of
 from tests.unit.rollouts.test_openai_server import settings
 
@@ -26,35 +27,29 @@ def check(section: str, used: str = "it") -> None:
     check_environments(build(f"+env.it={{{section}}}").env, [used])
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("type: retrieval, dataset_name: nope.jsonl", r"env\.it\.dataset_name: the corpus 'nope.jsonl' does not exist"),
-        ("type: retrieval, dataset_name: 'nomod:f'", r"env\.it\.dataset_name: .*no module 'nomod'"),
-        ("type: retrieval, dataset_name: 'json:f'", r"env\.it\.dataset_name: .*'json' has no 'f'"),
-        ("type: python_tools, tools: ['nomod:x']", r"env\.it\.tools: .*no module 'nomod'"),
-        (f"{JUDGE}, api_key_env: NOT_SET", r"env\.it\.api_key_env: .*NOT_SET is not set; export it"),
-        ("type: remote, base_url: 'http://localhost:1', token_env: NOT_SET", r"env\.it\.token_env: .*NOT_SET"),
-        (
-            "type: composite, reward_functions: [{name: a, reward: format, kwargs: {pattern: x}}, "
-            "{name: b, reward: 'nomod:f'}]",
-            r"env\.it\.reward_functions\.1: .*no module 'nomod'",
-        ),
-    ],
-)
+REMOTE = "type: remote, base_url: 'http://localhost:1'"
+FORMAT = "{name: a, reward: format, kwargs: {pattern: x}}"
+MISSING = f"""
+type: retrieval, dataset_name: nope.jsonl -> env.it.dataset_name: the corpus 'nope.jsonl' does not exist
+type: retrieval, dataset_name: 'nomod:f' -> env.it.dataset_name: ... no module 'nomod'
+type: retrieval, dataset_name: 'json:f' -> env.it.dataset_name: ... 'json' has no 'f'
+type: python_tools, tools: ['nomod:x'] -> env.it.tools: ... no module 'nomod'
+{JUDGE}, api_key_env: NOT_SET -> env.it.api_key_env: ... NOT_SET is not set; export it
+{REMOTE}, token_env: NOT_SET -> env.it.token_env: ... NOT_SET
+type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
+    -> env.it.reward_functions.1: ... no module 'nomod'
+"""
+
+
+@pytest.mark.parametrize(("section", "told"), lines(MISSING))
 def test_a_missing_input_is_named_with_its_key(
-    section: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=pattern(told)):
         check(section)
     check(section, used="math")  # no dataset names it
-
-
-LORA = "policy.dtensor_cfg.lora_cfg"
-ON = f"{LORA}.enabled=true"
-NAMED = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj]")
 
 
 def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
@@ -62,27 +57,23 @@ def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
     return json.loads(json.dumps(prepare_model(config.policy, config.checkpointing).identity))
 
 
-@pytest.mark.parametrize(
-    ("saved", "current", "differences"),
-    [
-        ((ON,), (ON, f"{LORA}.dim=16"), ["dim: the checkpoint has 8, this run 16"]),
-        ((ON,), (ON, f"{LORA}.alpha=16"), ["alpha: the checkpoint has 32.0, this run 16.0"]),
-        ((ON,), (ON, *NAMED), ["target_modules: the checkpoint has 'all', this run ['q_proj', 'v_proj']"]),
-        (
-            (ON,),
-            (ON, f"{LORA}.exclude_modules=[o_proj]"),
-            ["exclude_modules: the checkpoint has [], this run ['o_proj']"],
-        ),
-        ((ON,), (), ["enabled: the checkpoint has True, this run '(absent)'", "dim: the checkpoint has 8"]),
-    ],
-)
-def test_adapters_of_another_kind_are_another_run(
-    tiny_model_dir: Path, saved: tuple[str, ...], current: tuple[str, ...], differences: list[str]
-) -> None:
-    with pytest.raises(CheckpointIdentityError) as raised:
-        check_identity(identity_of(tiny_model_dir, *saved), identity_of(tiny_model_dir, *current))
-    for difference in differences:
-        assert f"{LORA}.{difference}" in str(raised.value)
+DIFFERENT = """
+dim=16 -> dim: the checkpoint has 8, this run 16
+alpha=16 -> alpha: the checkpoint has 32.0, this run 16.0
+match_all_linear=false & target_modules=[q_proj,v_proj]
+    -> target_modules: the checkpoint has 'all', this run ['q_proj', 'v_proj']
+exclude_modules=[o_proj] -> exclude_modules: the checkpoint has [], this run ['o_proj']
+enabled=false -> enabled: the checkpoint has True, this run '(absent)' ... dim: the checkpoint has 8
+"""
+
+
+@pytest.mark.parametrize(("changes", "told"), cases(DIFFERENT))
+def test_adapters_of_another_kind_are_another_run(tiny_model_dir: Path, changes: tuple[str, ...], told: str) -> None:
+    lora = "policy.dtensor_cfg.lora_cfg."
+    saved = identity_of(tiny_model_dir, f"{lora}enabled=true")
+    current = identity_of(tiny_model_dir, f"{lora}enabled=true", *(lora + change for change in changes))
+    with pytest.raises(CheckpointIdentityError, match=pattern(lora + told)):
+        check_identity(saved, current)
 
 
 def test_another_model_or_tokenizer_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -107,6 +98,7 @@ def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
 
 USED = "data.train={dataset_name: gsm8k, split_validation_size: 0.1, env_name: it}"
 PUZZLES = "data.train={dataset_name: sliding_puzzle, split_validation_size: 0.1, env_name: it}"
+LONGER = PUZZLES[:-1] + ", kwargs: {max_moves: 40}}"
 TOOLS = "+env.it={type: python_tools}"
 PUZZLE = "+env.it={type: sliding_puzzle_game}"
 
@@ -125,10 +117,7 @@ def test_a_mistyped_environment_is_refused_where_it_is_used(name: str, near: str
     [
         ((TOOLS, USED), "grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it"),
         ((PUZZLE, PUZZLES, "grpo.max_rollout_turns=29"), "29 cuts games of env.it off before their 30 moves are made"),
-        (
-            (PUZZLE, PUZZLES[:-1] + ", kwargs: {max_moves: 40}}", "grpo.max_rollout_turns=30"),
-            "set it to at least 40",
-        ),
+        ((PUZZLE, LONGER, "grpo.max_rollout_turns=30"), "set it to at least 40"),
     ],
 )
 def test_episodes_that_cannot_end_in_their_turns_are_refused(overrides: tuple[str, ...], said: str) -> None:
@@ -137,28 +126,20 @@ def test_episodes_that_cannot_end_in_their_turns_are_refused(overrides: tuple[st
 
 CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
 VLLM = "policy.generation.vllm_cfg"
-EXPOSED = f"{VLLM}.expose_http_server=true"
-GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16")
+WITHOUT_SERVER = f"""
+policy.generation.backend=hf -> policy.generation.backend=vllm
+grpo.replay_from=somewhere & grpo.val_period=0 & grpo.val_at_start=false -> replay_from
+cluster.gpus_per_node=2 & policy.precision=bfloat16 -> policy.generation.colocated.enabled=false
+{VLLM}.http_server.port=70000 -> http_server.port
+{VLLM}.http_server_serving_chat_kwargs.tool_parser=pythonic -> tool_parser
+{VLLM}.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning_parser
+"""
 
 
-def load(*overrides: str) -> GRPOMasterConfig:
-    return load_config(GRPOMasterConfig, CPU_CONFIG, list(overrides))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("policy.generation.backend=hf",), "policy.generation.backend=vllm"),
-        (("grpo.replay_from=somewhere", "grpo.val_period=0", "grpo.val_at_start=false"), "replay_from"),
-        (GPUS, "policy.generation.colocated.enabled=false"),
-        ((f"{VLLM}.http_server.port=70000",), "http_server.port"),
-        ((f"{VLLM}.http_server_serving_chat_kwargs.tool_parser=pythonic",), "tool_parser"),
-        ((f"{VLLM}.http_server_serving_chat_kwargs.reasoning_parser=r1",), "reasoning_parser"),
-    ],
-)
-def test_what_does_not_work_is_refused_before_anything_starts(overrides: tuple[str, ...], said: str):
-    with pytest.raises(ConfigError, match=said):
-        load(EXPOSED, *overrides)
+@pytest.mark.parametrize(("overrides", "said"), cases(WITHOUT_SERVER))
+def test_what_does_not_work_with_a_server_is_refused_before_anything_starts(overrides: tuple[str, ...], said: str):
+    with pytest.raises(ConfigError, match=pattern(said)):
+        load_config(GRPOMasterConfig, CPU_CONFIG, [f"{VLLM}.expose_http_server=true", *overrides])
 
 
 def test_the_token_is_random_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch):

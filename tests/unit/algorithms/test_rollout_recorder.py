@@ -1,6 +1,7 @@
 """What a run records of its rollouts, and training again from it; fakes in place of workers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -14,19 +15,9 @@ from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorde
 from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
 from tests.fakes import FakeRollouts
-from tests.unit.algorithms.fake_runs import FakeRun, alternate
+from tests.unit.algorithms.fake_runs import FakeRun, alternate, small
 from tests.unit.config.run_configs import build
 
-BASE = (
-    "grpo.num_prompts_per_step=2",
-    "grpo.num_generations_per_prompt=2",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-    "grpo.val_period=0",
-    "grpo.max_num_steps=3",
-    "checkpointing.metric_name=null",
-    "checkpointing.save_period=2",
-)
 IDENTITY = {
     "policy.model": {"name": "tiny", "config_hash": "1"},
     "policy.tokenizer": {"vocabulary_hash": "2", "chat_template_hash": "3"},
@@ -90,14 +81,14 @@ class Run(FakeRun):
     """A GRPO in `folder`, from `rollouts` or from its own."""
 
     def __init__(self, folder: Path, *overrides: str, reward: Any = alternate, rollouts: Any = None) -> None:
-        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        config = build(*small(folder, "grpo"), *overrides)
 
         def make(tools: Any, parts: Any) -> GRPOTrainer:
             tools.identity = IDENTITY
             changed = rollouts or Recording(reward, parts.rollouts.calls)
-            return GRPOTrainer(config, tools, type(parts)(**{**vars(parts), "rollouts": changed}))
+            return GRPOTrainer(config, tools, replace(parts, rollouts=changed))
 
-        super().__init__(folder, config, make, calls=[], reward=reward)
+        super().__init__(folder, config, make, reward=reward)
 
 
 def recording(root: Path) -> tuple[str, ...]:
@@ -160,7 +151,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
     same = record_identity(run.trainer.run, IDENTITY)
     check_record(record, same, "grpo.replay_from")
     other = {**IDENTITY, "policy.model": {"name": "large", "config_hash": "1"}}
-    config = build(*BASE, "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
+    config = build(*small(tmp_path, "grpo"), "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
     with pytest.raises(ValueError, match="cannot replay") as refusal:
         check_record(record, record_identity(config, other), "grpo.replay_from")
     lines = str(refusal.value).splitlines()[1:]
@@ -182,6 +173,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
         ("grpo.rollout_record.enabled=true", "nothing is sampled with replay_from"),
     ],
 )
-def test_a_replay_that_asks_for_engines_is_refused(override, message):
+def test_a_replay_that_asks_for_engines_is_refused(tmp_path, override, message):
     with pytest.raises(ValueError, match=message):
-        build(*BASE, "grpo.replay_from=somewhere", override)
+        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", override)

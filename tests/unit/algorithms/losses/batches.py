@@ -8,50 +8,37 @@ from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.types import LossInputs
 
 
-def token_masks(num_rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """[B, S]: ragged rows, a prompt token first, with a gap where an environment spoke."""
-    mask = torch.zeros(num_rows, length)
+def random_rows(num_rows: int, seed: int, length: int = 8) -> tuple[Tensor, LossInputs]:
+    """Logprobs and inputs: ragged rows, a prompt token first, with a gap where an environment spoke.
+
+    The second row is masked if there are three or more.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sample_mask, mask = torch.ones(num_rows), torch.zeros(num_rows, length)
+    if num_rows >= 3:
+        sample_mask[1] = 0.0
     for row in range(num_rows):
         mask[row, 1 : 2 + int(torch.randint(1, length - 1, (1,), generator=generator))] = 1.0
         if length > 4:
             mask[row, 3] = 0.0
-    return mask
-
-
-def random_rows(num_rows: int, seed: int, length: int = 8) -> tuple[Tensor, LossInputs]:
-    """Logprobs and inputs; the second row is masked if there are three or more."""
-    generator = torch.Generator().manual_seed(seed)
-    sample_mask = torch.ones(num_rows)
-    if num_rows >= 3:
-        sample_mask[1] = 0.0
-    inputs = LossInputs(
-        input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
-        token_mask=token_masks(num_rows, length, generator),
-        sample_mask=sample_mask,
-    )
+    ids = torch.zeros(num_rows, length, dtype=torch.int64)
+    inputs = LossInputs(input_ids=ids, token_mask=mask, sample_mask=sample_mask)
     return (-3 * torch.rand(num_rows, length, generator=generator)).requires_grad_(), inputs
 
 
 def random_pairs(num_pairs: int, seed: int, length: int = 8) -> tuple[Tensor, PreferenceInputs]:
     """Logprobs and inputs; the second pair is masked if there are three or more."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows = 2 * num_pairs
-    mask = token_masks(num_rows, length, generator)
-    logprobs = -3 * torch.rand(num_rows, length, generator=generator)
-    reference = logprobs + 0.5 * torch.randn(num_rows, length, generator=generator)
-    pair_mask = torch.ones(num_pairs)
+    generator = torch.Generator().manual_seed(seed + 1)
+    logprobs, rows = random_rows(2 * num_pairs, seed, length)
+    rows.sample_mask = torch.ones(num_pairs)
     if num_pairs >= 3:
-        pair_mask[1] = 0.0
-    margin = torch.zeros(num_rows)
+        rows.sample_mask[1] = 0.0
+    rows.sample_mask = rows.sample_mask.repeat_interleave(2)
+    reference = logprobs.detach() + 0.5 * torch.randn(logprobs.shape, generator=generator)
+    margin = torch.zeros(2 * num_pairs)
     margin[::2] = torch.rand(num_pairs, generator=generator)
-    inputs = PreferenceInputs(
-        input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
-        token_mask=mask,
-        sample_mask=pair_mask.repeat_interleave(2),
-        reference_logprob_sum=(reference * mask).sum(-1),
-        margin=margin,
-    )
-    return logprobs.requires_grad_(), inputs
+    sums = (reference * rows.token_mask).sum(-1)
+    return logprobs, PreferenceInputs(**vars(rows), reference_logprob_sum=sums, margin=margin)
 
 
 def random_scores(num_pairs: int, seed: int) -> tuple[Tensor, PreferenceInputs]:

@@ -10,6 +10,17 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.types import PolicyGradientInputs
 from tests.loss_invariance import global_counts
+from tests.unit.algorithms.losses.batches import random_rows
+
+GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+CORRECTION = {"use_importance_sampling_correction": True}
+
+
+def bounded(kind: str, low: float, high: float) -> dict[str, Any]:
+    """A correction with weights between these."""
+    bounds = {"truncated_importance_sampling_ratio_min": low, "truncated_importance_sampling_ratio": high}
+    return {**CORRECTION, "truncated_importance_sampling_type": kind, **bounds}
+
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -22,31 +33,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "no_kl": {"reference_policy_kl_penalty": 0.0},
     "on_policy_kl": {"use_on_policy_kl_approximation": True},
     "sequence_loss": {"token_level_loss": False},
-    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True, "ratio_clip_min": 0.05},
-    "gspo_corrected": {
-        "token_level_loss": False,
-        "sequence_level_importance_ratios": True,
-        "use_importance_sampling_correction": True,
-        "truncated_importance_sampling_ratio": 1.1,
-    },
+    "gspo": {**GSPO, "ratio_clip_min": 0.05},
+    "gspo_corrected": {**GSPO, **CORRECTION, "truncated_importance_sampling_ratio": 1.1},
     "dr_grpo": {"length_normalizer": 7},
     "on_policy": {"force_on_policy_ratio": True},
     "reinforce": {"disable_ppo_ratio": True},
     "cispo": {"use_cispo": True},
-    "correction": {"use_importance_sampling_correction": True},
-    "tis": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.1},
-    "icepop": {
-        "use_importance_sampling_correction": True,
-        "truncated_importance_sampling_type": "icepop",
-        "truncated_importance_sampling_ratio": 1.2,
-        "truncated_importance_sampling_ratio_min": 0.8,
-    },
-    "seq_mask_tis": {
-        "use_importance_sampling_correction": True,
-        "truncated_importance_sampling_type": "seq-mask-tis",
-        "truncated_importance_sampling_ratio": 1.05,
-        "truncated_importance_sampling_ratio_min": 0.95,
-    },
+    "correction": CORRECTION,
+    "tis": {**CORRECTION, "truncated_importance_sampling_ratio": 1.1},
+    "icepop": bounded("icepop", 0.8, 1.2),
+    "seq_mask_tis": bounded("seq-mask-tis", 0.95, 1.05),
 }
 
 
@@ -54,32 +50,23 @@ def config(name: str) -> ClippedPGLossConfig:
     return ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": 0.1} | SWITCHES[name])
 
 
-def random_batch(num_rows: int, seed: int, length: int = 8) -> tuple[torch.Tensor, PolicyGradientInputs]:
-    """Ragged rows with a gap in the middle (an environment turn), one row masked out if there are three or more."""
-    generator = torch.Generator().manual_seed(seed)
+def random_batch(num_rows: int, seed: int) -> tuple[torch.Tensor, PolicyGradientInputs]:
+    """Previous logprobs, and others near them."""
+    logprobs, rows = random_rows(num_rows, seed)
+    prev = logprobs.detach()
+    generator = torch.Generator().manual_seed(seed + 1)
 
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(num_rows, length, generator=generator)
+    def near(scale: float) -> torch.Tensor:
+        return prev + scale * torch.randn(prev.shape, generator=generator)
 
-    prev = -torch.rand(num_rows, length, generator=generator) * 3
-    token_mask = torch.zeros(num_rows, length)
-    for row in range(num_rows):
-        token_mask[row, 1 : 2 + int(torch.randint(1, length - 1, (1,), generator=generator))] = 1.0
-        if length > 4:
-            token_mask[row, 3] = 0.0
-    sample_mask = torch.ones(num_rows)
-    if num_rows >= 3:
-        sample_mask[1] = 0.0
     inputs = PolicyGradientInputs(
-        input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
-        token_mask=token_mask,
-        sample_mask=sample_mask,
-        advantages=torch.randn(num_rows, 1, generator=generator).expand(num_rows, length).clone(),
+        **vars(rows),
+        advantages=torch.randn(num_rows, 1, generator=generator).expand(prev.shape).clone(),
         prev_logprobs=prev,
-        generation_logprobs=prev + noise(0.15),
-        reference_policy_logprobs=prev + noise(0.3),
+        generation_logprobs=near(0.15),
+        reference_policy_logprobs=near(0.3),
     )
-    return (prev + noise(0.4)).requires_grad_(), inputs
+    return near(0.4).requires_grad_(), inputs
 
 
 def one_row(

@@ -28,12 +28,7 @@ def random_logits(num_rows: int, seed: int) -> tuple[Tensor, Tensor, Distillatio
     student, teacher = (
         2 * torch.randn(*rows.token_mask.shape, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)
     )
-    inputs = DistillationInputs(
-        input_ids=rows.input_ids,
-        token_mask=rows.token_mask,
-        sample_mask=rows.sample_mask,
-        teacher_topk=torch.zeros(rows.token_mask.shape),
-    )
+    inputs = DistillationInputs(**vars(rows), teacher_topk=torch.zeros(rows.token_mask.shape))
     return student.requires_grad_(), teacher, inputs
 
 
@@ -58,6 +53,13 @@ def random_batch(num_rows: int, seed: int, mode: Mode) -> tuple[Tensor, Distilla
     return outputs.float().requires_grad_(), inputs
 
 
+def assert_equal(loss: Tensor, expected: Tensor, student: Tensor) -> None:
+    """As value and as gradient."""
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    (got,), (want,) = torch.autograd.grad(loss, student), torch.autograd.grad(expected, student)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kl_type", "weight"), [("forward", 1.0), ("reverse", 0.0), ("mixed", 0.3)])
 def test_with_the_whole_vocabulary_it_is_the_kl_of_two_softmaxes(mode: Mode, kl_type: str, weight: float):
@@ -70,9 +72,7 @@ def test_with_the_whole_vocabulary_it_is_the_kl_of_two_softmaxes(mode: Mode, kl_
     forward = torch.nn.functional.kl_div(log_p, log_q, reduction="sum", log_target=True) / counts[1]
     reverse = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True) / counts[1]
     expected = weight * forward + (1 - weight) * reverse
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
-    (got,), (want,) = torch.autograd.grad(loss, student), torch.autograd.grad(expected, student)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected, student)
     assert metrics["forward_kl"].item() == pytest.approx(forward.item())
     assert metrics["reverse_kl"].item() == pytest.approx(reverse.item())
     assert metrics["num_valid_samples"].item() == 2.0
@@ -86,9 +86,7 @@ def test_both_are_renormalised_over_the_teachers_largest_logits():
     # The same as if there were no other tokens at all.
     small_outputs, small_inputs = head_outputs(student.gather(-1, indices), values, inputs, "whole")
     small, _ = make_loss("whole")(small_outputs, small_inputs, *global_counts(inputs))
-    torch.testing.assert_close(loss, small, rtol=1e-10, atol=1e-10)
-    (got,), (want,) = torch.autograd.grad(loss, student), torch.autograd.grad(small, student)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert_equal(loss, small, student)
 
 
 def test_a_teacher_of_nothing_outside_is_compared_with_the_whole_student():
@@ -102,9 +100,7 @@ def test_a_teacher_of_nothing_outside_is_compared_with_the_whole_student():
     q = torch.where(log_q == LOG_OUTSIDE, 0.0, log_q.exp())
     per_token = 0.25 * (q * (log_q - log_p)).sum(-1) + 0.75 * (log_p.exp() * (log_p - log_q)).sum(-1)
     expected = (per_token * inputs.token_mask * inputs.sample_mask[:, None]).sum() / counts[1]
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
-    (got,), (want,) = torch.autograd.grad(loss, student), torch.autograd.grad(expected, student)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected, student)
 
 
 def test_metrics_by_hand():

@@ -16,30 +16,19 @@ def test_clamps_and_their_absence():
     assert calculate_kl(logprobs, reference, "k3").tolist() == pytest.approx([10.0, math.exp(-5) - 1 + 5])
 
 
-def test_tis_clamps():
+@pytest.mark.parametrize(
+    ("kind", "used", "out_of_bounds"),
+    [
+        ("tis", [0.5, 1.0, 2.0], [False, False, True]),
+        ("tis", [0.8, 1.0, 2.0], [True, False, True]),
+        ("icepop", [0.5, 1.0, 0.0], [False, False, True]),  # the bound itself is inside
+    ],
+)
+def test_weights_beyond_their_bounds_are_clamped_or_left_out(kind, used, out_of_bounds):
     raw = torch.tensor([[0.5, 1.0, 4.0]])
-    weights = bound_importance_weights(raw, torch.ones(1, 3), kind="tis", minimum=0.8, maximum=2.0)
-    assert weights.used[0].tolist() == pytest.approx([0.8, 1.0, 2.0])
-    assert weights.out_of_bounds[0].tolist() == [True, False, True]
-
-
-def test_icepop_leaves_tokens_out():
-    raw = torch.tensor([[0.5, 1.0, 4.0]])
-    weights = bound_importance_weights(raw, torch.ones(1, 3), kind="icepop", minimum=0.5, maximum=2.0)
-    assert weights.used[0].tolist() == [0.5, 1.0, 0.0]  # the bound itself is inside
-    assert weights.out_of_bounds[0].tolist() == [False, False, True]
-
-
-def test_agreement_of_equal_distributions_is_perfect():
-    logprobs = torch.tensor([[0.0, -1.0, -3.0]])
-    metrics = agreement_metrics(logprobs, logprobs, torch.ones(1, 3), torch.tensor(3.0))
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "token_mult_prob_error": pytest.approx(1.0),
-        "gen_kl_error": 0.0,
-        "policy_kl_error": 0.0,
-        "js_divergence_error": pytest.approx(0.0, abs=1e-6),
-        "sample_mult_prob_error_max": pytest.approx(1.0),
-    }
+    weights = bound_importance_weights(raw, torch.ones(1, 3), kind=kind, minimum=used[0], maximum=2.0)
+    assert weights.used[0].tolist() == pytest.approx(used)
+    assert weights.out_of_bounds[0].tolist() == out_of_bounds
 
 
 def test_the_worst_sample_is_seen_among_others():
