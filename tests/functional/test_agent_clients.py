@@ -26,7 +26,7 @@ from nemo_rl.environments.code.tools import calculate
 from nemo_rl.environments.own_python import python_of
 from nemo_rl.utils.task_formats import CALCULATOR
 from nemo_rl.utils.venvs import VenvBuildError, run_uv
-from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, run
+from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, run
 from tests.unit.environments.http_servers import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -195,13 +195,6 @@ def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, python
         calls = "total_tool_calls" if name == "verifiers" else "tool_calls"
         # An answer that is no call comes now and then: of the episodes of one step, many can be such by chance.
         assert sum(row[f"train/{name}/{calls}"] for row in steps) > 0.5 * len(steps), name
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 @contextmanager

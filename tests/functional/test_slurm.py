@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import CPU_CONFIG, ROOT, SMALL
+from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, free_port
 
 pytestmark = [
     pytest.mark.slurm,
@@ -59,12 +59,6 @@ policy:
     colocated: {{enabled: false, resources: {{num_nodes: 1}}}}
 cluster: {{num_nodes: 2, cpu_workers_per_node: 1}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def wait_until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 600) -> None:
