@@ -63,7 +63,8 @@ alpha=16 -> alpha: the checkpoint has 32.0, this run 16.0
 match_all_linear=false & target_modules=[q_proj,v_proj]
     -> target_modules: the checkpoint has 'all', this run ['q_proj', 'v_proj']
 exclude_modules=[o_proj] -> exclude_modules: the checkpoint has [], this run ['o_proj']
-enabled=false -> enabled: the checkpoint has True, this run '(absent)' ... dim: the checkpoint has 8
+enabled=false -> enabled: the checkpoint has True, this run '(absent)'
+enabled=false -> dim: the checkpoint has 8
 """
 
 
