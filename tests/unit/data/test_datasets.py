@@ -1,16 +1,15 @@
 import json
-import sys
 
 import pytest
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
-from nemo_rl.data.datasets.hub import after_hashes
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Prompt
 
 DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
+COLUMNS = {"input_key": "question", "output_key": "solution"}
 
 
 def dataset(**kwargs):
@@ -40,7 +39,7 @@ def test_local_files_of_every_format_give_the_same_rows(tmp_path, rows, suffix):
     path = tmp_path / f"rows.{suffix}"
     table = datasets.Dataset.from_list(rows)
     {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
-    loaded, held_out = load_rows(dataset(data_path=str(path), input_key="question", output_key="solution"))
+    loaded, held_out = load_rows(dataset(data_path=str(path), **COLUMNS))
     assert held_out is None
     assert len(loaded) == 20
     assert [(row["problem"], row["expected_answer"]) for row in loaded] == [(f"{i}+{i}", str(2 * i)) for i in range(20)]
@@ -51,11 +50,10 @@ def test_a_folder_with_splits_and_a_file_as_dataset_name(tmp_path, jsonl, rows):
     (tmp_path / "copy").mkdir()
     for split in ("train", "test"):
         (tmp_path / "copy" / f"{split}.jsonl").write_text(jsonl.read_text())
-    keys = {"input_key": "question", "output_key": "solution"}
-    assert len(load_rows(dataset(dataset_name=str(jsonl), **keys))[0]) == 20
-    assert len(load_rows(dataset(data_path=str(tmp_path / "copy"), split="test", **keys))[0]) == 20
+    assert len(load_rows(dataset(dataset_name=str(jsonl), **COLUMNS))[0]) == 20
+    assert len(load_rows(dataset(data_path=str(tmp_path / "copy"), split="test", **COLUMNS))[0]) == 20
     with pytest.raises(ValueError, match="no split 'dev'; it has train, test"):
-        load_rows(dataset(data_path=str(tmp_path / "copy"), split="dev", **keys))
+        load_rows(dataset(data_path=str(tmp_path / "copy"), split="dev", **COLUMNS))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
@@ -72,7 +70,7 @@ def test_a_file_has_no_splits(tmp_path, suffix, section):
 
 
 def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
-    cfg = dataset(data_path=str(jsonl), input_key="question", output_key="solution", split_validation_size=0.25, seed=3)
+    cfg = dataset(data_path=str(jsonl), **COLUMNS, split_validation_size=0.25, seed=3)
     train, held_out = load_rows(cfg)
     again = load_rows(cfg)[1]
     texts = [row["problem"] for row in train], [row["problem"] for row in held_out]
@@ -83,47 +81,42 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
 
 
 def test_numbers_of_rows(jsonl):
-    keys = {"data_path": str(jsonl), "input_key": "question", "output_key": "solution"}
+    keys = {"data_path": str(jsonl), **COLUMNS}
     train, held_out = load_rows(dataset(**keys, max_samples=7, split_validation_size=3))
     assert sorted(row["problem"] for row in [*train, *held_out]) == [f"{i}+{i}" for i in range(7)]
     assert (len(train), len(held_out)) == (4, 3)
     assert len(load_rows(dataset(**keys, max_samples=100))[0]) == 20
-    with pytest.raises(ValueError, match="split_validation_size 20 of 20 rows leaves 20 for validation and 0"):
-        load_rows(dataset(**keys, split_validation_size=20))
-    with pytest.raises(ValueError, match="a fraction below 1, or a whole number of rows"):
-        dataset(**keys, split_validation_size=1.5)
 
 
-def test_mistakes_are_named_with_what_there_is(tmp_path, jsonl):
-    with pytest.raises(
-        ValueError, match=r"no column 'input' \(input_key\); its columns are: question, solution, level"
-    ):
-        load_rows(dataset(data_path=str(jsonl)))
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        load_rows(dataset(data_path="nowhere.jsonl"))
-    with pytest.raises(ValueError, match="did you mean gsm8k"):
-        load_rows(dataset(dataset_name="GSM8k"))
-    with pytest.raises(ValueError, match="has no 'nothing'"):
-        load_rows(dataset(dataset_name="json:nothing"))
-    with pytest.raises(ValueError, match="no module 'no_such_package'"):
-        load_rows(dataset(dataset_name="no_such_package:rows"))
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    with pytest.raises(ValueError, match="is empty"):
-        load_rows(dataset(data_path=str(empty)))
-    with pytest.raises(ValueError, match="leaves 0 for validation"):
-        load_rows(
-            dataset(data_path=str(jsonl), input_key="question", output_key="solution", split_validation_size=0.01)
-        )
-    with pytest.raises(ValueError, match="takes no kwargs"):
-        load_rows(dataset(dataset_name="gsm8k", kwargs={"n": 1}))
+ROWS = {"data_path": "rows.jsonl", **COLUMNS}
 
 
-def test_local_copies_of_named_datasets(tmp_path):
-    gsm8k = tmp_path / "gsm8k.jsonl"
-    gsm8k.write_text(json.dumps({"question": "How many?", "answer": "Many.\n#### 1,024"}))
-    (row,) = load_rows(dataset(dataset_name="gsm8k", data_path=str(gsm8k)))[0]
-    assert (row["problem"], row["expected_answer"]) == ("How many?", "1024")
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        (
+            {"data_path": "rows.jsonl"},
+            ValueError,
+            r"no column 'input' \(input_key\); its columns are: question, solution",
+        ),
+        ({"data_path": "nowhere.jsonl"}, FileNotFoundError, r"nowhere\.jsonl"),
+        ({"data_path": "empty.jsonl"}, ValueError, "is empty"),
+        ({"dataset_name": "GSM8k"}, ValueError, "did you mean gsm8k"),
+        ({"dataset_name": "json:nothing"}, ValueError, "has no 'nothing'"),
+        ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, ValueError, "takes no kwargs"),
+        ({**ROWS, "split_validation_size": 20}, ValueError, "of 20 rows leaves 20 for validation and 0"),
+        ({**ROWS, "split_validation_size": 0.01}, ValueError, "leaves 0 for validation"),
+        ({**ROWS, "split_validation_size": 1.5}, ValueError, "a fraction below 1, or a whole number of rows"),
+    ],
+)
+def test_mistakes_are_named_with_what_there_is(jsonl, monkeypatch, keys, error, message):
+    monkeypatch.chdir(jsonl.parent)
+    (jsonl.parent / "empty.jsonl").touch()
+    with pytest.raises(error, match=message):
+        load_rows(dataset(**keys))
+
+
+def test_a_local_copy_of_a_named_dataset(tmp_path):
     dapo = tmp_path / "dapo.jsonl"
     dapo.write_text(
         json.dumps({"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "x": 1})
@@ -131,30 +124,24 @@ def test_local_copies_of_named_datasets(tmp_path):
     assert list(load_rows(dataset(dataset_name="DAPOMath17K", data_path=str(dapo)))[0]) == [
         {"problem": "Q", "expected_answer": "34"}
     ]
-    assert after_hashes("a #### -3") == "-3"
 
 
-def test_datasets_by_registration_and_import_path(tmp_path):
-    (tmp_path / "own_rows_module.py").write_text(
-        "def make(cfg):\n    return [{'problem': cfg.kwargs['word'], 'expected_answer': 'x'}]\n"
-    )
-    sys.path.insert(0, str(tmp_path))
-    try:
-        loaded, _ = load_rows(dataset(dataset_name="own_rows_module:make", kwargs={"word": "hello"}))
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert loaded[0]["problem"] == "hello"
-    register_dataset("of this test", lambda cfg: [{"problem": "p", "expected_answer": "a"}])
-    try:
-        assert load_rows(dataset(dataset_name="of this test"))[0][0]["problem"] == "p"
-        with pytest.raises(ValueError, match="already"):
-            register_dataset("of this test", lambda cfg: [])
-    finally:
-        del DATASET_REGISTRY["of this test"]
+def own_rows(cfg):
+    return [{"problem": cfg.kwargs["word"], "expected_answer": "x"}]
+
+
+def test_datasets_by_registration_and_import_path(monkeypatch):
+    monkeypatch.setitem(DATASET_REGISTRY, "of this test", "")  # and takes it out again
+    del DATASET_REGISTRY["of this test"]
+    register_dataset("of this test", own_rows)
+    for name in ("of this test", f"{__name__}:own_rows"):
+        assert load_rows(dataset(dataset_name=name, kwargs={"word": "hello"}))[0][0]["problem"] == "hello"
+    with pytest.raises(ValueError, match="already"):
+        register_dataset("of this test", own_rows)
 
 
 def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
-    keys = {"data_path": str(jsonl), "input_key": "question", "output_key": "solution"}
+    keys = {"data_path": str(jsonl), **COLUMNS}
     cfg = data_config(
         dataset(dataset_name="arithmetic", kwargs={"num_samples": 5}),
         dataset(**keys, repeat=2, env_name="other", split_validation_size=0.1),
@@ -173,23 +160,24 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
 
-def test_setup_names_a_missing_environment_prompt_file_and_processor(tmp_path):
-    arithmetic = {"dataset_name": "arithmetic", "kwargs": {"num_samples": 3}}
-    with pytest.raises(ValueError, match="env_name 'maths' is no section of env; there are: math"):
-        setup_data(data_config(dataset(**arithmetic, env_name="maths")), {"math": {}})
-    with pytest.raises(FileNotFoundError, match="prompt_file"):
-        setup_data(data_config(dataset(**arithmetic, prompt_file="nowhere.txt")), {"math": {}})
-    with pytest.raises(ValueError, match="did you mean math_data_processor"):
-        setup_data(data_config(dataset(**arithmetic, processor="math_data_procesor")), {"math": {}})
-    bad = tmp_path / "bad.txt"
-    for text, message in (
-        ("Solve in \\boxed{}: {}", "braces twice"),
-        ("Solve it", "exactly one"),
-        ("Solve in \\boxed{x}: {}", "braces twice"),
-    ):
-        bad.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            setup_data(data_config(dataset(**arithmetic, prompt_file=str(bad))), {"math": {}})
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"env_name": "maths"}, ValueError, "env_name 'maths' is no section of env; there are: math"),
+        ({"prompt_file": "nowhere.txt"}, FileNotFoundError, "prompt_file"),
+        ({"processor": "math_data_procesor"}, ValueError, "did you mean math_data_processor"),
+        ({"prompt_file": "Solve it"}, ValueError, "exactly one"),
+        ({"prompt_file": "Solve in \\boxed{x}: {}"}, ValueError, "braces twice"),
+    ],
+)
+def test_setup_names_a_missing_environment_prompt_file_and_processor(tmp_path, monkeypatch, keys, error, message):
+    monkeypatch.chdir(tmp_path)
+    if " " in keys.get("prompt_file", ""):  # its text
+        (tmp_path / "prompt.txt").write_text(keys["prompt_file"])
+        keys = {"prompt_file": "prompt.txt"}
+    section = dataset(dataset_name="arithmetic", **{"kwargs": {"num_samples": 3}, **keys})
+    with pytest.raises(error, match=message):
+        setup_data(data_config(section), {"math": {}})
 
 
 def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():

@@ -37,20 +37,10 @@ def write(tmp_path):
 
 
 def test_squad():
-    row = {
-        "id": "57",
-        "title": "Normans",
-        "context": "The Normans lived in Normandy.",
-        "question": "Where?",
-        "answers": {"text": ["Normandy", "in Normandy"], "answer_start": [21, 18]},
-    }
-    messages = [
-        {"role": "system", "content": "The Normans lived in Normandy."},
-        {"role": "user", "content": "Where?"},
-        {"role": "assistant", "content": "Normandy"},
-    ]
-    assert squad_row(row) == {"messages": messages}
-    assert squad_row({**row, "answers": {"text": [], "answer_start": []}})["messages"][2]["content"] == ""
+    row = {"id": "57", "context": "In Normandy.", "question": "Where?", "answers": {"text": ["Normandy", "there"]}}
+    context = {"role": "system", "content": "In Normandy."}
+    assert squad_row(row) == {"messages": [context, user("Where?"), assistant("Normandy")]}
+    assert squad_row({**row, "answers": {"text": []}})["messages"][2] == assistant("")
 
 
 def test_mathematics_has_the_answer_and_the_solution(write):
@@ -65,7 +55,7 @@ def test_mathematics_has_the_answer_and_the_solution(write):
         load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path, output_key="solution"))
     gsm8k = write([{"question": "How many?", "answer": "Many.\n#### 1,024"}])
     (found,) = load_rows(sft(dataset_name="gsm8k", data_path=gsm8k))[0]
-    assert (found["expected_answer"], found["messages"][1]["content"]) == ("1024", "Many.\n#### 1,024")
+    assert (found["expected_answer"], found["messages"][1]) == ("1024", assistant("Many.\n#### 1,024"))
 
 
 TREE_MESSAGES = [
@@ -198,30 +188,29 @@ def test_files_of_columns_conversations_and_tokens(write):
         load_rows(sft(dataset_name="ResponseDataset"))
 
 
-def test_column_keys_that_name_nothing_are_refused(write):
-    chats = write([{"messages": [user("a"), assistant("b")]}] * 40 + [{"messages": [], "functions": []}])
-    assert len(load_rows(sft(data_path=chats, tool_key="functions", chat_key="messages"))[0]) == 41
-    with pytest.raises(ValueError, match=r"no column 'tool' \(tool_key\)"):
-        load_rows(sft(data_path=chats, tool_key="tool"))
-    with pytest.raises(
-        ValueError, match=r"output_key=answer is set but the rows have conversations \(column 'messages'"
-    ):
-        load_rows(sft(data_path=chats, output_key="answer"))
-    texts = write([{"input": "a", "output": "b"}], "texts.jsonl")
-    with pytest.raises(ValueError, match=r"chat_key=conversation is set but .* their columns: input, output"):
-        load_rows(sft(data_path=texts, chat_key="conversation"))
-    others = write([{"prompt": "a", "completion": "b"}], "others.jsonl")
-    assert len(load_rows(sft(data_path=others, input_key="prompt", output_key="completion"))[0]) == 1
-    with pytest.raises(ValueError, match=r"did you mean input_key=prompt output_key=completion\?"):
-        load_rows(sft(data_path=others))
-    squad = write([{"context": "c", "question": "q", "answers": {"text": ["a"]}}], "squad.jsonl")
-    with pytest.raises(
-        ValueError, match="'squad': input_key=question, output_key=a is set but the dataset has columns"
-    ):
-        load_rows(sft(dataset_name="squad", data_path=squad, input_key="question", output_key="a"))
-    pairs = write([{"prompt": "p", "chosen": "a", "rejected": "b"}], "pairs.jsonl")
-    with pytest.raises(ValueError, match=r"no column 'question' \(prompt_key\)"):
-        load_rows(dpo(data_path=pairs, prompt_key="question"))
+CHATS = [{"messages": [user("a"), assistant("b")]}, {"messages": [], "functions": []}]
+SQUAD = [{"context": "c", "question": "q", "answers": {"text": ["a"]}}]
+PAIRS = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("section", "rows", "keys", "message"),
+    [
+        (sft, CHATS, {"tool_key": "tool"}, r"no column 'tool' \(tool_key\)"),
+        (sft, CHATS, {"output_key": "answer"}, r"output_key=answer is set but the rows have conversations"),
+        (sft, [{"input": "a", "output": "b"}], {"chat_key": "chat"}, r"chat_key=chat is set but .*: input, output"),
+        (sft, [{"prompt": "a", "completion": "b"}], {}, r"did you mean input_key=prompt output_key=completion\?"),
+        (sft, SQUAD, {"dataset_name": "squad", "output_key": "a"}, "output_key=a is set but the dataset has columns"),
+        (dpo, PAIRS, {"prompt_key": "question"}, r"no column 'question' \(prompt_key\)"),
+    ],
+)
+def test_column_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(section(data_path=write(rows), **keys))
+
+
+def test_keys_of_a_few_rows_and_of_generated_ones(write):
+    assert len(load_rows(sft(data_path=write(CHATS[:1] * 40 + CHATS[1:]), tool_key="functions"))[0]) == 41
     with pytest.raises(ValueError, match="chosen_key=good is set but the dataset is generated"):
         load_rows(dpo(dataset_name="arithmetic_preference", chosen_key="good"))
 
@@ -244,22 +233,13 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     )
 
 
-@pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (1, "two"), (2, "two")])
+@pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (2, "two")])
 def test_helpsteer3(preference, chosen, write):
     context = [user("q"), assistant("a"), user("q2")]
-    row = {
-        "domain": "general",
-        "language": "english",
-        "context": context,
-        "response1": "one",
-        "response2": "two",
-        "overall_preference": preference,
-        "individual_preference": [],
-    }
+    row = {"context": context, "response1": "one", "response2": "two", "overall_preference": preference}
     found = helpsteer3_row(row)
     assert (found["prompt"], found["chosen"], found["margin"]) == (context, chosen, float(abs(preference)))
-    assert {found["chosen"], found["rejected"]} == {"one", "two"}
-    assert "tie" not in found
+    assert {found["chosen"], found["rejected"]} == {"one", "two"} and "tie" not in found
     assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
     (plain,) = load_rows(sft(dataset_name="HelpSteer3", data_path=write([row])))[0]
     assert plain == {"messages": [*context, assistant(chosen)], "expected_answer": chosen}

@@ -171,21 +171,6 @@ def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
     assert render_chat(log, tokenizer, chat_template_kwargs={"date_string": "today"}) == "today <|user|>a<eos>"
 
 
-def test_roles_the_template_does_not_know_are_named():
-    log = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, {"role": "assistant", "content": "c"}]
-    silent = tokenizer_with(
-        "{%- for m in messages if m.role in ('user', 'assistant') -%}{{- m.role + m.content -}}{%- endfor -%}"
-    )
-    with pytest.raises(ValueError, match="leaves out messages of the role 'critic'"):
-        get_formatted_message_log(log, silent, TaskDataSpec())
-    strict = tokenizer_with(
-        "{%- for m in messages -%}{%- if m.role == 'critic' -%}{{- raise_exception('only two roles') -}}{%- endif -%}"
-        "{{- m.content -}}{%- endfor -%}"
-    )
-    with pytest.raises(ValueError, match=r"refuses a conversation of the roles user, critic, assistant: only two"):
-        get_formatted_message_log(log, strict, TaskDataSpec())
-
-
 def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
     tokenizer = tokenizer_with("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}")
     log = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

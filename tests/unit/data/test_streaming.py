@@ -11,41 +11,24 @@ from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.data.rows.streaming import StreamedPrompts
 
 
-class Counted:
-    """Rows without states; `read` notes every row that is read."""
+class Rows:
+    """Rows without states."""
 
-    def __init__(self, size, read):
-        self.size, self.read = size, read
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.size, self.read)
+    def __init__(self, size):
+        self.size = size
 
     def __iter__(self):
-        for i in range(self.size):
-            self.read.append(i)
-            yield {"x": i}
+        yield from ({"x": i} for i in range(self.size))
 
 
-def streamed(table, name="s", convert=dict):
-    return StreamedRows(name=name, task_name="t", table=table, convert=convert)
-
-
-def counted(size, name="s", read=None):
-    return streamed(Counted(size, [] if read is None else read), name)
-
-
-class Resumable:
-    """Rows with states, which notes the rows it reads."""
-
-    def __init__(self, size, read):
-        self.size, self.place, self.read = size, 0, read
+class ResumableRows(Rows):
+    place = 0
 
     def __deepcopy__(self, memo):
-        return type(self)(self.size, self.read)
+        return type(self)(self.size)
 
     def __iter__(self):
         while self.place < self.size:
-            self.read.append(self.place)
             self.place += 1
             yield {"x": self.place - 1}
 
@@ -54,6 +37,10 @@ class Resumable:
 
     def load_state_dict(self, state_dict):
         self.place = state_dict["place"]
+
+
+def streamed(table, name, convert=dict):
+    return StreamedRows(name=name, task_name="t", table=table, convert=convert)
 
 
 def ids(batches):
@@ -69,11 +56,9 @@ def epochs(source, num_epochs=2):
 @given(st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_a_resumed_stream_continues_exactly(batch_size, block, shuffle, drop_last, with_states, data):
     def fresh():
-        first = counted(10, "a")
-        if with_states:
-            first = streamed(Resumable(10, []), "a")
+        first = ResumableRows(10) if with_states else Rows(10)
         return StreamedPrompts(
-            [first, counted(3, "b"), counted(3, "c")],
+            [streamed(first, "a"), streamed(Rows(3), "b"), streamed(Rows(3), "c")],
             batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -91,7 +76,7 @@ def test_a_resumed_stream_continues_exactly(batch_size, block, shuffle, drop_las
 
 
 def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
-    source = StreamedPrompts([counted(30, "a"), counted(10, "b")], 5, shuffle_block=15)
+    source = StreamedPrompts([streamed(Rows(30), "a"), streamed(Rows(10), "b")], 5, shuffle_block=15)
     first, second = ([prompt.prompt_id for batch in source for prompt in batch] for _ in range(2))
     assert sorted(first) == sorted(second) == sorted([f"a:{i}" for i in range(30)] + [f"b:{i}" for i in range(10)])
     assert first != second
@@ -101,13 +86,11 @@ def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
     assert source.epoch == 2
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_local_files_are_streamed_and_resumed(tmp_path: Path, kind):
     table = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)])
-    path = str(tmp_path / f"rows.{suffix}")
-    (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
-    kind = "json" if suffix == "jsonl" else "parquet"
-
+    path = str(tmp_path / f"rows.{kind}")
+    getattr(table, f"to_{kind}")(path)
     stored = datasets.load_dataset(kind, data_files=path, split="train", streaming=True, cache_dir=str(tmp_path))
     stream = streamed(stored, "f", lambda row: {"problem": row["text"]})
 
@@ -117,10 +100,8 @@ def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
     whole = [[(p.prompt_id, p.row["problem"]) for p in batch] for batch in epochs(fresh())]
     assert all(text == f"row {name.removeprefix('f:')}" for batch in whole for name, text in batch)
     for stop in (0, 1, 4, 6, 9):
-        first = fresh()
+        first, second = fresh(), fresh()
         list(islice(epochs(first), stop))
-        state = first.state_dict()
-        second = fresh()
-        second.load_state_dict(json.loads(json.dumps(state)))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert first.fingerprint() == fresh().fingerprint()  # which reads rows too
         assert ids(epochs(second)) == [[name for name, _ in batch] for batch in whole[stop:]]
