@@ -1,15 +1,37 @@
-"""Engine replicas without an engine, as `EngineClient` and `RolloutWorker` see them."""
+"""Groups to ask for, and engine replicas without an engine, as `EngineClient` and `RolloutWorker` see them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from typing import Any
 
 from ray.exceptions import RayTaskError
 
 from nemo_rl.distributed.errors import WorkerCallError
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, StopReason
+from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, Prompt, SamplingParams, StopReason
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, for a minute at most."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
+
+
+def group_request(number: int, num_generations: int = 1, *, name: str = "g") -> GroupRequest:
+    return GroupRequest(
+        group_id=f"{name}{number}",
+        prompt=Prompt(prompt_id=f"t:{number}", row={}, idx=number, task_name="t"),
+        num_generations=num_generations,
+        sampling=SamplingParams(max_new_tokens=8),
+        seed_step=0,
+    )
 
 
 def numbers(request: GenerationRequest) -> Completion:

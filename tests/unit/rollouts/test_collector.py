@@ -13,7 +13,7 @@ from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import Prompt, SamplingParams
+from tests.unit.rollouts.engines import group_request
 
 
 class Handle(str):
@@ -101,16 +101,7 @@ class OverFakes(RolloutCollector):
 
 
 def requests(num: int) -> list[GroupRequest]:
-    return [
-        GroupRequest(
-            group_id=f"g{n}",
-            prompt=Prompt(prompt_id=f"d:{n}", row={}, idx=n, task_name="d"),
-            num_generations=1,
-            sampling=SamplingParams(max_new_tokens=1),
-            seed_step=0,
-        )
-        for n in range(num)
-    ]
+    return [group_request(n) for n in range(num)]
 
 
 def played(collector: RolloutCollector, num: int, in_flight: int) -> list[str]:

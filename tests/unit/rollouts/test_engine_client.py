@@ -1,7 +1,6 @@
 """Requests of many episodes to replicas that answer, die, stop or are replaced."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -9,13 +8,9 @@ import pytest
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
-from tests.unit.rollouts.engines import FakeReplica, numbers
+from tests.unit.rollouts.engines import FakeReplica, in_loop, numbers
 
 SAMPLING = SamplingParams(max_new_tokens=8)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def engines_of(*replicas: FakeReplica, timeout_s: float = 60.0) -> Engines:
@@ -37,39 +32,36 @@ def never(request: GenerationRequest) -> None:
     return None
 
 
-def test_the_least_loaded_replica_answers_and_the_tokens_do_not_depend_on_which():
-    async def test() -> None:
-        many, one = [FakeReplica() for _ in range(3)], FakeReplica()
-        spread, alone = engines_of(*many), engines_of(one)
-        answers = await asyncio.gather(*(ask(spread, [n, 2], n) for n in range(9)))
-        assert answers == await asyncio.gather(*(ask(alone, [n, 2], n) for n in range(9)))
-        assert [len(replica.asked) for replica in many] == [3, 3, 3]
-
-    run(test())
+@in_loop
+async def test_the_least_loaded_replica_answers_and_the_tokens_do_not_depend_on_which():
+    many, one = [FakeReplica() for _ in range(3)], FakeReplica()
+    spread, alone = engines_of(*many), engines_of(one)
+    answers = await asyncio.gather(*(ask(spread, [n, 2], n) for n in range(9)))
+    assert answers == await asyncio.gather(*(ask(alone, [n, 2], n) for n in range(9)))
+    assert [len(replica.asked) for replica in many] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("wait", [False, True])  # before it is sent, and while it is sampled
-def test_a_request_that_nobody_waits_for_takes_no_slot_of_the_engine(wait):
-    async def test() -> None:
-        replica = FakeReplica(lambda request: None if request.seed == 1 else numbers(request))
-        engines = engines_of(replica)
-        waiting = [ask(engines, [1], 1) for _ in range(3)]
-        if wait:
-            await settle()
-        waiting[0].cancel()
-        waiting[1].cancel()
+@in_loop
+async def test_a_request_that_nobody_waits_for_takes_no_slot_of_the_engine(wait):
+    replica = FakeReplica(lambda request: None if request.seed == 1 else numbers(request))
+    engines = engines_of(replica)
+    waiting = [ask(engines, [1], 1) for _ in range(3)]
+    if wait:
         await settle()
-        assert (await ask(engines, [5])).token_ids == [15, 3]
-        assert len(replica.under_way) == 1 and replica.under_way.isdisjoint(replica.aborted)
-        assert len(replica.aborted) == (2 if wait else 0)
-        waiting[2].cancel()
-        await settle()
-        assert not replica.under_way
+    waiting[0].cancel()
+    waiting[1].cancel()
+    await settle()
+    assert (await ask(engines, [5])).token_ids == [15, 3]
+    assert len(replica.under_way) == 1 and replica.under_way.isdisjoint(replica.aborted)
+    assert len(replica.aborted) == (2 if wait else 0)
+    waiting[2].cancel()
+    await settle()
+    assert not replica.under_way
 
-    run(test())
 
-
-def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
+@in_loop
+async def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
     class Refuses(FakeReplica):
         async def drain(self) -> list[GenerationAnswer]:
             return [
@@ -77,93 +69,82 @@ def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
                 for request in self.asked
             ]
 
-    async def test() -> None:
-        with pytest.raises(RequestFailed, match="generation-0: too long"):
-            await ask(engines_of(Refuses()), [1])
-
-    run(test())
+    with pytest.raises(RequestFailed, match="generation-0: too long"):
+        await ask(engines_of(Refuses()), [1])
 
 
-def test_the_death_of_one_is_told_at_once_and_the_others_go_on():
-    async def test() -> None:
-        dying, living = FakeReplica(never), FakeReplica()
-        engines = engines_of(dying, living)
-        first, second = ask(engines, [1]), ask(engines, [2])
-        await settle()
-        assert second.done() and not first.done()
-        dying.die()
-        assert "generation-0" in str(await engines.died())
-        assert (await first).token_ids == numbers(living.asked[-1]).token_ids
-
-    run(test())
+@in_loop
+async def test_the_death_of_one_is_told_at_once_and_the_others_go_on():
+    dying, living = FakeReplica(never), FakeReplica()
+    engines = engines_of(dying, living)
+    first, second = ask(engines, [1]), ask(engines, [2])
+    await settle()
+    assert second.done() and not first.done()
+    dying.die()
+    assert "generation-0" in str(await engines.died())
+    assert (await first).token_ids == numbers(living.asked[-1]).token_ids
 
 
-def test_requests_wait_for_new_engines_and_are_asked_the_same_again():
-    async def test() -> None:
-        old = FakeReplica(never)
-        engines = engines_of(old)
-        asked = ask(engines, [1, 2, 3], seed=7)
-        await settle()
-        old.die()
-        await engines.died()
-        late = ask(engines, [4])
-        await settle()
-        assert not asked.done() and not late.done()
-        new = FakeReplica()
-        engines.replace([new])
-        assert (await asked).token_ids == [23, 3] and (await late).token_ids == [14, 3]
-        died = asyncio.create_task(engines.died())
-        await settle()
-        assert not died.done(), "the new ones live"
-        died.cancel()
-
-    run(test())
+@in_loop
+async def test_requests_wait_for_new_engines_and_are_asked_the_same_again():
+    old = FakeReplica(never)
+    engines = engines_of(old)
+    asked = ask(engines, [1, 2, 3], seed=7)
+    await settle()
+    old.die()
+    await engines.died()
+    late = ask(engines, [4])
+    await settle()
+    assert not asked.done() and not late.done()
+    new = FakeReplica()
+    engines.replace([new])
+    assert (await asked).token_ids == [23, 3] and (await late).token_ids == [14, 3]
+    died = asyncio.create_task(engines.died())
+    await settle()
+    assert not died.done(), "the new ones live"
+    died.cancel()
 
 
 @pytest.mark.parametrize("method", ["submit", "drain"])
-def test_a_replica_that_says_nothing_counts_as_dead_within_the_time(method):
-    async def test() -> None:
-        replica = FakeReplica(never)
-        replica.is_silent = method == "submit"
-        engines = engines_of(replica, timeout_s=0.1)
-        asked = ask(engines, [1])
-        await settle()
-        replica.is_silent = True
-        death = await asyncio.wait_for(engines.died(), 60)
-        assert f"generation-0 ({method}) gave no sign of life within 0.1 s" in str(death)
-        assert isinstance(death, EngineDied)
-        engines.replace([FakeReplica()])
-        assert (await asked).token_ids == [11, 3]
-
-    run(test())
+@in_loop
+async def test_a_replica_that_says_nothing_counts_as_dead_within_the_time(method):
+    replica = FakeReplica(never)
+    replica.is_silent = method == "submit"
+    engines = engines_of(replica, timeout_s=0.1)
+    asked = ask(engines, [1])
+    await settle()
+    replica.is_silent = True
+    death = await asyncio.wait_for(engines.died(), 60)
+    assert f"generation-0 ({method}) gave no sign of life within 0.1 s" in str(death)
+    assert isinstance(death, EngineDied)
+    engines.replace([FakeReplica()])
+    assert (await asked).token_ids == [11, 3]
 
 
-def test_time_stands_still_while_an_engine_is_replaced():
-    async def test() -> None:
-        old = FakeReplica(never)
-        engines = engines_of(old)
+@in_loop
+async def test_time_stands_still_while_an_engine_is_replaced():
+    old = FakeReplica(never)
+    engines = engines_of(old)
 
-        async def limited() -> bool:
-            limit = None
-            try:
-                async with engines.time_limit(0.1) as limit:
-                    await engines.generate([1], SAMPLING, 0)
-            except TimeoutError:
-                assert limit is not None
-                return limit.expired()
-            return False
+    async def limited() -> bool:
+        limit = None
+        try:
+            async with engines.time_limit(0.1) as limit:
+                await engines.generate([1], SAMPLING, 0)
+        except TimeoutError:
+            assert limit is not None
+            return limit.expired()
+        return False
 
-        first = asyncio.create_task(limited())
-        await settle()
-        old.die()
-        await engines.died()
-        second = asyncio.create_task(limited())
-        await asyncio.sleep(0.2)
-        assert not first.done() and not second.done()
-        slow = FakeReplica(never)
-        engines.replace([slow])
-        assert await first and await second, "afterwards it goes on"
-        await settle()
-        assert not slow.under_way
-
-    run(test())
+    first = asyncio.create_task(limited())
+    await settle()
+    old.die()
+    await engines.died()
+    second = asyncio.create_task(limited())
+    await asyncio.sleep(0.2)
+    assert not first.done() and not second.done()
+    slow = FakeReplica(never)
+    engines.replace([slow])
+    assert await first and await second, "afterwards it goes on"
+    await settle()
+    assert not slow.under_way

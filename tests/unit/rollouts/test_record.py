@@ -25,6 +25,9 @@ from tests.unit.rollouts.recorded import group, index, record, sample
 
 def test_what_was_written_comes_back(tmp_path):
     groups = [group("0/1/d:7", 1.0, None), group("0/0/d:3", 0.25)]
+    first, branch = groups[0].samples[0], sample("0/1/d:7/0", 1.0, generated=4)
+    branch.meta.own_reward, branch.metrics = 0.25, {}
+    first.branches, first.meta.branches = [branch], [branch.meta]
     num_bytes = write_step(tmp_path, index(3, groups), groups, ["math", "chat"])
     assert num_bytes == sum(
         path.stat().st_size for path in step_folder(tmp_path, 3).iterdir() if "mani" not in path.name
@@ -32,7 +35,7 @@ def test_what_was_written_comes_back(tmp_path):
     got, tasks = read_groups(step_folder(tmp_path, 3))
     assert tasks == ["math", "chat"] and [g.group_id for g in got] == ["0/1/d:7", "0/0/d:3"]
     for want, found in zip(groups, got, strict=True):
-        for a, b in zip(want.samples, found.samples, strict=True):
+        for a, b in zip(want.rows, found.rows, strict=True):
             assert a.meta == b.meta and a.messages == b.messages and a.metrics == b.metrics
             for name in ("token_ids", "token_mask", "generation_logprobs"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)

@@ -7,20 +7,12 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.async_grpo import GroupOrder, OpenGroup, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle, Prompt, SamplingParams
+from nemo_rl.types import GroupHandle
+from tests.unit.rollouts.engines import group_request
 
 
 def requests(start: int, num: int) -> list[GroupRequest]:
-    return [
-        GroupRequest(
-            group_id=f"{number}",
-            prompt=Prompt(prompt_id=f"d:{number}", row={}, idx=number, task_name="d"),
-            num_generations=1,
-            sampling=SamplingParams(max_new_tokens=1),
-            seed_step=0,
-        )
-        for number in range(start, start + num)
-    ]
+    return [group_request(number, name="") for number in range(start, start + num)]
 
 
 def handle(group_id: str) -> GroupHandle:
@@ -30,15 +22,6 @@ def handle(group_id: str) -> GroupHandle:
 def taken(buffer: ReplayBuffer, num: int, version: int) -> list[str] | None:
     groups = buffer.take(num, version)
     return None if groups is None else [group.group_id for group in groups]
-
-
-def test_in_order_a_step_waits_for_its_own_groups():
-    buffer = ReplayBuffer(groups_per_step=2, max_age=1, open_steps=2, order="in_order")
-    buffer.dispatch(requests(0, 4), 0)
-    buffer.finish([handle("1"), handle("2"), handle("3")])
-    assert taken(buffer, 2, 0) is None
-    buffer.finish([handle("0")])
-    assert taken(buffer, 2, 0) == ["0", "1"] and taken(buffer, 2, 1) == ["2", "3"]
 
 
 def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():

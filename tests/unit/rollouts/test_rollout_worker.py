@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from ray.exceptions import RayTaskError
 
 from nemo_rl.data.chat.images import image_parts, open_images, read_image
@@ -32,10 +33,10 @@ from nemo_rl.types import (
     RenderedObservation,
     RolloutGroup,
     SampleStatus,
-    SamplingParams,
 )
 from nemo_rl.utils.timer import BusyTime, GenerationUse
-from tests.unit.rollouts.engines import FakeReplica, numbers
+from tests.unit.environments.http_servers import served
+from tests.unit.rollouts.engines import FakeReplica, group_request, in_loop, numbers
 
 TURNS = 3
 
@@ -98,20 +99,6 @@ def worker(
     return RolloutWorker(settings, replicas, keeper), keeper
 
 
-def group(number: int = 0, num_generations: int = 4) -> GroupRequest:
-    return GroupRequest(
-        group_id=f"g{number}",
-        prompt=Prompt(prompt_id=f"t:{number}", row={}, idx=number, task_name="t"),
-        num_generations=num_generations,
-        sampling=SamplingParams(max_new_tokens=8),
-        seed_step=0,
-    )
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 async def ended(playing: RolloutWorker, requests: Sequence[GroupRequest]) -> dict[str, GroupHandle]:
     """Handles by group id, of calls that go on until all groups have ended."""
     found: dict[str, GroupHandle] = {}
@@ -126,7 +113,7 @@ def tokens(keeper: Keeper) -> dict[str, list[int]]:
 
 async def undisturbed(numbers_of_groups: Sequence[int]) -> dict[str, list[int]]:
     playing, keeper = worker(FakeReplica())
-    await ended(playing, [group(n) for n in numbers_of_groups])
+    await ended(playing, [group_request(n, 4) for n in numbers_of_groups])
     return tokens(keeper)
 
 
@@ -135,111 +122,92 @@ def last_turn_of(num_generations: int) -> Any:
     return lambda request: None if len(request.prompt_token_ids) == 2 + 3 * (TURNS - 1) else numbers(request)
 
 
-def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
-    async def test() -> None:
-        old = FakeReplica(last_turn_of(4))
-        playing, keeper = worker(old)
-        first = asyncio.create_task(playing.collect([group()]))
-        while len(old.under_way) < 4:
-            await asyncio.sleep(0)
-        old.die()
-        with pytest.raises(EngineDied, match="generation-0: the engine is gone"):
-            await first
-        with pytest.raises(EngineDied):  # until it is replaced
-            await playing.collect([group(1)])
-        new = FakeReplica()
-        await playing.set_generation_workers([new])
-        handles = await ended(playing, [group(), group(1)])
-        assert handles.keys() == {"g0", "g1"}
-        assert [sample.num_turns for sample in handles["g0"].samples] == [TURNS] * 4
-        again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
-        assert [len(request.prompt_token_ids) for request in again] == [8] * 4, "the last turns alone"
-        assert tokens(keeper) == await undisturbed([0, 1])
-
-    run(test())
+@in_loop
+async def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
+    old = FakeReplica(last_turn_of(4))
+    playing, keeper = worker(old)
+    first = asyncio.create_task(playing.collect([group_request(0, 4)]))
+    while len(old.under_way) < 4:
+        await asyncio.sleep(0)
+    old.die()
+    with pytest.raises(EngineDied, match="generation-0: the engine is gone"):
+        await first
+    with pytest.raises(EngineDied):  # until it is replaced
+        await playing.collect([group_request(1, 4)])
+    new = FakeReplica()
+    await playing.set_generation_workers([new])
+    handles = await ended(playing, [group_request(0, 4), group_request(1, 4)])
+    assert handles.keys() == {"g0", "g1"}
+    assert [sample.num_turns for sample in handles["g0"].samples] == [TURNS] * 4
+    again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
+    assert [len(request.prompt_token_ids) for request in again] == [8] * 4, "the last turns alone"
+    assert tokens(keeper) == await undisturbed([0, 1])
 
 
-def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
+@in_loop
+async def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
     def slow_for_one(request: GenerationRequest) -> Any:
         return None if request.seed == seeds[0] else numbers(request)
 
     seeds: list[int] = []
 
-    async def test() -> None:
-        probe = FakeReplica()
-        await worker(probe)[0].collect([group()])
-        seeds.append(probe.asked[0].seed)  # the first turn of the first sample
-        replica = FakeReplica(slow_for_one)
-        playing, _ = worker(replica, timeout_s=1.0)
-        [handle] = await playing.collect([group()])
-        late, *others = handle.samples
-        assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
-        assert late.failure == "episode g0/0 was not over after 1 s"
-        assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
-        await asyncio.sleep(0.01)
-        assert not replica.under_way and len(replica.aborted) == 1
-
-    run(test())
+    probe = FakeReplica()
+    await worker(probe)[0].collect([group_request(0, 4)])
+    seeds.append(probe.asked[0].seed)  # the first turn of the first sample
+    replica = FakeReplica(slow_for_one)
+    playing, _ = worker(replica, timeout_s=1.0)
+    [handle] = await playing.collect([group_request(0, 4)])
+    late, *others = handle.samples
+    assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
+    assert late.failure == "episode g0/0 was not over after 1 s"
+    assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
+    await asyncio.sleep(0.01)
+    assert not replica.under_way and len(replica.aborted) == 1
 
 
-def test_a_group_that_ends_is_handed_over_while_others_go_on():
+@in_loop
+async def test_a_group_that_ends_is_handed_over_while_others_go_on():
     """The second group waits for its engine; the first arrives alone, and the second in a later call, once."""
 
     def holds_the_second(request: GenerationRequest) -> Any:
         return None if request.prompt_token_ids[1] == 3 else numbers(request)
 
-    async def test() -> None:
-        replica = FakeReplica(holds_the_second)
-        playing, keeper = worker(replica)
-        both = [group(0), group(1)]
-        assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
-        second = asyncio.create_task(playing.collect(both[1:]))
-        await asyncio.sleep(0.05)
-        assert not second.done() and len(keeper.groups) == 1
-        replica.die()
-        with pytest.raises(EngineDied):
-            await second
-        await playing.set_generation_workers([FakeReplica()])
-        [handle] = await playing.collect(both[1:])
-        assert handle.group_id == "g1" and [kept.group_id for kept in keeper.groups] == ["g0", "g1"]
-
-    run(test())
+    replica = FakeReplica(holds_the_second)
+    playing, keeper = worker(replica)
+    both = [group_request(0, 4), group_request(1, 4)]
+    assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
+    second = asyncio.create_task(playing.collect(both[1:]))
+    await asyncio.sleep(0.05)
+    assert not second.done() and len(keeper.groups) == 1
+    replica.die()
+    with pytest.raises(EngineDied):
+        await second
+    await playing.set_generation_workers([FakeReplica()])
+    [handle] = await playing.collect(both[1:])
+    assert handle.group_id == "g1" and [kept.group_id for kept in keeper.groups] == ["g0", "g1"]
 
 
-def test_small_groups_share_an_object_and_large_ones_do_not():
-    async def test() -> None:
-        playing, keeper = worker(FakeReplica())
-        await ended(playing, [group(n) for n in range(3)])
-        small, large = keeper.groups[:2], keeper.groups[2]
-        large.pixels = {"d": {"pixel_values": np.zeros(PARCEL_BYTES, np.uint8)}}
-        assert parcels_of([*small, large, small[0]]) == [small, [large], [small[0]]]
-
-    run(test())
-
-
-class Clock:
-    now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
+@in_loop
+async def test_small_groups_share_an_object_and_large_ones_do_not():
+    playing, keeper = worker(FakeReplica())
+    await ended(playing, [group_request(n, 4) for n in range(3)])
+    small, large = keeper.groups[:2], keeper.groups[2]
+    large.pixels = {"d": {"pixel_values": np.zeros(PARCEL_BYTES, np.uint8)}}
+    assert parcels_of([*small, large, small[0]]) == [small, [large], [small[0]]]
 
 
 def test_requests_that_overlap_count_once_and_pauses_not():
-    clock = Clock()
-    busy = BusyTime(clock)
-    clock.now = 11.0
-    with busy.request():
-        clock.now = 13.0
-        with busy.request():
-            clock.now = 14.0
-        clock.now = 15.0
+    times = iter([10.0, 11.0, 13.0, 14.0, 15.0, 20.0, 20.0])
+    busy = BusyTime(times.__next__)
+    with busy.request(), busy.request():  # from 11 to 15, and from 13 to 14
+        pass
     busy.num_tokens += 7
-    clock.now = 20.0
     assert busy.take() == GenerationUse(busy_s=4.0, window_s=10.0, num_tokens=7)
     assert busy.take() == GenerationUse(busy_s=0.0, window_s=0.0, num_tokens=0)
 
 
-def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_alone(ray_local):
+@in_loop
+async def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_alone(ray_local):
     """The second turn of each sample shows an image; of the third sample it cannot be read."""
     span, shown = ImageSpan(digest="d", start=1, length=2), []
 
@@ -250,48 +218,37 @@ def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sample_a
         pixels["d"] = {"pixel_values": np.ones(1)}
         return RenderedObservation([4, 5, 5], [span], "<image>")
 
-    async def test() -> None:
-        playing, keeper = worker(FakeReplica())
-        playing.settings.render = render
-        [handle] = await playing.collect([group()])
-        failed = [sample for sample in handle.samples if sample.status is SampleStatus.FAILED]
-        assert [sample.failure for sample in failed] == [
-            f"sample {failed[0].sample_id}: no image that Pillow can decode"
-        ]
-        assert keeper.groups[0].pixels == {"d": {"pixel_values": np.ones(1)}} and set(shown) == {0, 1}
-        for sample in keeper.groups[0].samples:
-            starts = [image.start for image in sample.images]
-            assert starts == [place + 1 for place, token in enumerate(sample.token_ids.tolist()) if token == 4]
-            assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
-
-    run(test())
+    playing, keeper = worker(FakeReplica())
+    playing.settings.render = render
+    [handle] = await playing.collect([group_request(0, 4)])
+    failed = [sample for sample in handle.samples if sample.status is SampleStatus.FAILED]
+    assert [sample.failure for sample in failed] == [f"sample {failed[0].sample_id}: no image that Pillow can decode"]
+    assert keeper.groups[0].pixels == {"d": {"pixel_values": np.ones(1)}} and set(shown) == {0, 1}
+    for sample in keeper.groups[0].samples:
+        starts = [image.start for image in sample.images]
+        assert starts == [place + 1 for place, token in enumerate(sample.token_ids.tolist()) if token == 4]
+        assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
 
 
 @contextmanager
 def image_server(released: threading.Event) -> Iterator[str]:
     """The address of an image that comes when `released` is set."""
+    picture = io.BytesIO()
+    draw("red circle 0").save(picture, format="PNG")
 
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert released.wait(30)
-            self.send_response(200)
-            self.end_headers()
-            draw("red circle 0").save(self.wfile, format="PNG")
+    async def slow(_: web.Request) -> web.Response:
+        assert await asyncio.to_thread(released.wait, 30)
+        return web.Response(body=picture.getvalue())
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/image.png"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    app = web.Application()
+    app.router.add_get("/image.png", slow)
+    with served(app) as url:
+        yield f"{url}/image.png"
 
 
 @pytest.mark.parametrize("place", ["prompt", "observation"])
-def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
+@in_loop
+async def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
     released, seen = threading.Event(), []
 
     def read(content: Any) -> None:
@@ -305,7 +262,7 @@ def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
         read(observation["content"])
         return RenderedObservation([4], [], "go on")
 
-    async def test(address: str) -> None:
+    with image_server(released) as address:
         picture = [{"type": "image", "image": address}]
 
         class Shows(Game):
@@ -316,7 +273,7 @@ def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
         playing, _ = worker(FakeReplica(), environment=Shows() if place == "observation" else Game())
         playing.settings.process, playing.settings.render = read_prompt, render
         playing.environments = {"t": playing.environments["t"], "other": Game()}
-        slow, other = group(0, 1), group(1, 1)
+        slow, other = group_request(0), group_request(1)
         if place == "prompt":
             slow = replace(slow, prompt=replace(slow.prompt, row={"problem": picture}))
         late = asyncio.create_task(playing.collect([slow]))
@@ -326,9 +283,6 @@ def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
         [handle] = await late
         assert handle.samples[0].num_turns == TURNS and set(seen) == {(48, 48)}
 
-    with image_server(released) as address:
-        run(test(address))
-
 
 def test_its_process_loads_neither_models_nor_what_shards_them() -> None:
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils', 'transformers.models.auto'}"
@@ -336,11 +290,9 @@ def test_its_process_loads_neither_models_nor_what_shards_them() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == ""
 
 
-def test_a_keeper_that_fails_is_named() -> None:
-    async def test() -> None:
-        playing, keeper = worker(FakeReplica())
-        keeper.failure = RayTaskError("GroupKeeper.keep", "", MemoryError("the store is full")).as_instanceof_cause()
-        with pytest.raises(KeeperLost, match=r"^MemoryError: the store is full$"):
-            await playing.collect([group()])
-
-    run(test())
+@in_loop
+async def test_a_keeper_that_fails_is_named() -> None:
+    playing, keeper = worker(FakeReplica())
+    keeper.failure = RayTaskError("GroupKeeper.keep", "", MemoryError("the store is full")).as_instanceof_cause()
+    with pytest.raises(KeeperLost, match=r"^MemoryError: the store is full$"):
+        await playing.collect([group_request(0, 4)])

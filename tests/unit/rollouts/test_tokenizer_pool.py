@@ -31,13 +31,10 @@ class Characters:
             self.log.with_suffix(".ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         ends = ["/chosen", "/rejected"] if self.pair else [""]
-        ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-        examples = [
-            Example(sample_id=prompt.prompt_id + end, token_ids=ids, token_mask=np.ones(len(ids), bool)) for end in ends
-        ]
-        return examples, ExampleMeta(
-            prompt_id=prompt.prompt_id, index=0, lengths=(len(ids),) * len(ends), num_loss_tokens=len(ids)
-        )
+        ids, mask = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32), np.ones(len(text), bool)
+        examples = [Example(sample_id=prompt.prompt_id + end, token_ids=ids, token_mask=mask) for end in ends]
+        lengths = (len(ids),) * len(ends)
+        return examples, ExampleMeta(prompt_id=prompt.prompt_id, index=0, lengths=lengths, num_loss_tokens=len(ids))
 
     def made(self):
         return [line.split()[0] for line in self.log.read_text().splitlines()] if self.log.exists() else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
 from nemo_rl.types import SamplingParams
+from tests.unit.rollouts.engines import in_loop
 
 EOS = 1
 
@@ -26,23 +26,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
+@in_loop
+async def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
     frozen, model = FrozenModel(str(folder)), AutoModelForCausalLM.from_pretrained(folder).eval()
     prompts = [[3, 4, 5, 6, 7], [2], [8, 9]]
     sampling = [
         SamplingParams(max_new_tokens=n, temperature=t, stop_token_ids=(EOS,)) for n, t in ((6, 0), (3, 1), (4, 1))
     ]
 
-    async def together() -> list[Any]:
-        asks = (frozen.generate(p, s, seed) for seed, (p, s) in enumerate(zip(prompts, sampling, strict=True)))
-        return await asyncio.gather(*asks)
-
-    async def alone(number: int) -> Any:
-        return await frozen.generate(prompts[number], sampling[number], number)
-
-    found = asyncio.run(together())
+    found = await asyncio.gather(*map(frozen.generate, prompts, sampling, range(3)))
     for number, (tokens, logprobs, ended) in enumerate(found):
-        again = asyncio.run(alone(number))
+        again = await frozen.generate(prompts[number], sampling[number], number)
         assert tokens == again[0] and logprobs == pytest.approx(again[1], abs=1e-5) and ended == (tokens[-1] == EOS)
         assert ended or len(tokens) == sampling[number].max_new_tokens
         with torch.inference_mode():
@@ -71,12 +65,9 @@ def test_a_stop_string_ends_the_tokens_that_complete_it():
         assert num_until_stop(range(5), stops, lambda tokens: "".join("abcde"[token] for token in tokens)) == num
 
 
-def test_an_error_of_the_model_reaches_its_requests_and_not_the_next_ones(folder: Path):
+@in_loop
+async def test_an_error_of_the_model_reaches_its_requests_and_not_the_next_ones(folder: Path):
     frozen, sampling = FrozenModel(str(folder)), SamplingParams(max_new_tokens=1)
-
-    async def ask() -> Any:
-        with pytest.raises(IndexError):
-            await frozen.generate([99], sampling, 0)  # the model has 13 tokens
-        return await frozen.generate([3], sampling, 0)
-
-    assert len(asyncio.run(asyncio.wait_for(ask(), timeout=20))[0]) == 1
+    with pytest.raises(IndexError):
+        await frozen.generate([99], sampling, 0)  # the model has 13 tokens
+    assert len((await frozen.generate([3], sampling, 0))[0]) == 1

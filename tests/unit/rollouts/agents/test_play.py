@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ import pytest
 from aiohttp import web
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.launch import readable
@@ -28,7 +27,6 @@ from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.environments.config import check_sections
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
-from nemo_rl.rollouts.openai_server import AnswerSettings
 from nemo_rl.types import (
     Completion,
     DatumSpec,
@@ -42,32 +40,15 @@ from nemo_rl.types import (
     StopReason,
 )
 from tests.unit.environments.http_servers import served
-
-TOKENIZER = build_tiny_tokenizer()
-EOS: Any = TOKENIZER.eos_token_id
-TOKENIZER.chat_template = (
-    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<eos>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-
-
-def tokens(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+from tests.unit.rollouts.engines import in_loop
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, settings, tokens
 
 
 def text_of(token_ids: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(token_ids)))
 
 
-ANSWERS = AnswerSettings(
-    model="tiny",
-    make_chat=lambda: ServedChat(TOKENIZER, {}),
-    calls_of=None,
-    encode=tokens,
-    decode=text_of,
-    vocab_size=len(TOKENIZER),
-    max_model_len=300,
-)
+ANSWERS = replace(settings().answers, calls_of=None, decode=text_of)
 
 
 class Engine:
@@ -184,22 +165,6 @@ def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
         len(sample.token_ids) - len(second),
     ]
     assert {sampling.temperature for _, sampling, _ in engine.asked} == {1.0}, "the run decides, not the agent"
-
-
-def test_parallel_calls_are_rows_that_do_not_depend_on_their_order():
-    async def asks_three_at_once(task: AgentTask) -> float:
-        first = await ask(task, task.messages)
-        questions = [[*task.messages, {"role": "assistant", "content": first}, u] for u in others]
-        await asyncio.gather(*(ask(task, question) for question in questions))
-        return 1.0
-
-    others = [{"role": "user", "content": str(n)} for n in range(3)]
-    [sample] = play(asks_three_at_once)
-    others.reverse()
-    [again] = play(asks_three_at_once)
-    assert len(sample.rows) == 3 and [len(row.meta.turns) for row in sample.rows] == [2, 1, 1]
-    for row, other in zip(sample.rows, again.rows, strict=True):
-        assert np.array_equal(row.token_ids, other.token_ids) and np.array_equal(row.token_mask, other.token_mask)
 
 
 async def raises(task: AgentTask) -> float:
@@ -458,13 +423,9 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
     async def asks_everywhere(task: AgentTask) -> float:
         root = task.base_url.partition("/s/")[0]
         async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=task.api_key, max_retries=0) as client:
-            first: Any = await client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": "1+2"}]
-            )
-            items: Any = [
-                {"role": "user", "content": "1+2"},
-                {"role": "assistant", "content": first.choices[0].message.content},
-            ]
+            items: Any = [{"role": "user", "content": "1+2"}]
+            first: Any = await client.chat.completions.create(model="any", messages=items)
+            items.append({"role": "assistant", "content": first.choices[0].message.content})
             items.append({"role": "user", "content": "and?"})
             stream: Any = await client.chat.completions.create(model="any", messages=items, stream=True)
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -480,7 +441,8 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
     assert sample.meta.failure is None and len(sample.rows) == 1 and sample.meta.num_turns == 3
 
 
-def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_under_way():
+@in_loop
+async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_under_way():
     seeds: list[int] = []
     wait = asyncio.Event()
 
@@ -492,23 +454,15 @@ def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_under_
         await wait.wait()
         return Completion(token_ids=[EOS], logprobs=[-0.5], stop_reason=StopReason.STOP, weight_version=0)
 
-    async def main() -> None:
-        sampling = SamplingParams(max_new_tokens=5)
-        session = Session(
-            ANSWERS,
-            generate=generate,
-            sampling=sampling,
-            seed_of=lambda turn: turn,
-            limits=SessionLimits(max_calls=9, max_generated_tokens=None),
-        )
-        asking = [asyncio.create_task(session.generate([1, 2], sampling, 0)) for _ in range(2)]
-        await asyncio.wait(asking[:1])
-        asking.append(asyncio.create_task(session.generate([1, 2], sampling, 0)))
-        await asyncio.sleep(0)
-        wait.set()
-        await asyncio.gather(*asking, return_exceptions=True)
-
-    asyncio.run(main())
+    sampling = SamplingParams(max_new_tokens=5)
+    limits = SessionLimits(max_calls=9, max_generated_tokens=None)
+    session = Session(ANSWERS, generate=generate, sampling=sampling, seed_of=lambda turn: turn, limits=limits)
+    asking = [asyncio.create_task(session.generate([1, 2], sampling, 0)) for _ in range(2)]
+    await asyncio.wait(asking[:1])
+    asking.append(asyncio.create_task(session.generate([1, 2], sampling, 0)))
+    await asyncio.sleep(0)
+    wait.set()
+    await asyncio.gather(*asking, return_exceptions=True)
     assert seeds[2] == seeds[0] != seeds[1]
 
 

@@ -4,7 +4,6 @@ import io
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,7 +19,6 @@ from nemo_rl.models.policy.batch.samples import SampleWriter
 from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.recorder import chosen_rows
 from nemo_rl.report.run_files import read_index
-from nemo_rl.rollouts.records import read_groups, write_groups
 from nemo_rl.rollouts.show_records import RecordedGroup, show_group
 from nemo_rl.types import GroupHandle, PlannedSample, RankPlan, RolloutGroup, Sample
 from tests.unit.rollouts.recorded import sample
@@ -100,18 +98,6 @@ def test_every_row_is_planned_once_and_only_copies_fill_up(sizes: list[list[int]
             row, want = rows[s.group, s.index], groups[s.group].rows[s.index]
             assert row.token_ids.tolist() == want.token_ids.tolist() and row.mask == s.mask
             assert len(row.token_ids) == s.length
-
-
-def test_branches_come_back_from_a_record(tmp_path):
-    written = [group(episode("a", 1.0, [3, 4, 5]), episode("b", 0.0, [2])), group(episode("c", 0.5, [1]), name="h")]
-    written[0].samples[0].meta.branches[0].own_reward = 0.25
-    write_groups(tmp_path, written, ["t", "t"])
-    found, _ = read_groups(tmp_path)
-    for before, after in zip(written, found, strict=True):
-        assert [s.meta for s in before.samples] == [s.meta for s in after.samples]
-        for a, b in zip(before.rows, after.rows, strict=True):
-            assert a.meta == b.meta and a.messages == b.messages
-            assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.token_mask, b.token_mask)
 
 
 def test_every_row_of_an_episode_can_be_read(tmp_path: Path):

@@ -18,7 +18,8 @@ from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
 from nemo_rl.types import Completion, SamplingParams, StopReason
-from tests.unit.rollouts.agents.test_play import ANSWERS, EOS, TOKENIZER, text_of, tokens
+from tests.unit.rollouts.agents.test_play import ANSWERS, text_of
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, tokens
 
 
 @dataclass
