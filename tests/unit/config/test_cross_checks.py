@@ -5,10 +5,6 @@ import pytest
 from tests.tables import FINE, cases, said_once
 from tests.unit.config.run_configs import build, problems_of
 
-GSPO = ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false")
-NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.metric_name=null")
-CORRECTION = "loss_fn.use_importance_sampling_correction=true"
-
 
 def test_the_minimal_run_is_fine() -> None:
     assert build().grpo.num_samples_per_step == 512
@@ -45,67 +41,24 @@ policy.dtensor_cfg.dp_replicate_size=3 & cluster.gpus_per_node=8
 policy.dtensor_cfg.dp_replicate_size=2 & policy.dtensor_cfg.expert_parallel_size=8 & cluster.gpus_per_node=8
     -> policy.dtensor_cfg.expert_parallel_size
        ... 8 does not divide the 4 ranks that shard the parameters (data x context parallel); these would: 1, 2, 4
-policy.dtensor_cfg.sequence_parallel=true
-    -> policy.dtensor_cfg.sequence_parallel
-       ... set policy.dtensor_cfg.tensor_parallel_size above 1, or policy.dtensor_cfg.sequence_parallel=false
-policy.dtensor_cfg.custom_parallel_plan=my.plans:plan
-    -> policy.dtensor_cfg.custom_parallel_plan ... set policy.dtensor_cfg.tensor_parallel_size above 1
-policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b}
-    -> policy.dtensor_cfg.pipeline.stages_per_rank ... 2 is usual there
-policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b, stages_per_rank: 2}
-    -> policy.dtensor_cfg.pipeline.stages_per_rank ... needs policy.dtensor_cfg.pipeline_parallel_size above 1
 policy.dtensor_cfg.activation_checkpointing=some
     -> policy.dtensor_cfg.activation_checkpointing ... must be 'full' or 'selective', or a valid boolean (got some)
-policy.dtensor_cfg.pipeline_parallel_size=2 & policy.dtensor_cfg.defer_fsdp_grad_sync=false & cluster.gpus_per_node=8
-    -> policy.dtensor_cfg.defer_fsdp_grad_sync
-       ... a pipeline reduces gradients once per optimizer step; set it to null
 policy.deterministic=true & policy.generation.top_p=0.9 & loss_fn.reference_policy_kl_penalty=0
     -> policy.deterministic ... set top_p=1 or deterministic=false
-policy.sequence_packing.enabled=true & policy.dynamic_batching.enabled=true
-    -> policy.dynamic_batching.enabled ... excludes policy.sequence_packing.enabled
 policy.sequence_packing.enabled=true & policy.sequence_packing.train_mb_tokens=500
     -> policy.sequence_packing.train_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 policy.dynamic_batching.enabled=true & policy.dynamic_batching.logprob_mb_tokens=500
     -> policy.dynamic_batching.logprob_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
-policy.sequence_packing.enabled=true & policy.padding_free=false
-    -> policy.padding_free ... packed sequences have no padding; set it to null
-policy.dtensor_cfg.lora_cfg={enabled: true, target_modules: [q_proj]}
-    -> policy.dtensor_cfg.lora_cfg.target_modules ... set match_all_linear=false to name some
-policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false}
-    -> policy.dtensor_cfg.lora_cfg.target_modules ... for example [q_proj, v_proj]
-policy.dtensor_cfg.lora_cfg.adapter_path=there
-    -> policy.dtensor_cfg.lora_cfg.adapter_path ... set enabled=true to train it
-policy.generation.vllm_cfg.max_model_len=1024
-    -> policy.generation.vllm_cfg.max_model_len ... 1024 is more than policy.max_total_sequence_length=512
 policy.generation.max_new_tokens=1024
     -> policy.generation.max_new_tokens ... 1024 is more than policy.max_total_sequence_length=512
 data.max_input_seq_length=600 -> data.max_input_seq_length ... use at most that
 loss_fn.force_on_policy_ratio=true & policy.train_global_batch_size=128
     -> loss_fn.force_on_policy_ratio ... set policy.train_global_batch_size=512
 loss_fn.force_on_policy_ratio=true -> fine
-loss_fn.sequence_level_importance_ratios=true
-    -> loss_fn.sequence_level_importance_ratios ... set loss_fn.token_level_loss=false
-loss_fn.sequence_level_importance_ratios=true & loss_fn.token_level_loss=false -> fine
-loss_fn.truncated_importance_sampling_ratio=2
-    -> loss_fn.truncated_importance_sampling_ratio ... set loss_fn.use_importance_sampling_correction=true
-loss_fn.truncated_importance_sampling_ratio=2 & loss_fn.use_importance_sampling_correction=true -> fine
-loss_fn.truncated_importance_sampling_ratio=2 & loss_fn.truncated_importance_sampling_ratio_min=3
-    & loss_fn.use_importance_sampling_correction=true
-    -> loss_fn.truncated_importance_sampling_ratio_min ... 3.0 is not below
-loss_fn.truncated_importance_sampling_ratio=2 & loss_fn.truncated_importance_sampling_type=seq-mask-tis
-    & loss_fn.use_importance_sampling_correction=true & loss_fn.sequence_level_importance_ratios=true
-    & loss_fn.token_level_loss=false
-    -> loss_fn.truncated_importance_sampling_type ... does not go with GSPO
-loss_fn.ratio_clip_c=1.0 -> loss_fn.ratio_clip_c ... must be greater than 1
 loss_fn.ratio_clip_c=1.1 -> loss_fn.ratio_clip_c ... must be above 1 + ratio_clip_max = 1.2
-loss_fn.ratio_clip_c=3 & loss_fn.use_cispo=true -> loss_fn.ratio_clip_c ... no meaning with use_cispo
-loss_fn.use_cispo=true & loss_fn.disable_ppo_ratio=true -> loss_fn.use_cispo ... set loss_fn.disable_ppo_ratio=false
-loss_fn.length_normalizer=512 & loss_fn.token_level_loss=false
-    -> loss_fn.length_normalizer ... set loss_fn.token_level_loss=true
 grpo.skip_reference_policy_logprobs_calculation=true
     -> grpo.skip_reference_policy_logprobs_calculation ... set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
 grpo.skip_reference_policy_logprobs_calculation=true & loss_fn.reference_policy_kl_penalty=0 -> fine
-loss_fn.use_kl_in_reward=true -> loss_fn.use_kl_in_reward ... reinforce_plus_plus
 policy.generation.temperature=0 -> policy.generation.temperature ... needs a temperature above 0
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
     -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
@@ -113,13 +66,8 @@ grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use
     -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
     -> fine
-grpo.batch_multiplier=2 -> grpo.batch_multiplier ... set grpo.use_dynamic_sampling=true
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> grpo.batch_multiplier ... not a whole number
 grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true -> fine
-grpo.reward_scaling.source_min=1 -> grpo.reward_scaling.source_max ... must be above source_min=1.0 (got 1.0)
-grpo.reward_shaping.enabled=true & grpo.reward_shaping.overlong_buffer_length=513
-    -> grpo.reward_shaping.overlong_buffer_length ... 513 is more than max_response_length=512
-grpo.reward_shaping.stop_properly_penalty_coef=1.5 -> grpo.reward_shaping.stop_properly_penalty_coef ... less than
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0}
     -> data.validation ... switch validation off with grpo.val_period=0
@@ -156,31 +104,18 @@ data.train.weight=3 -> data.train.0.weight ... one dataset has all the prompts
 +env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
 policy.scheduler=[{name: a.B},{name: a.C}] -> policy.scheduler ... need one item {milestones: [...]} with 1
 policy.scheduler=[{name: a.B},{name: a.C},{milestones: [5]}] -> fine
-policy.scheduler={name: a.B} -> fine
 policy.scheduler=null -> fine
 policy.scheduler=[{name: a.B},{name: a.C},{name: a.D},{milestones: [5,5]}]
     -> policy.scheduler ... milestones must increase
-policy.scheduler=[{kwargs: {x: 1}}] -> policy.scheduler.0.name ... either a name (and kwargs) or milestones
 policy.scheduler=[{name: a.B},{milestones: [5]}] -> policy.scheduler ... at least two schedulers
-policy.dtensor_cfg.enabled=false -> policy.dtensor_cfg.enabled ... no training backend is left
 policy.generation.top_k=-1 -> fine
 +policy.draft.enabled=true & EAGLE3} -> fine
 +policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
 EAGLE3, model: a} -> fine
-+policy.draft={enabled: true, model_name: a, aux_layer_indices: [1]} & EAGLE3}
-    -> policy.draft.aux_layer_indices ... the draft of policy.draft.model_name decides it
 EAGLE3} -> policy.generation.vllm_kwargs.speculative_config.model ... (policy.draft of a training run trains it)
 +policy.draft.enabled=true -> policy.generation.vllm_kwargs.speculative_config ... needs {method: eagle3
 +policy.draft.enabled=true & EAGLE3, model: a}
     -> policy.generation.vllm_kwargs.speculative_config.model ... policy.draft.model_name decides it
-+policy.draft.enabled=true & EAGLE3} & policy.dtensor_cfg.tensor_parallel_size=2 & cluster.gpus_per_node=2
-    -> policy.draft.enabled ... set policy.dtensor_cfg.tensor_parallel_size=1
-+policy.draft.enabled=true & EAGLE3} & policy.dtensor_cfg.torch_compile=true -> policy.draft.enabled ... compiled blocks
-+policy.draft.enabled=true & EAGLE3} & policy.generation.backend=hf -> policy.draft.enabled ... only engines of vLLM
-+policy.draft.enabled=true & EAGLE3} & policy.generation.vllm_cfg.precision=fp8
-    -> policy.draft.enabled ... quantising engines take no draft
-+policy.draft.enabled=true & EAGLE3} & policy.megatron_cfg.enabled=true & policy.dtensor_cfg.enabled=false
-    & policy.optimizer=null -> policy.draft.enabled ... a draft trains with PyTorch only
 policy.generation.top_k=0 -> policy.generation.top_k ... greater than or equal to 1
 """
 

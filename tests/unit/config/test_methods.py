@@ -1,7 +1,5 @@
 """Recipes of methods: each dry-runs, has the numbers of its paper, and a twin that a machine without a GPU can run."""
 
-import runpy
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,23 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.config.supervised import SFTMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
+from tests.unit.config.test_recipes import CONFIGS, ROOT, dry_run
 
-ROOT = Path(__file__).parents[3]
-CONFIGS = ROOT / "examples" / "configs"
 RECIPES = sorted((CONFIGS / "recipes" / "methods").glob("*.yaml"))
-# What is not a run of run_grpo_math.py: script, configuration and the twin that is there already.
-OTHERS: dict[str, tuple[str, type, str]] = {
-    "sft-megatron-llama3.1-8b-1n8g": ("run_sft", SFTMasterConfig, "sft_megatron_cpu.yaml"),
-    "distillation-megatron-qwen3-1.7b-1n8g": (
-        "run_distillation",
-        DistillationMasterConfig,
-        "distillation_math_megatron_cpu.yaml",
-    ),
+# Scripts of what is not a run of run_grpo_math.py, and has a twin in examples/configs.
+OTHERS = {
+    "sft-megatron-llama3.1-8b-1n8g": "run_sft",
+    "distillation-megatron-qwen3-1.7b-1n8g": "run_distillation",
 }
 LARGE = ("grpo-llama3.3-70b-instruct-16k-8n8g", "grpo-qwen3-235ba22b-24n8g")
 GRPO = [path for path in RECIPES if path.stem not in OTHERS] + [CONFIGS / f"recipes/llm/{name}.yaml" for name in LARGE]
@@ -70,23 +61,10 @@ def twin(recipe: Path) -> dict[str, Any]:
     return sections
 
 
-def test_the_promised_methods_have_recipes() -> None:
-    names = " ".join(path.stem for path in RECIPES)
-    promised = (
-        "deepscaler-1.5b-8k deepscaler-1.5b-16k deepscaler-1.5b-24k dapo gspo prorlv2 reinforce-plus-plus dr-grpo"
-    )
-    promised += " fp8-rollouts long-context-64k reward-model sft-megatron distillation-megatron"
-    assert [name for name in promised.split() if name not in names] == []
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_dry_runs(recipe, capsys, monkeypatch) -> None:
-    script = ROOT / "examples" / f"{OTHERS.get(recipe.stem, ('run_grpo_math',))[0]}.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--config", str(recipe), "--dry-run"])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(script), run_name="__main__")
-    assert exit_.value.code == 0
-    assert "layout on" in capsys.readouterr().out
+    script = ROOT / "examples" / f"{OTHERS.get(recipe.stem, 'run_grpo_math')}.py"
+    assert "layout on" in dry_run(script, capsys, monkeypatch, "--config", recipe)
 
 
 @pytest.mark.parametrize("recipe", GRPO, ids=lambda path: path.stem)

@@ -1,29 +1,30 @@
-"""Every recipe: its placement by the command's own --dry-run, and its layout against the model's published sizes.
+"""Every recipe of a model: its placement by the command's own --dry-run, and its layout against the published sizes.
 
-Those that train with Megatron are in test_megatron_configs.py, those of methods in test_methods.py.
+Those of methods are in test_methods.py.
 """
 
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.dtensor.checks import check_layout
-from nemo_rl.models.policy.layout import ParallelSizes
+from nemo_rl.models.policy.layout import stage_layers, training_sizes
+from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "examples" / "run_grpo_math.py"
-WITH_MEGATRON = {"grpo-deepseek-v3-32n8g", "grpo-qwen3-235ba22b-24n8g"}
+CONFIGS = ROOT / "examples" / "configs"
 RECIPES = [
-    path
-    for path in sorted((ROOT / "examples" / "configs" / "recipes" / "llm").glob("*.yaml"))
-    if path.stem not in WITH_MEGATRON
+    *sorted((CONFIGS / "recipes" / "llm").glob("*.yaml")),
+    *(CONFIGS / f"grpo_math_{model}_megatron.yaml" for model in ("8B", "70B", "qwen30ba3b")),
 ]
 
 # As published in the models' config.json.
@@ -52,57 +53,84 @@ MODELS: dict[str, PretrainedConfig] = {
     "Qwen/Qwen3-8B": model(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
     "Qwen/Qwen3-32B": model(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 40960, head_dim=128),
     "Qwen/Qwen3-30B-A3B": model(Qwen3MoeConfig, 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, **EXPERTS),
-}
+    "Qwen/Qwen3-235B-A22B": model(
+        Qwen3MoeConfig, 151936, 4096, 12288, 94, 64, 4, 40960, head_dim=128, **EXPERTS | {"moe_intermediate_size": 1536}
+    ),
+    "unsloth/DeepSeek-V3-bf16": DeepseekV3Config(
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+        num_key_value_heads=128, moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256, n_group=8,
+        num_experts_per_tok=8, topk_group=4, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=163840,
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(params=RECIPES, ids=lambda path: path.stem)
-def recipe(request) -> Path:
-    return request.param
-
-
-def load(recipe: Path) -> GRPOMasterConfig:
-    return load_config(GRPOMasterConfig, recipe)
-
-
-def test_the_promised_models_have_recipes() -> None:
-    assert {load(path).policy.model_name for path in RECIPES} == set(MODELS)
-
-
-def test_dry_run_proves_the_placement(recipe, capsys, monkeypatch) -> None:
-    """Through the command's own main function: one line per rank, each on a GPU of its own."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--config", str(recipe), "--dry-run"])
+def dry_run(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *given: Any) -> str:
+    """What the command's own main function prints."""
+    monkeypatch.setattr(sys, "argv", [str(word) for word in (script, *given, "--dry-run")])
     with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     assert exit_.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    config = load(recipe)
-    ranks = [line.split() for line in lines[lines.index(next(li for li in lines if li.startswith("  node"))) + 1 :]]
-    per_node, num_ranks = config.cluster.gpus_per_node, config.cluster.num_workers
-    assert [row[:2] for row in ranks] == [[str(rank // per_node), str(rank % per_node)] for rank in range(num_ranks)]
-    assert [row[2:4] for row in ranks] == [["rank", str(rank)] for rank in range(num_ranks)]
-    engines = [int(row[row.index("engine") + 1]) for row in ranks]
-    nodes_of = {engine: {row[0] for row, e in zip(ranks, engines, strict=True) if e == engine} for engine in engines}
-    assert all(len(nodes) == 1 for nodes in nodes_of.values()), "an engine on two nodes"
-    places = {" ".join(row[4 : row.index("engine")]) for row in ranks}
-    sizes = ParallelSizes.of(config.policy.dtensor_cfg, num_ranks)
-    assert len(places) == num_ranks and sizes.world_size == num_ranks
+    return capsys.readouterr().out
 
 
-def test_the_layout_fits_the_published_model(recipe) -> None:
-    policy = load(recipe).policy
-    model = MODELS[policy.model_name]
-    check_layout(policy, model)
-    engine = policy.generation.vllm_cfg
-    assert model.num_attention_heads % engine.tensor_parallel_size == 0
-    assert policy.max_total_sequence_length <= model.max_position_embeddings
+@pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.stem)
+def case(request) -> tuple[Path, GRPOMasterConfig, PretrainedConfig]:
+    """File, configuration and model."""
+    config = load_config(GRPOMasterConfig, request.param)
+    return request.param, config, MODELS[config.policy.model_name]
 
 
-def test_lengths_and_budgets_leave_room(recipe) -> None:
-    config = load(recipe)
+def test_dry_run_proves_the_placement(case, tmp_path, capsys, monkeypatch) -> None:
+    """Of a model directory without weights: every training rank has a GPU and a place in the layout of its own."""
+    path, config, model = case
+    (tmp_path / "config.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
+    script = ROOT / "examples" / "run_grpo_math.py"
+    text = dry_run(script, capsys, monkeypatch, "--config", path, f"policy.model_name={tmp_path}")
+    table = text.partition("\n  node")[2]
+    ranks = re.findall(r"\n\s+(\d+)\s+(\d+)\s+rank (\d+)( \([^)]*\))?(?:\s+engine (\d+))?", table)
+    num_ranks, per_node = config.training_cluster.num_workers, config.cluster.gpus_per_node
+    assert [int(rank) for _, _, rank, _, _ in ranks] == list(range(num_ranks))
+    assert [(int(node), int(gpu)) for node, gpu, *_ in ranks] == [divmod(rank, per_node) for rank in range(num_ranks)]
+    assert len({place for *_, place, _ in ranks}) == num_ranks
+    nodes = {(engine, node) for node, *_, engine in ranks if engine}
+    assert len(nodes) == len({engine for engine, _ in nodes}), "an engine on two nodes"
+    sizes = training_sizes(config.policy, num_ranks)
+    assert sizes.world_size == num_ranks
+    assert sizes.tensor_parallel <= per_node and sizes.expert_parallel <= per_node, "their traffic stays on a node"
+    if "deepseek" in path.stem:
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        assert set(OF_DEEPSEEK) <= set(lines)
+
+
+OF_DEEPSEEK = (
+    "layout on 256 GPUs on 32 nodes:",
+    "training 128 GPUs on 16 nodes",
+    "parameters Megatron Core, 16 stages x tensor 8",
+    "stages 0: layers 0-2; 1 to 14: 4 layers each (3-58); 15: layers 59-60",
+    "experts 256 of a layer, over groups of 8 ranks, 32 on each",
+    "optimizer adam, its state on the rank that holds the parameter; 100% of it in host memory",
+    "generation vLLM, 4 engines of 32 GPUs, on 128 GPUs on 16 nodes of its own; weights by NCCL",
+    "15 7 rank 127 (stage 15, tensor 7, experts 7)",
+    "31 7 engine 3 shard 31",
+)
+
+
+def test_layout_lengths_and_budgets_fit_the_published_model(case) -> None:
+    _, config, model = case
     policy = config.policy
-    assert config.data.max_input_seq_length <= policy.max_total_sequence_length // 2, "no room to answer"
-    assert policy.sequence_packing.enabled
+    if policy.megatron_cfg.enabled:
+        check_tensor_parallel(policy.megatron_cfg, model)
+        check_experts(policy, model)
+        check_rope(policy, model)
+        assert stage_layers(policy.megatron_cfg, model.num_hidden_layers)
+    else:
+        check_layout(policy, model)
+    assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
+    longest = policy.max_total_sequence_length
+    assert longest <= model.max_position_embeddings
+    assert config.data.max_input_seq_length <= longest // 2, "no room to answer"
     train, logprobs = token_budgets(policy)
-    assert policy.max_total_sequence_length <= train <= logprobs
-    num_data_ranks = ParallelSizes.of(policy.dtensor_cfg, config.cluster.num_workers).data_parallel
+    assert longest <= train <= logprobs
+    num_data_ranks = training_sizes(policy, config.training_cluster.num_workers).data_parallel
     assert policy.train_global_batch_size // num_data_ranks >= 16, "too few samples to pack and share out evenly"
