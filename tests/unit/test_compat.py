@@ -153,12 +153,7 @@ def test_losses_take_a_batch_by_name() -> None:
     ("module", "name", "ours"),
     [
         ("grpo", "setup", "nemo_rl.algorithms.setup.grpo.run_grpo(config)"),
-        ("grpo", "grpo_train", "run_grpo(config)"),
         ("sft", "sft_train", "nemo_rl.algorithms.setup.supervised.run_sft(config)"),
-        ("dpo", "setup", "run_dpo(config)"),
-        ("rm", "rm_train", "run_rm(config)"),
-        ("ppo", "setup", "run_ppo(config)"),
-        ("distillation", "distillation_train", "run_distillation(config)"),
         ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
     ],
 )

@@ -10,26 +10,15 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.config.supervised import (
-    DPOConfig,
-    DPOMasterConfig,
-    RMConfig,
-    RMMasterConfig,
-    SFTConfig,
-    SFTMasterConfig,
-    SupervisedMasterConfig,
-)
+from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.rules import Derived
 from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, PreferenceDataConfig, PreferenceDatasetConfig
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
-from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
+from tests.unit.config.run_configs import MASTERS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples/configs"
@@ -38,21 +27,17 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT 
 }
 
 SCRIPTS: dict[str, tuple[type[BaseModel], str]] = {
-    "run_sft": (SFTMasterConfig, "sft.yaml"),
-    "run_dpo": (DPOMasterConfig, "dpo.yaml"),
-    "run_rm": (RMMasterConfig, "rm.yaml"),
-    "run_grpo_math": (GRPOMasterConfig, "grpo_math_1B.yaml"),
-    "run_grpo_sliding_puzzle": (GRPOMasterConfig, "grpo_sliding_puzzle.yaml"),
-    "collect_rollouts": (GRPOMasterConfig, "grpo_math_1B.yaml"),
-    "run_ppo": (PPOMasterConfig, "ppo_math_1B.yaml"),
-    "run_distillation": (DistillationMasterConfig, "distillation_math.yaml"),
-    "run_eval": (EvalMasterConfig, "evals/eval.yaml"),
+    "run_sft": (MASTERS["sft"], "sft.yaml"),
+    "run_dpo": (MASTERS["dpo"], "dpo.yaml"),
+    "run_rm": (MASTERS["rm"], "rm.yaml"),
+    "run_grpo_math": (MASTERS["grpo"], "grpo_math_1B.yaml"),
+    "run_grpo_sliding_puzzle": (MASTERS["grpo"], "grpo_sliding_puzzle.yaml"),
+    "collect_rollouts": (MASTERS["grpo"], "grpo_math_1B.yaml"),
+    "run_ppo": (MASTERS["ppo"], "ppo_math_1B.yaml"),
+    "run_distillation": (MASTERS["distillation"], "distillation_math.yaml"),
+    "run_eval": (MASTERS["eval"], "evals/eval.yaml"),
 }
-SUPERVISED = {
-    "docs/guides/sft.md": (SFTMasterConfig, "sft_cpu.yaml"),
-    "docs/guides/dpo.md": (DPOMasterConfig, "dpo_cpu.yaml"),
-    "docs/guides/rm.md": (RMMasterConfig, "rm_cpu.yaml"),
-}
+SUPERVISED = [f"docs/guides/{method}.md" for method in ("sft", "dpo", "rm")]
 
 
 # -- Markdown
@@ -227,8 +212,8 @@ def test_the_navigation_has_every_page():
 
 @pytest.mark.parametrize("page", SUPERVISED)
 def test_metrics_are_reported(page: str):
-    model, config_file = SUPERVISED[page]
-    config = load_config(model, CONFIGS / config_file, [])
+    method = Path(page).stem
+    config = load_config(MASTERS[method], CONFIGS / f"{method}_cpu.yaml", [])
     assert isinstance(config, SupervisedMasterConfig)
     known = {f"train/{name}" for name in config.train_metrics} | {f"validation/{name}" for name in config.val_metrics}
     sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/algorithms").rglob("*.py"))

@@ -14,22 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal
+from tests.unit.config.run_configs import MASTERS
 
 CONFIGS = Path("examples/configs")
-MODELS: dict[str, Any] = {
-    "grpo_agent_cpu.yaml": GRPOMasterConfig,
-    "grpo_math_megatron_cpu.yaml": GRPOMasterConfig,
-    "ppo_math_cpu.yaml": PPOMasterConfig,
-    "sft_cpu.yaml": SFTMasterConfig,
-    "dpo_cpu.yaml": DPOMasterConfig,
-}
+FILES = ("grpo_agent_cpu", "grpo_math_megatron_cpu", "ppo_math_cpu", "sft_cpu", "dpo_cpu")
+MODELS = {f"{name}.yaml": MASTERS[name.partition("_")[0]] for name in FILES}
 CASES = int(os.environ.get("HOSTILE_CASES", "20"))
 pytestmark = pytest.mark.timeout(300 + CASES // 5)
 hostile = settings(
@@ -101,7 +94,7 @@ def test_sections_of_another_form_are_taken_or_refused(key: str, value: str) -> 
 def test_what_only_yaml_can_hold_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.yaml").write_text(f"sft:\n  seed: 1\n{line}\n")
     with pytest.raises(ConfigError, match=r"a\.yaml:3: .*(must be|is no int|not valid YAML: could not determine)"):
-        load_config(SFTMasterConfig, tmp_path / "a.yaml")
+        load_config(MODELS["sft_cpu.yaml"], tmp_path / "a.yaml")
 
 
 @hostile
@@ -130,40 +123,29 @@ def test_files_are_loaded_or_refused(tmp_path: Path, name: str, data: st.DataObj
 
 
 PIECES = [
-    "\\boxed{",
-    "\\frac{",
-    "\\sqrt{",
-    "{",
-    "}",
-    "(",
-    "answer:",
-    "Answer is ",
-    "\\left(",
-    "^{",
-    "$",
-    "\\[",
-    "9",
-    ",000",
-]
-NOISE = [
-    "Answer: ",
-    "1,024",
-    "\\text{",
-    "\\frac12",
-    "x = ",
-    " = ",
-    "\n",
-    " ",
-    "\u202e",
-    "\x00",
-    "\x1b[2J",
-    "\\sum",
+    *(
+        "\\boxed{",
+        "\\frac{",
+        "\\sqrt{",
+        "{",
+        "}",
+        "(",
+        "answer:",
+        "Answer is ",
+        "\\left(",
+        "^{",
+        "$",
+        "\\[",
+        "9",
+        ",000",
+    ),
+    *("Answer: ", "1,024", "\\text{", "\\frac12", "x = ", " = ", "\n", " ", "\u202e", "\x00", "\x1b[2J", "\\sum"),
     "9^{9^{9}}",
 ]
 BOMBS = st.one_of(
     st.text(max_size=200),
-    st.tuples(st.sampled_from(PIECES + NOISE), st.integers(1, 3000)).map(lambda pair: pair[0] * pair[1]),
-    st.lists(st.sampled_from(PIECES + NOISE), max_size=60).map("".join),
+    st.tuples(st.sampled_from(PIECES), st.integers(1, 3000)).map(lambda pair: pair[0] * pair[1]),
+    st.lists(st.sampled_from(PIECES), max_size=60).map("".join),
 )
 TIME_LIMIT_S = 2.0
 

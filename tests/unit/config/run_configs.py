@@ -1,11 +1,25 @@
-"""The smallest run configuration, to vary in tests."""
+"""The configuration of every kind of run, and the smallest one of GRPO, to vary in tests."""
 
 import copy
 from typing import Any
 
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
+from nemo_rl.evals.config import EvalMasterConfig
+
+MASTERS: dict[str, Any] = {
+    "distillation": DistillationMasterConfig,
+    "dpo": DPOMasterConfig,
+    "eval": EvalMasterConfig,
+    "grpo": GRPOMasterConfig,
+    "ppo": PPOMasterConfig,
+    "rm": RMMasterConfig,
+    "sft": SFTMasterConfig,
+}
 
 MINIMAL: dict[str, Any] = {
     "policy": {"model_name": "m", "train_global_batch_size": 512},

@@ -5,16 +5,15 @@ import pytest
 from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key
 
 KEYS = [
-    "grpo.seed",
-    "grpo.val_period",
-    "grpo.reward_shaping.enabled",
-    "loss_fn.ratio_clip_min",
-    "loss_fn.ratio_clip_max",
-    "policy.generation.temperature",
-    "policy.generation.val_temperature",
-    "checkpointing.enabled",
-    "cluster.num_nodes",
-    "data.train",
+    *(
+        "grpo.seed",
+        "grpo.val_period",
+        "grpo.reward_shaping.enabled",
+        "loss_fn.ratio_clip_min",
+        "loss_fn.ratio_clip_max",
+    ),
+    *("policy.generation.temperature", "policy.generation.val_temperature", "checkpointing.enabled"),
+    *("cluster.num_nodes", "data.train"),
 ]
 
 

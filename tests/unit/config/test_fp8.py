@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.models.generation.config import VllmConfig
 from tests.tables import cases, pattern
 from tests.unit.config.run_configs import problems_of
 from tests.unit.generation.configs import generation_config
@@ -53,8 +52,7 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
     from nemo_rl.models.generation.vllm.startup import engine_args
 
     save_model("deep", tmp_path)
-    asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)
-    cfg = generation_config().model_copy(update={"vllm_cfg": asked})
+    cfg = generation_config(64, vllm_cfg={"precision": "fp8", "kv_cache_dtype": "fp8_per_token_head"})
     settings = EngineSettings(model=str(tmp_path), tokenizer=str(tmp_path), cfg=cfg, device="cuda", seed=0)
     told = engine_args(settings, {})
     assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")

@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config
-from nemo_rl.config.rules import StrictModel
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
-from nemo_rl.evals.config import EvalMasterConfig
-from tests.unit.config.run_configs import MINIMAL, build, problems_of
+from tests.unit.config.run_configs import MASTERS, MINIMAL, build, problems_of
 
 REPOSITORY = Path(__file__).parents[3]
 V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
@@ -39,17 +34,6 @@ data:
   train: {dataset_name: gsm8k, split_validation_size: 0.1}
 env: {math: {}}
 """
-
-
-MASTERS: dict[str, type[StrictModel]] = {
-    "distillation": DistillationMasterConfig,
-    "dpo": DPOMasterConfig,
-    "eval": EvalMasterConfig,
-    "grpo": GRPOMasterConfig,
-    "ppo": PPOMasterConfig,
-    "rm": RMMasterConfig,
-    "sft": SFTMasterConfig,
-}
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "examples" / "configs").rglob("*.yaml")), ids=lambda p: p.stem)

@@ -66,8 +66,6 @@ def test_deleting_goes_back_to_the_default_or_removes_an_entry() -> None:
     ("override", "message"),
     [
         ("grpo.ratio_clip_min=0.1", "unknown key; the nearest valid key is loss_fn.ratio_clip_min"),
-        ("policy.generation.temprature=1", "unknown key; the nearest valid key is policy.generation.temperature"),
-        ("polcy.precision=float32", "unknown key; the nearest valid key is policy.precision"),
         ("cluster.num_gpus_per_node=2", "unknown key; the nearest valid key is cluster.gpus_per_node"),
         ("+grpo.sed=1", "unknown key; the nearest valid key is grpo.seed"),
         ("~grpo.sed", "unknown key; the nearest valid key is grpo.seed"),

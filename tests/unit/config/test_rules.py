@@ -8,25 +8,11 @@ from typing import Any, ClassVar, get_type_hints
 import pytest
 from pydantic import BaseModel
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import Slot, build_config
 from nemo_rl.config.rules import StrictModel, parse_rule
-from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import TokenizerConfig
-
-RUNS = (
-    GRPOMasterConfig,
-    PPOMasterConfig,
-    DistillationMasterConfig,
-    SFTMasterConfig,
-    DPOMasterConfig,
-    RMMasterConfig,
-    EvalMasterConfig,
-)
+from tests.unit.config.run_configs import MASTERS
 
 
 class Engine(StrictModel):
@@ -97,7 +83,7 @@ def has_key(model: Any, key: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", MASTERS.values())
 def test_every_rule_names_keys_that_exist(run: type[BaseModel]) -> None:
     for model in models_below(run, set()):
         for base in model.__mro__:
@@ -120,7 +106,7 @@ def test_every_section_knows_its_key() -> None:
         "data": {"train": {"dataset_name": "arithmetic"}},
         "env": {"math": {"type": "math"}},
     }
-    config = build_config(DistillationMasterConfig, values)
+    config = build_config(MASTERS["distillation"], values)
     for copied in (config, pickle.loads(pickle.dumps(config)), config.model_copy(update={"teacher": None})):
         assert copied.policy.key("model_name") == "policy.model_name"
         assert copied.policy.generation.vllm_cfg.key("precision") == "policy.generation.vllm_cfg.precision"

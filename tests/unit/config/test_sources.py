@@ -43,29 +43,17 @@ def test_override_flag_replaces_a_section(tmp_path: Path) -> None:
     assert ("a", "x") not in tree.locations
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("5.0e-6", 5e-6),
-        ("1.5", 1.5),
-        ("-3", -3),
-        ("1_000", 1000),
-        ("0", 0),
-        ("-.inf", float("-inf")),
-        ("01:00:00:00", "01:00:00:00"),
-        ("10:00:00:00", "10:00:00:00"),
-        ("2024-01-01", "2024-01-01"),
-        ("true", True),
-        ("null", None),
-        ('"1"', "1"),
-        ("val:accuracy", "val:accuracy"),
-    ],
-)
-def test_scalars(tmp_path: Path, text: str, value: object) -> None:
-    result = load_tree(write(tmp_path, "a.yaml", f"a: {text}\n")).values["a"]
-    assert result == value
-    assert type(result) is type(value)
+SCALARS = {
+    **{"1e-6": 1e-6, "5.0e-6": 5e-6, "1.5": 1.5, "-3": -3, "1_000": 1000, "0": 0, "-.inf": float("-inf")},
+    **{text: text for text in ("01:00:00:00", "10:00:00:00", "2024-01-01", "val:accuracy")},
+    **{"true": True, "null": None, '"1"': "1"},
+}
+
+
+def test_scalars(tmp_path: Path) -> None:
+    text = "a:\n" + "".join(f"  - {scalar}\n" for scalar in SCALARS)
+    found = load_tree(write(tmp_path, "a.yaml", text)).values["a"]
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in SCALARS.values()]
 
 
 @pytest.mark.parametrize(

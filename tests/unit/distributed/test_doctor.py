@@ -3,7 +3,6 @@
 import os
 import resource
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -73,21 +72,17 @@ def test_a_node_without_the_shared_file_system_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def fake_nvidia_smi(folder: Path, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-
-
 def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if doctor.torch.cuda.is_available():
         pytest.skip("torch can use the GPUs of this machine")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.examine_gpus(1).text == "there is no nvidia-smi"
-    fake_nvidia_smi(tmp_path, "echo 'NVIDIA H100, 470.10, 81559, 3'")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.10, 81559, 3'\n")
+    program.chmod(0o755)
     finding = doctor.examine_gpus(1)
     assert finding.level == "bad" and "1 x NVIDIA H100, driver 470.10" in finding.text and "driver" in finding.remedy
-    fake_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     assert "version mismatch" in doctor.examine_gpus(1).text
     assert doctor.examine_gpus(0).level == "good"
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -11,15 +12,21 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.refit.sync import REFIT, Refit
 
 
-def generation_config(max_model_len: int = 128, **vllm_kwargs: Any) -> GenerationConfig:
+def generation_config(
+    max_model_len: int = 128, *, vllm_cfg: Mapping[str, Any] | None = None, **vllm_kwargs: Any
+) -> GenerationConfig:
+    """`vllm_cfg`: what differs from an engine in float32 on one rank."""
     return GenerationConfig(
         max_new_tokens=32,
         val_temperature=1.0,
         val_top_p=1.0,
         val_top_k=None,
-        vllm_cfg=VllmConfig(precision="float32", max_model_len=max_model_len),
+        vllm_cfg=VllmConfig.model_validate(
+            {"precision": "float32", "max_model_len": max_model_len, **(vllm_cfg or {})}
+        ),
         vllm_kwargs=vllm_kwargs,
     )
 
@@ -42,6 +49,18 @@ def engines(
         generation = VllmGeneration(cluster, engine, accelerator=accelerator, timeout_s=120)
         yield generation
         generation.shutdown()
+
+
+@contextmanager
+def refitted_engines(
+    policy: Any, model: Path, config: GenerationConfig, engine: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[tuple[VllmGeneration, Refit]]:
+    """Engines with weights of no meaning, and the refit that brings them the policy's; both may have settings."""
+    accelerator = Accelerator(exclusive=False)
+    accelerator.register(REFIT, lambda: None, lambda: None)
+    how = {"transport": "packed_shm", "wire_dtype": config.vllm_cfg.precision, **settings}
+    with engines(str(model), config, accelerator=accelerator, load_format="dummy", **(engine or {})) as generation:
+        yield generation, Refit(policy, generation, accelerator, **how)
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

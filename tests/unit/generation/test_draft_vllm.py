@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -13,15 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import DraftConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor.draft import DraftingPolicyWorker, LearningTask, draft_config
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported
-from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import SamplingParams
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import engines, generation_config, refitted_engines
 from tests.unit.generation.test_refit_vllm import BUCKET_BYTES, OneRankPolicy, logprob_difference, make_model
 from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
@@ -118,19 +115,9 @@ def test_it_comes_with_a_sync_and_leaves_the_distribution_as_it_is(ray_local: No
     assert last > 3 * first, "it learned"
     trained = load_file(next((tmp_path / "draft").glob("*.safetensors")))
     config = generation_config(64, speculative_config=EAGLE3)
-    accelerator = Accelerator(exclusive=False)
-    accelerator.register(REFIT, lambda: None, lambda: None)
-    settings: Any = {"accelerator": accelerator, "load_format": "dummy", "draft": described}
-    with engines(str(path), config, **settings) as generation:
-        policy.draft = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-        refit = Refit(
-            policy,  # type: ignore[arg-type]
-            generation,
-            accelerator,
-            transport="packed_shm",
-            wire_dtype="float32",
-            bucket_bytes=BUCKET_BYTES,
-        )
+    policy.draft = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+    drafting = {"draft": described}
+    with refitted_engines(policy, path, config, drafting, bucket_bytes=BUCKET_BYTES) as (generation, refit):
         refit.sync(1)
         assert logprob_difference(policy.model, generation, version=1) < 1e-5  # as without a draft
         _, untrained_rate = samples(generation, range(200))

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.slow  # they import vLLM
 
 
 def settings_for(path: Path, precision: str, device: Any, **vllm_kwargs: Any) -> EngineSettings:
-    cfg = generation_config(**vllm_kwargs)
-    cfg = cfg.model_copy(update={"vllm_cfg": cfg.vllm_cfg.model_copy(update={"precision": precision})})
+    cfg = generation_config(vllm_cfg={"precision": precision}, **vllm_kwargs)
     return EngineSettings(model=str(path), tokenizer=str(path), cfg=cfg, device=device, seed=0)
 
 

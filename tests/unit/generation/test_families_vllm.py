@@ -14,11 +14,9 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import SamplingParams
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import generation_config, refitted_engines
 from tests.unit.generation.test_refit_vllm import ExpertsPolicy, change, expected_logprobs
 from tests.unit.policy.families import FAMILIES, save_random_model
 
@@ -63,13 +61,8 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     if family == "gpt_oss":  # as the model is on disk: the engine is told that it gets ordinary weights
         settings = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
-    accelerator = Accelerator(exclusive=False)
-    accelerator.register(REFIT, lambda: None, lambda: None)
-    config = generation_config()
-    config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update={"precision": dtype})})
-    with engines(str(tmp_path), config, accelerator=accelerator, load_format="dummy") as generation:
-        policy: Any = ExpertsPolicy(model)
-        refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype=dtype)
+    config = generation_config(vllm_cfg={"precision": dtype})
+    with refitted_engines(ExpertsPolicy(model), tmp_path, config) as (generation, refit):
         for version in range(2):
             change(model, version)
             refit.sync(version)

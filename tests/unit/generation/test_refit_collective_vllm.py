@@ -13,15 +13,15 @@ import ray
 import torch
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.layout import RefitError, Rendezvous
-from nemo_rl.refit.sync import REFIT, Refit
+from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams
 from tests.functional.faulty import processes_below
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import generation_config, refitted_engines
 from tests.unit.generation.test_refit_vllm import (
+    BUCKET_BYTES,
     AdapterPolicy,
     OneRankPolicy,
     change,
@@ -61,24 +61,19 @@ def engines_apart(
 ) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
     policy = kind(make_model(directory, tied=True, dtype="float32"))
     build_tiny_tokenizer().save_pretrained(directory)
-    accelerator = Accelerator(exclusive=False)
-    accelerator.register(REFIT, lambda: None, lambda: None)
-    config = generation_config()
-    vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", "pipeline_parallel_size": num_nodes})
-    colocated = config.colocated.model_copy(update={"enabled": False})
-    config = config.model_copy(update={"vllm_cfg": vllm_cfg, "colocated": colocated})
-    how: dict[str, Any] = {"replicas": replicas, "num_nodes": num_nodes, "load_format": "dummy"}
-    with engines(str(directory), config, accelerator=accelerator, **how) as generation:
-        refit = Refit(
-            policy,  # type: ignore[arg-type]
-            generation,
-            accelerator,
-            transport="packed_collective",
-            wire_dtype="float32",
-            bucket_bytes=64 << 10,
-            rendezvous=Rendezvous(address="127.0.0.1", num_receivers=generation.num_engine_ranks, timeout_s=100),
-            recompute_kv_cache=recompute,
-        )
+    config = generation_config(vllm_cfg={"pipeline_parallel_size": num_nodes})
+    config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
+    num_receivers = replicas * config.vllm_cfg.engine_size
+    with refitted_engines(
+        policy,
+        directory,
+        config,
+        {"replicas": replicas, "num_nodes": num_nodes},
+        transport="packed_collective",
+        bucket_bytes=BUCKET_BYTES,
+        rendezvous=Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=100),
+        recompute_kv_cache=recompute,
+    ) as (generation, refit):
         yield policy, generation, refit
         policy.sender.close()
 

@@ -11,13 +11,11 @@ import torch
 
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
 from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import PromptImage, SamplingParams
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import generation_config, refitted_engines
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change
 from tests.unit.policy.test_vision import FAMILY_MODELS, Row, gemma3_processor, make_row, theirs_on
 
@@ -62,13 +60,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
         make_row(processor, [], "No image at all."),
         make_row(processor, [second.resize((80, 48)), first], "Where?"),
     ]
-    accelerator = Accelerator(exclusive=False)
-    accelerator.register(REFIT, lambda: None, lambda: None)
-    settings: Any = {"accelerator": accelerator, "load_format": "dummy", "max_images": 2}
-    with engines(str(tmp_path), generation_config(), **settings) as generation:
-        refit = Refit(
-            cast(Any, VisionPolicy(model)), generation, accelerator, transport="packed_shm", wire_dtype="float32"
-        )
+    with refitted_engines(VisionPolicy(model), tmp_path, generation_config(), {"max_images": 2}) as (generation, refit):
         for version in range(2):
             change(model, version)
             refit.sync(version)

@@ -28,7 +28,7 @@ from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
-from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, logprob_difference
+from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, expected_logprobs, logprob_difference
 from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
@@ -87,13 +87,6 @@ def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[R
     ]
 
 
-def sampled_logprobs(model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-
-
 @pytest.mark.over_20s("two engines start, for all tests of this file")
 def test_logprobs_agree_with_transformers(generation: VllmGeneration, model: Any) -> None:
     requests = [
@@ -103,7 +96,10 @@ def test_logprobs_agree_with_transformers(generation: VllmGeneration, model: Any
     completions = ask(generation.workers[0], requests)
     ours = torch.cat([torch.tensor(completion.logprobs) for completion in completions])
     theirs = torch.cat(
-        [sampled_logprobs(model, request[0], c, 0.7) for request, c in zip(requests, completions, strict=True)]
+        [
+            expected_logprobs(model, prompt, c.token_ids, 0.7)
+            for (prompt, *_), c in zip(requests, completions, strict=True)
+        ]
     )
     assert len(ours) > 100
     assert (ours - theirs).abs().max() < 1e-5
@@ -165,7 +161,7 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
 
     def engines(tensor: int, pipeline: int = 1) -> list[list[list[int]]]:
         layout = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-        return engine_bundles(cluster, generation_config().vllm_cfg.model_copy(update=layout))
+        return engine_bundles(cluster, generation_config(vllm_cfg=layout).vllm_cfg)
 
     assert engines(2) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
     assert engines(2, 2) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]

@@ -202,22 +202,22 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
     assert start_failure("nothing of use") is None
 
 
-def test_an_unexpected_failure_reaches_the_client():
+def request(number: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{number}", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=number
+    )
+
+
+@in_loop
+async def test_an_unexpected_failure_reaches_the_client() -> None:
     class Broken(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, *rest: Any) -> Any:
+        async def generate(self, *request: Any) -> Any:
             raise KeyError("logprobs")
 
-    async def ask() -> list[GenerationAnswer]:
-        worker = Broken(Engine())
-        worker._name = "generation-0"
-        request = GenerationRequest(
-            request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=0
-        )
-        await worker.submit([request])
-        return await asyncio.wait_for(worker.drain(), 60)
-
-    [answer] = asyncio.run(ask())
-    assert (answer.request_id, answer.failure_type, answer.failure) == ("r", "KeyError", "KeyError('logprobs')")
+    worker = Broken(Engine())
+    await worker.submit([request(3)])
+    [answer] = await asyncio.wait_for(worker.drain(), 60)
+    assert (answer.request_id, answer.failure_type, answer.failure) == ("3", "KeyError", "KeyError('logprobs')")
 
 
 def answer(request_id: str) -> GenerationAnswer:
@@ -246,21 +246,13 @@ async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
     assert len(await asyncio.wait_for(again, 60)) == 2
 
 
-def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
+@in_loop
+async def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
     class Slow(Worker):
         async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, *rest: Any) -> Any:
-            await asyncio.sleep(0.01 * seed)
+            await asyncio.sleep(0.4 + 0.01 * (seed % 2))
             raise ValueError("no")
 
-    async def run() -> None:
-        worker = Slow(Engine())
-        ask = [
-            GenerationRequest(
-                request_id=f"{n}", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=40 + n % 2
-            )
-            for n in range(6)
-        ]
-        await worker.submit(ask)
-        assert len(await asyncio.wait_for(worker.drain(), 60)) == 6  # 10 ms apart, 400 ms after the start
-
-    asyncio.run(run())
+    worker = Slow(Engine())
+    await worker.submit([request(number) for number in range(6)])
+    assert len(await asyncio.wait_for(worker.drain(), 60)) == 6  # 10 ms apart, 400 ms after the start

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Segment, TensorMeta, exported, merge
-from nemo_rl.refit.transfer import WeightReceiver, WeightSender
+from nemo_rl.refit.transfer import WeightReceiver
+from tests.unit.refit.test_weight_transfer import CPU, packing
 
-CPU = torch.device("cpu")
 RANK = 3
 ADAPTED = {"q": (8, 6), "k": (4, 6), "o": (6, 8)}
 
@@ -27,15 +27,7 @@ class Model:
         for name, (rows, columns) in ADAPTED.items():
             self.tensors[f"{name}.A"] = torch.randn(RANK, columns, generator=generator)
             self.tensors[f"{name}.B"] = torch.zeros(rows, RANK)
-        self.sender = WeightSender(
-            [self.exported(name) for name in self.tensors],
-            device=CPU,
-            rank=0,
-            local_rank=0,
-            transport="packed_shm",
-            wire_dtype=wire_dtype,
-            bucket_bytes=bucket_bytes,
-        )
+        self.sender = packing([self.exported(name) for name in self.tensors], wire_dtype, bucket_bytes)
         description = self.sender.describe()
         self.layout = PackLayout.from_dict(json.loads(json.dumps(description["layout"])))
         dtype = getattr(torch, wire_dtype)

@@ -134,20 +134,27 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
 
 
 @contextmanager
-def group(
-    num_engines: int, *, wire_dtype: str = "float32", damages: int | None = None
+def starting(
+    num_receivers: int, *numbers: int, damages: int | None = None, **settings: Any
 ) -> Iterator[tuple[Policy, list[Engine]]]:
-    policy = Policy(num_engines, wire_dtype=wire_dtype)
+    """A policy, and those of its receivers that come; whether they have joined is for the test to ask."""
+    policy = Policy(num_receivers, **settings)
     description = policy.sender.describe()
-    engines = [Engine(description, number, damages=damages) for number in range(num_engines)]
+    engines = [Engine(description, number, damages=damages) for number in numbers]
     try:
-        assert [engine.answer() for engine in engines] == ["ok"] * num_engines
         yield policy, engines
     finally:
         for engine in engines:
             engine.process.kill()
             engine.process.join()
         policy.sender.close()
+
+
+@contextmanager
+def group(num_engines: int, **settings: Any) -> Iterator[tuple[Policy, list[Engine]]]:
+    with starting(num_engines, *range(num_engines), **settings) as (policy, engines):
+        assert [engine.answer() for engine in engines] == ["ok"] * num_engines
+        yield policy, engines
 
 
 def ask(engines: list[Engine], *order: Any) -> list[Any]:
@@ -251,17 +258,12 @@ def num_tcp_sockets() -> int:
 
 
 def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
-    policy = Policy(3, timeout_s=1.5)
-    engine = Engine(policy.sender.describe(), 1)
-    try:
+    with starting(3, 1, timeout_s=1.5) as (policy, [engine]):
         with pytest.raises(RefitError, match=r"bucket 0 of .*after 1.5 s engine rank 0, engine rank 2 had not joined"):
             policy.sender.pack(0)
         policy.sender.close()
         answer = engine.answer(SOON_S)
         assert "engine rank 1 cannot join: the policy's rank 0 has left" in answer
-    finally:
-        engine.process.kill()
-        policy.sender.close()
 
 
 def test_a_stranger_who_connects_is_no_member() -> None:

@@ -1,6 +1,5 @@
 """Plans of shards: what they promise, on layouts drawn at random, and what they refuse."""
 
-import time
 from dataclasses import fields, replace
 
 import numpy as np
@@ -99,17 +98,3 @@ def test_what_does_not_fit_together_is_refused(sources, wants, message):
     metas = [TensorMeta("m.lora_A", "float32", (2, 4), adapts="m.w")]
     with pytest.raises(ValueError, match="merge them"):
         Case(metas, shards_of([(0, 0, 0, 0, 2)]), {0: [0]}, [0]).plan(128)
-
-
-@pytest.mark.slow
-def test_the_plan_of_90_000_tensors_and_64_ranks_takes_seconds():
-    metas = [TensorMeta(f"layers.{i // 1536}.experts.{i // 6 % 256}.{i % 6}", "uint8", (64, 64)) for i in range(90_000)]
-    number = np.arange(len(metas))
-    layer, expert = number // 1536, number // 6 % 256
-    sources = whole_shards(metas, layer * 4 // 59 * 16 + expert // 16, number)
-    wants = {rank: number[expert // 4 == rank].tolist() for rank in range(64)}
-    started = time.perf_counter()
-    plan = build_plan(metas, sources, wants, nodes=[rank // 8 for rank in range(64)], bucket_bytes=1 << 20)
-    assert time.perf_counter() - started < 5
-    assert messages_per_bucket(plan).max() == 2  # a bucket may begin in one stage and end in the next
-    assert received_bytes(plan).sum() == sum(meta.nbytes for meta in metas)

@@ -10,9 +10,9 @@ from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.layout import PackLayout, RefitError, Segment, exported
 from nemo_rl.refit.shard_sender import ExportedShard, ShardExchange, ShardSender
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
+from tests.unit.refit.test_weight_transfer import CPU, packing
 from tests.worlds import run_world
 
-CPU = torch.device("cpu")
 SHAPES = {
     "embed": (40, 12),
     "norm": (12,),
@@ -61,9 +61,17 @@ class Policy:
             keeps_dtype=name == KEPT,
         )
 
-    def sender(self, **options: Any) -> ShardSender:
-        settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 700, "local_rank": self.rank}
-        return ShardSender(list(SHAPES.items()), self.shards(), device=CPU, rank=self.rank, **{**settings, **options})
+    def sender(self) -> ShardSender:
+        return ShardSender(
+            list(SHAPES.items()),
+            self.shards(),
+            device=CPU,
+            rank=self.rank,
+            local_rank=self.rank,
+            transport="packed_shm",
+            wire_dtype="float32",
+            bucket_bytes=700,
+        )
 
 
 def sync(sender: ShardSender | WeightSender, num_buckets: int, layout: PackLayout, buffer: Any) -> dict[str, Any]:
@@ -89,15 +97,10 @@ def same_as_gathering(rank: int) -> None:
     sender = policy.sender()
     description = sender.describe()
     assert ("endpoints" in description) == (rank == 0)
-    whole = WeightSender(
-        [exported(name, lambda name=name: values(policy.version)[name], keeps_dtype=name == KEPT) for name in SHAPES],
-        device=CPU,
-        rank=rank,
-        local_rank=rank,
-        transport="packed_shm",
-        wire_dtype="float32",
-        bucket_bytes=700,
-    )
+    weights = [
+        exported(name, lambda name=name: values(policy.version)[name], keeps_dtype=name == KEPT) for name in SHAPES
+    ]
+    whole = packing(weights, "float32", 700, rank=rank)
     assert sender.layout == whole.layout and description["layout_digest"] == whole.describe()["layout_digest"]
     for policy.version in (1, 2):
         for bucket in range(len(whole.layout.buckets)):
@@ -132,19 +135,16 @@ def damaged(rank: int) -> str:
     return said
 
 
+class WithHole(Policy):
+    """Of which rank 1 has lost its experts."""
+
+    def shards(self) -> list[ExportedShard]:
+        return [shard for shard in super().shards() if self.rank != 1 or not shard.name.startswith("experts")]
+
+
 def incomplete(rank: int) -> None:
-    policy = Policy(rank)
-    shards = [shard for shard in policy.shards() if not (rank == 1 and shard.name.startswith("experts"))]
     with pytest.raises(ValueError, match=r"no rank holds 4 of the tensors: experts\.2\.up"):
-        ShardSender(
-            list(SHAPES.items()),
-            shards,
-            device=CPU,
-            rank=rank,
-            local_rank=rank,
-            transport="packed_shm",
-            wire_dtype="float32",
-        )
+        WithHole(rank).sender()
     dist.barrier()
 
 

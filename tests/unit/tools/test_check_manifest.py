@@ -23,23 +23,17 @@ def test_the_manifests_are_sound_and_describe_the_same_cluster():
     assert job.spec.rayClusterSpec == cluster.spec
 
 
-def test_the_command_of_the_job_loads():
+def test_the_command_of_the_job_loads_and_its_ray_is_one_that_this_package_runs_on():
     job = check(RAYJOB)
-    assert isinstance(job, RayJob)
+    assert isinstance(job, RayJob) and job.spec.rayClusterSpec is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (ray,) = [req for text in project["dependencies"] if (req := Requirement(text)).name == "ray"]
+    assert job.spec.rayClusterSpec.rayVersion in ray.specifier
     words = shlex.split(job.spec.entrypoint)
     assert words[:5] == ["cd", "/opt/nemo-rl", "&&", "uv", "run"], "the image has the clone there"
     assert (ROOT / words[5]).is_file()
     config = load_config(GRPOMasterConfig, ROOT / words[words.index("--config") + 1], words[8:])
     assert config.checkpointing.checkpoint_dir.startswith("/shared/"), "a new cluster finds the checkpoints there"
-
-
-def test_every_node_has_a_ray_that_this_package_runs_on():
-    job = check(RAYJOB)
-    assert isinstance(job, RayJob)
-    assert job.spec.rayClusterSpec is not None
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (ray,) = [req for text in project["dependencies"] if (req := Requirement(text)).name == "ray"]
-    assert job.spec.rayClusterSpec.rayVersion in ray.specifier
 
 
 @pytest.mark.parametrize(
@@ -51,11 +45,7 @@ def test_every_node_has_a_ray_that_this_package_runs_on():
         ('num-cpus: "0"', "num-cpus: 0", "rayStartParams.num-cpus"),
         ("memory: 1200Gi", "memory: 1200 GB", "memory"),
         ("maxReplicas: 2", "maxReplicas: 1", "set maxReplicas to replicas=2"),
-        (
-            "cluster.num_nodes=2",
-            "cluster.num_nodes=3",
-            "cluster.num_nodes=3, and 2 pods have GPUs",
-        ),
+        ("cluster.num_nodes=2", "cluster.num_nodes=3", "cluster.num_nodes=3, and 2 pods have GPUs"),
         ("gpus_per_node=8", "gpus_per_node=9", "cluster.gpus_per_node=9, and a pod has 8"),
         (
             "- {name: shared, mountPath",

@@ -59,20 +59,25 @@ def test_mistakes_are_named(tmp_path):
         logger.log_metrics({"accuracy": 2.0}, 1, "train")
 
 
-def test_tensorboard_gets_every_number(tmp_path):
+def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    rows = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
     logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
     logger.log_hyperparams({"seed": 1})
     for step in (1, 2):
         logger.log_metrics({"reward": step / 4}, step, "train")
         logger.log_histogram([1.0, 2.0], step, "train/lengths")
         logger.finish_step(step)
+    logger.log_samples(rows, 4)
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
     assert events.Tags()["histograms"] == ["train/lengths"]
+    (text,) = events.Tensors("validation/samples/text_summary")
+    assert text.step == 4 and b"assistant: 2" in text.tensor_proto.string_val[0]
+    assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == rows[0], "and so has the folder"
 
 
 def test_two_runs_never_share_a_directory(tmp_path):

@@ -108,19 +108,6 @@ def test_wandb_offline_resumes_by_its_id(tmp_path):
     assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
 
 
-def test_tensorboard_has_the_samples(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
-    logger.log_samples(ROWS, 4)
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (text,) = events.Tensors("validation/samples/text_summary")
-    assert text.step == 4 and b"assistant: 2" in text.tensor_proto.string_val[0]
-    assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == ROWS[0], "and so has the folder"
-
-
 @pytest.mark.parametrize(
     "name",
     [
