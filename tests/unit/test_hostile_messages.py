@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
 from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
 from nemo_rl.data.interfaces import BAD_ROW
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
@@ -153,6 +155,14 @@ def test_files_of_data_are_read_or_refused(tmp_path: Path, name: str, content: b
         return
     with pytest.raises(ValueError, match="dataset"):
         load_file_as(str(path), kind, str(tmp_path / "cache"))
+
+
+def test_equal_ids_are_two_rows(tmp_path: Path) -> None:
+    """The column is not read: dataset and number name a row."""
+    (tmp_path / "rows.jsonl").write_text('{"id": 7, "messages": []}\n' * 2)
+    rows = MarkedRows(JsonLines(str(tmp_path / "rows.jsonl")), dict)
+    dataset = PromptDataset([NamedRows(name="a", task_name="t", rows=rows)])
+    assert [dataset[number].prompt_id for number in range(2)] == ["a:0", "a:1"]
 
 
 def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
@@ -322,6 +332,23 @@ def test_the_openai_server_answers_whatever_is_asked(openai_url: str, sent: tupl
     error = answer.get("error")
     assert status in (200, 400, 404) and (error is None) == (status == 200), (status, answer)
     assert error is None or 0 < len(error["message"]) < 5000
+
+
+def test_slow_clients_keep_no_one_waiting(server: str) -> None:
+    """Connections that never finish their request: 1,000 by name. A whole request is answered beside them."""
+    host, port = server.removeprefix("http://").split(":")
+    slow = []
+    try:
+        for _ in range(min(1000, 2 * CASES)):
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection.sendall(b"POST /step HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n")
+            slow.append(connection)
+        started = time.monotonic()
+        status, _ = post(server, "/step", json.dumps(STEP).encode(), {"Authorization": "Bearer secret"})
+        assert status == 200 and time.monotonic() - started < 10
+    finally:
+        for connection in slow:
+            connection.close()
 
 
 # -- checkpoints
