@@ -79,19 +79,6 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, requests), "those of its usage"
 
 
-def test_an_engine_on_a_gpu_has_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core in a thread of the worker is for CPUs: everything of it here has run there alone."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    from nemo_rl.models.generation.vllm.startup import start_engine
-
-    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda config: UniProcExecutor)
-    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", lambda config, executor, **how: executor)
-    engine: Any = start_engine(SimpleNamespace(), None, "generation-0")  # type: ignore[arg-type]
-    assert engine.__name__ == "BoundUniProcExecutor"
-
-
 @pytest.mark.parametrize(("precision", "found"), [("float32", "ieee"), ("bfloat16", None)])
 def test_triton_computes_float32_in_float32(precision: str, found: str | None) -> None:
     """Its default is TF32, three digits, in vLLM's kernel of attention: more than 1e-4 between trainer and engine."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -277,25 +277,6 @@ def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(
     assert logprob_difference(model, generation, 1) > 0.1, "this test would see stale weights"
     policy.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     refit.sync(3)  # those on disk, for the tests that follow
-
-
-# The last test of the file: it ends replicas.
-@pytest.mark.slow
-def test_a_dead_engine_is_named_and_restarted(generation: VllmGeneration) -> None:
-    expected = one(generation, [80, 81, 82])
-    first, second = (replica.members[0].identity.pid for replica in generation._replicas)  # type: ignore[union-attr]
-
-    os.kill(first, signal.SIGKILL)
-    with pytest.raises(RayActorError):
-        one(generation, [80, 81, 82])
-    assert generation.dead_workers() == [0]
-    generation.restart_worker(0)
-    again = one(generation, [80, 81, 82])
-    assert (again.token_ids, again.logprobs) == (expected.token_ids, expected.logprobs), "with the weights on disk"
-
-    os.kill(second, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="generation-1"):
-        generation.abandon_requests()
 
 
 @pytest.mark.slow
