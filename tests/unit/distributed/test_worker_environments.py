@@ -1,5 +1,6 @@
 """Two workers with conflicting versions of one package, side by side."""
 
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -9,7 +10,20 @@ import pytest
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.utils.venvs import VenvBuildError, python_executable_for
-from tests.unit.utils.test_venvs import PYPROJECT, needs_uv
+
+PYPROJECT = """\
+[project]
+name = "conflicting"
+version = "0"
+requires-python = ">=3.11"
+dependencies = []
+[project.optional-dependencies]
+old = ["six==1.16.0"]
+new = ["six==1.17.0"]
+[tool.uv]
+package = false
+conflicts = [[{ extra = "old" }, { extra = "new" }]]
+"""
 
 
 def python_with_ray(extra: str, project: Path) -> str:
@@ -24,7 +38,7 @@ def python_with_ray(extra: str, project: Path) -> str:
     return python
 
 
-@needs_uv
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
 def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
