@@ -24,8 +24,18 @@ from nemo_rl.models.policy.megatron.checks import check_megatron_layout
 from nemo_rl.models.policy.pretrained import read_model_config
 from tests.unit.policy.families import FAMILIES, family_config, save_random_model
 from tests.unit.policy.megatron.parity import Layout
-from tests.unit.policy.steps import Step, load_step, make_worker, one_step, policy_config, whole_weights
-from tests.unit.policy.test_layouts import CP, EP, PACKED, PADDED, PP, TP, cut, plain_logprobs, settings_of
+from tests.unit.policy.steps import (
+    PACKED,
+    PADDED,
+    Step,
+    load_step,
+    make_worker,
+    one_step,
+    plain_logprobs,
+    policy_config,
+    whole_weights,
+)
+from tests.unit.policy.test_layouts import CP, EP, PP, TP, cut, settings_of
 from tests.worlds import run_world
 
 RECORDED = Path(__file__).parent / "families.json"

@@ -13,7 +13,13 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.models.policy.config import (
+    DTensorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -26,6 +32,9 @@ NUM_GROUPS, NUM_GENERATIONS = 4, 4
 TEMPERATURE = 0.8
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
 ADVANTAGES = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
+
+PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
+PADDED = {"padding_free": False}
 
 Rollouts = tuple[list[GroupHandle], list[RolloutGroup]]
 

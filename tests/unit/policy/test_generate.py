@@ -16,21 +16,13 @@ from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings,
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.filter_reference import filter_logits
-from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=30, top_p=0.9)
 FAMILIES = ["qwen2-tied", "llama", "gemma3", "mistral", "qwen3-moe", "gemma2"]
 MAX_MODEL_LEN = 24
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        save_model(family, path / family)
-    return path
 
 
 def decode(tokens: list[int]) -> str:
@@ -110,13 +102,15 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
         replace(request, request_id=f"greedy {request.request_id}") for request in make_requests(greedy, num_each=1)
     ]
 
+    paths = {family: models[family] for family in FAMILIES}
+
     def rank_main(rank: int, _: int) -> dict[str, dict[str, Completion]]:
-        return {family: complete(make_worker(models / family, settings()), requests) for family in FAMILIES}
+        return {family: complete(make_worker(path, settings()), requests) for family, path in paths.items()}
 
     [found] = run_world(rank_main, 1)
     for family in FAMILIES:
         model = AutoModelForCausalLM.from_pretrained(
-            models / family, dtype=torch.float32, attn_implementation="eager"
+            paths[family], dtype=torch.float32, attn_implementation="eager"
         ).eval()
         for request in requests:
             completion = found[family][request.request_id]
@@ -131,15 +125,15 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
 
 def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
     requests = make_requests(num_each=3)
-    alone = generate(models / "qwen2-tied", requests, how=settings(max_batch_size=1))
+    alone = generate(models["qwen2-tied"], requests, how=settings(max_batch_size=1))
     for tensor in (1, 2):
-        found = generate(models / "qwen2-tied", requests[::-1], world=2, tensor_parallel_size=tensor)
+        found = generate(models["qwen2-tied"], requests[::-1], world=2, tensor_parallel_size=tensor)
         assert found.keys() == alone.keys()
         assert all(found[key].token_ids == completion.token_ids for key, completion in alone.items())
 
 
 def test_what_ends_a_completion_is_its_last_token(models):
-    path = models / "llama"
+    path = models["llama"]
     [request] = make_requests(SamplingParams(max_new_tokens=12), num_prompts=1, num_each=1)
     free = generate(path, [request])["0/0"]
     assert free.stop_reason is StopReason.LENGTH and len(free.token_ids) == 12
@@ -160,8 +154,10 @@ def test_what_ends_a_completion_is_its_last_token(models):
 
 
 def test_training_goes_on_as_if_nothing_had_been_generated(models):
+    path = models["qwen2-tied"]
+
     def rank_main(rank: int, world: int, generates: bool) -> list[float]:
-        worker = make_worker(models / "qwen2-tied", settings())
+        worker = make_worker(path, settings())
         norms = []
         for _ in range(2):
             if generates:
@@ -176,7 +172,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(models):
 
     generating, plain = run_world(rank_main, 2, True), run_world(rank_main, 2, False)
     assert generating[0][:-1] == plain[0]
-    before = sum(generate(models / "qwen2-tied", make_requests()[:1])["0/0"].logprobs)
+    before = sum(generate(path, make_requests()[:1])["0/0"].logprobs)
     assert generating[0][-1] != pytest.approx(before, abs=1e-3)
 
 

@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.head.distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask
 from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import load_step, make_groups, make_worker, megatron_policy, policy_config
+from tests.unit.policy.steps import PACKED, load_step, make_groups, make_worker, megatron_policy, policy_config
 from tests.worlds import run_world
 
 K, COMMON = 5, 90  # tokens that both know; the heads have more
@@ -99,9 +99,6 @@ def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[s
                 name: torch.nn.functional.pad(values * mask, (0, 0, 1, 0)) for name, values in columns.items()
             }
     return expected
-
-
-PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 
 
 def torch_cut(length: int = 1, **cut: int) -> PolicyConfig:

@@ -9,16 +9,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import Segment
 from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import load_step, make_worker, policy_config, train_step, whole_weights
+from tests.unit.policy.steps import PACKED, load_step, make_worker, policy_config, train_step, whole_weights
+from tests.unit.policy.test_layouts import PP, TP
 from tests.worlds import run_world
 
-TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 Weights = dict[str, torch.Tensor]
 
 
@@ -27,7 +27,7 @@ def config_of(lora: dict[str, Any] | None = None, **directions: Any) -> PolicyCo
     return policy_config(
         dtensor_cfg=DTensorConfig(lora_cfg=lora_cfg, **directions),
         optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
-        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70),
+        **PACKED,
         train_micro_batch_size=2,
     )
 

@@ -17,11 +17,10 @@ from nemo_rl.models.policy.dtensor import moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
-from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.pretrained import parameters_on_meta
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import Models, save_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config, train_step, whole_weights
 from tests.worlds import run_world
 
@@ -30,21 +29,15 @@ NUM_EXPERTS = 4
 SPREAD = DTensorConfig(expert_parallel_size=2)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("moe")
-    for family in FAMILIES:
-        save_model(family, path / family)
-    return path
-
-
-def test_spread_experts_are_read_and_sent_under_the_names_on_disk_and_computed_to_the_bit(models: Path) -> None:
+def test_spread_experts_are_read_and_sent_under_the_names_on_disk_and_computed_to_the_bit(models: Models) -> None:
     """On four ranks: two groups that share each expert's rows."""
 
+    paths = [models[family] for family in FAMILIES]
+
     def rank_main(rank: int, world: int) -> None:
-        for family in FAMILIES:
-            worker = make_worker(models / family, policy_config(dtensor_cfg=SPREAD), init_reference_model=False)
-            stored, held = load_file(models / family / "model.safetensors"), whole_weights(worker)
+        for path in paths:
+            worker = make_worker(path, policy_config(dtensor_cfg=SPREAD), init_reference_model=False)
+            stored, held = load_file(path / "model.safetensors"), whole_weights(worker)
             assert held.keys() == stored.keys(), "the names that transformers itself saves"
             for name, tensor in held.items():
                 assert tensor.is_contiguous() and torch.equal(tensor, stored[name]), name
@@ -58,21 +51,12 @@ def test_spread_experts_are_read_and_sent_under_the_names_on_disk_and_computed_t
     run_world(rank_main, 4)
 
 
-def test_names_of_parts_are_known_without_weights() -> None:
-    names, fused = ExpertNames("mixtral"), torch.zeros(4, 6, 3)
-    parts = names.split("model.layers.0.mlp.experts.gate_up_proj", fused)
-    assert names.split_meta("model.layers.0.mlp.experts.gate_up_proj", (4, 6, 3)) == [
-        (part, tuple(view.shape)) for part, view in parts
-    ]
-    dense = ExpertNames("qwen3")
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert not dense.has_fused and dense.split_meta(name, (4, 2)) == [(name, (4, 2))]
+def test_routing_weights_and_the_bias_that_chooses_stay_in_float32_in_bfloat16(models: Models) -> None:
+    mixtral, deepseek = models["mixtral"], models["deepseek_v3"]
 
-
-def test_routing_weights_and_the_bias_that_chooses_stay_in_float32_in_bfloat16(models: Path) -> None:
     def rank_main(rank: int, world: int) -> list[torch.dtype]:
         config = policy_config(precision="bfloat16", dtensor_cfg=SPREAD, train_micro_batch_size=4)
-        worker, seen = make_worker(models / "mixtral", config), []
+        worker, seen = make_worker(mixtral, config), []
         for _, module in moe.expert_modules(worker.stages[0].hf):
             module.register_forward_pre_hook(lambda module, args: seen.extend(a.dtype for a in (args[0], args[2])))
         worker.stages[0].hf.train()
@@ -84,7 +68,7 @@ def test_routing_weights_and_the_bias_that_chooses_stay_in_float32_in_bfloat16(m
 
     def biases(rank: int, world: int) -> tuple[list[torch.dtype], set[str]]:
         with parameters_on_meta():
-            config = AutoConfig.from_pretrained(models / "deepseek_v3")
+            config = AutoConfig.from_pretrained(deepseek)
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         mesh = ParallelMesh("cpu", ParallelSizes())
         apply_expert_parallel(model, mesh)
@@ -99,8 +83,8 @@ def test_routing_weights_and_the_bias_that_chooses_stay_in_float32_in_bfloat16(m
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[3, 0, 9, 4], [0, 0, 0, 0]])
-def test_grouped_matmul_on_the_device_equals_one_matmul_per_expert(models: Path, counts: list[int]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(models / "qwen3-moe", dtype=torch.bfloat16)
+def test_grouped_matmul_on_the_device_equals_one_matmul_per_expert(models: Models, counts: list[int]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["qwen3-moe"], dtype=torch.bfloat16)
     layer: Any = next(module for _, module in moe.expert_modules(model))
     rows, sizes = torch.randn(sum(counts), 64, dtype=torch.bfloat16), torch.tensor(counts)
 
@@ -118,10 +102,10 @@ def test_grouped_matmul_on_the_device_equals_one_matmul_per_expert(models: Path,
         assert (a - b).norm() <= 2e-2 * b.norm()
 
 
-def test_the_load_of_routers_counts_each_real_token_once_over_micro_batches_and_ranks(models: Path) -> None:
+def test_the_load_of_routers_counts_each_real_token_once_over_micro_batches_and_ranks(models: Models) -> None:
     changes = {"train_global_batch_size": 16, "train_micro_batch_size": 3, "make_sequence_length_divisible_by": 8}
     config = policy_config(**changes, dtensor_cfg=SPREAD.model_copy(update={"activation_checkpointing": True}))
-    model = AutoModelForCausalLM.from_pretrained(models / "qwen3-moe", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(models["qwen3-moe"], experts_implementation="eager")
     routed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {0: [], 1: []}
     for layer, seen in routed.items():
         router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
@@ -138,7 +122,7 @@ def test_the_load_of_routers_counts_each_real_token_once_over_micro_batches_and_
         want["load_min_over_mean"] += (load.min() / load.mean()).item() / 2
         want["dead_expert_fraction"] += (load == 0).double().mean().item() / 2
         want["router_entropy"] += -(probabilities * probabilities.log()).sum(-1).mean().item() / 2
-    for result in run_world(lambda rank, world: train_step(make_worker(models / "qwen3-moe", config)), 2):
+    for result in run_world(lambda rank, world: train_step(make_worker(models["qwen3-moe"], config)), 2):
         found = {name: value for name, value in result.metrics.items() if name.startswith("moe/")}
         assert found == pytest.approx({f"moe/{name}": value for name, value in want.items()}, rel=1e-5)
 
@@ -156,8 +140,8 @@ def test_weights_of_another_number_of_experts_are_refused(tmp_path: Path) -> Non
             run_world(lambda rank, world: make_worker(tmp_path, policy_config()) and None, 1)
 
 
-def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded(models: Path) -> None:
-    configs = [AutoConfig.from_pretrained(models / family) for family in FAMILIES]
+def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded(models: Models) -> None:
+    configs = [AutoConfig.from_pretrained(models[family]) for family in FAMILIES]
     moe.check_experts(configs[0], DTensorConfig(expert_parallel_size=4))
     moe.check_experts(Qwen3Config(), DTensorConfig())
     with pytest.raises(ValueError, match=r"expert_parallel_size=2: 'qwen3' is a dense model"):

@@ -11,7 +11,7 @@ from nemo_rl.models.policy import residency
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory, MovedStorages
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import Models
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
 from tests.worlds import in_new_process, run_world
 
@@ -109,12 +109,12 @@ def moved_about(worker: Any) -> None:
     ],
 )
 def test_training_goes_on_after_an_absence_as_without(
-    tmp_path: Path, backend: str, world_size: int, precision: str
+    models: Models, backend: str, world_size: int, precision: str
 ) -> None:
-    save_model("llama" if backend == "torch" else "qwen2-tied", tmp_path)
+    path = models["llama" if backend == "torch" else "qwen2-tied"]
 
     def two_steps(rank: int, world: int, is_moved: bool) -> Weights:
-        worker = loaded(tmp_path, config_of(backend, precision))
+        worker = loaded(path, config_of(backend, precision))
         train(worker)
         if is_moved:
             moved_about(worker)
@@ -126,12 +126,11 @@ def test_training_goes_on_after_an_absence_as_without(
 
 
 @pytest.mark.parametrize(("precision", "num_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_the_reference_has_the_bits_of_the_first_weights(tmp_path: Path, precision: str, num_bytes: int) -> None:
+def test_the_reference_has_the_bits_of_the_first_weights(llama: Path, precision: str, num_bytes: int) -> None:
     """In bfloat16 it is kept so, as the passes round the float32 weights to the same numbers."""
-    save_model("llama", tmp_path)
 
     def rank_main(rank: int, world: int) -> tuple[bool, int, int]:
-        worker = loaded(tmp_path, config_of("torch", precision))
+        worker = loaded(llama, config_of("torch", precision))
         worker.compute(Logprobs(filtered=False), "first")
         train(worker)
         before = [weight.clone() for weight in worker._weights()]
@@ -164,8 +163,7 @@ def on_a_gpu(path: Path, is_moved: bool) -> tuple[Weights, int, int]:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_left_and_taken_again(tmp_path: Path) -> None:
-    save_model("qwen2-tied", tmp_path)
-    (stayed, _, _), (moved, present, left) = (in_new_process(on_a_gpu, tmp_path, moves) for moves in (False, True))
+def test_a_gpu_is_left_and_taken_again(qwen: Path) -> None:
+    (stayed, _, _), (moved, present, left) = (in_new_process(on_a_gpu, qwen, moves) for moves in (False, True))
     assert left < 0.1 * present
     assert all(torch.equal(stayed[name], moved[name]) for name in stayed)

@@ -328,12 +328,11 @@ def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_rank
     assert torch.equal(model.score.weight, want)
 
 
-@pytest.mark.parametrize("directory", ["", "lm"], ids=["reward model", "language model"])
-def test_of_megatron_torch_files_are_read(
-    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+def test_of_megatron_torch_files_of_a_language_model_are_read(
+    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
-    path = Path(shutil.copytree(reward_models["qwen2-tied"] / directory, tmp_path / "model"))
+    path = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "model"))
     want = load_file(path / "model.safetensors")
     torch.save(want, path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()

@@ -61,9 +61,12 @@ def row_of(sample: Sample, **columns: torch.Tensor) -> Row:
     )
 
 
-def write(run: Path, step: int, group: RolloutGroup, **columns: torch.Tensor) -> str | None:
-    """The first sample of `group`; what went wrong, if anything did."""
-    writer = SampleWriter(settings(run / "samples"), "policy-0")
+def write(
+    run: Path, *, step: int = 1, group: RolloutGroup | None = None, how: dict[str, Any] | None = None, **columns: Any
+) -> str | None:
+    """The first sample of a group, by a writer of its own; what went wrong, if anything did."""
+    group = group or rollout_group()
+    writer = SampleWriter(settings(run / "samples", **(how or {})), "policy-0")
     writer.begin([(0, 0)], {0: group})
     return writer.write(step, {(0, 0): row_of(group.samples[0], **columns)})
 
@@ -96,25 +99,20 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     assert summary["error"] == sample["error"] and summary["num_generated_tokens"] == 6
 
 
-def test_previous_logprobs_come_before_those_of_a_later_update(tmp_path):
-    group = rollout_group()
+def test_previous_logprobs_come_before_those_of_a_later_update():
     columns = {"prev_logprobs": torch.full((10,), -0.5), "outputs": torch.full((10,), -9.0)}
-    assert disagreement(row_of(group.samples[0], **columns)) == {"error": 1.0, "worst": 1.0}
+    assert disagreement(row_of(rollout_group().samples[0], **columns)) == {"error": 1.0, "worst": 1.0}
 
 
 def test_of_a_long_sample_the_beginning_and_the_end_are_kept(tmp_path):
-    group = rollout_group()
-    writer = SampleWriter(settings(tmp_path / "samples", max_tokens=5), "policy-0")
-    writer.begin([(0, 0)], {0: group})
-    writer.write(1, {(0, 0): row_of(group.samples[0], values=torch.arange(10.0))})
+    write(tmp_path, how={"max_tokens": 5}, values=torch.arange(10.0))
     (sample,) = written(tmp_path)
     assert sample["values"] == [0.0, 1.0, 2.0, 8.0, 9.0] and sample["left_out"] == [3, 8]
     assert sample["length"] == 10 and sample["mask"] == "00011"
 
 
 def test_values_that_are_not_finite_are_still_json(tmp_path):
-    bad = torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7)
-    write(tmp_path, 1, rollout_group(), outputs=bad)
+    write(tmp_path, outputs=torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7))
     text = (tmp_path / "samples" / "policy-0_000001.js").read_text()
     assert "NaN" not in text and "Infinity" not in text and "</script>" not in text
     assert written(tmp_path)[0]["outputs"][:3] == [1e30, 1e30, -1e30]
@@ -150,7 +148,7 @@ def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
 
 
 def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_is_listed_once(tmp_path):
-    problem = write(tmp_path / "elsewhere", 1, rollout_group())
+    problem = write(tmp_path / "elsewhere")
     assert problem is not None and "put logger.log_dir where all nodes see it" in problem
     writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
     for reward in (1.0, 2.0):
@@ -163,11 +161,7 @@ def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_
 
 def test_a_worker_that_replaces_another_keeps_its_samples(tmp_path):
     """It repeats the steps since the last checkpoint, under the same name."""
-    group = rollout_group()
-    for _ in range(2):
-        writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
-        writer.begin([(0, 0)], {0: group})
-        assert writer.write(3, {(0, 0): row_of(group.samples[0])}) is None
+    assert write(tmp_path, step=3) is None and write(tmp_path, step=3) is None
     blocks = sorted((tmp_path / "samples").glob("*.js"))
     assert [len(list(read_block(path))) for path in blocks] == [1, 1]
     (row,) = read_index(tmp_path)

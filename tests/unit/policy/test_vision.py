@@ -28,7 +28,7 @@ from nemo_rl.data.tiny_model import (
     build_untrained_model,
 )
 from nemo_rl.models.policy.attention import attention_implementation
-from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
 from nemo_rl.models.policy.dtensor.tensor_parallel import Colwise, Rowwise, styles
 from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, scalar_config
@@ -106,15 +106,20 @@ def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> Gemma3Processor:
     return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
 
 
+def shapes() -> tuple[TinyVisionRecipe, Any]:
+    """The recipe of `tiny:shapes`, and a tokenizer for it."""
+    recipe = RECIPES["shapes"]
+    assert isinstance(recipe, TinyVisionRecipe)
+    return recipe, build_tiny_tokenizer(recipe)
+
+
 FAMILY_MODELS = {"qwen2_5_vl": build_untrained_model, "qwen3_vl": qwen3_vl, "gemma3": gemma3}
 
 
 @pytest.fixture(scope="module", params=FAMILY_MODELS)
 def tiny(request):
     """(untrained model with our attention, the same with transformers' own, processor)."""
-    recipe = RECIPES["shapes"]
-    assert isinstance(recipe, TinyVisionRecipe)
-    tokenizer = build_tiny_tokenizer(recipe)
+    recipe, tokenizer = shapes()
     ours, theirs = (FAMILY_MODELS[request.param](recipe, tokenizer).eval() for _ in range(2))
     ours.set_attn_implementation({"text_config": "nemo_rl", "vision_config": "sdpa"})
     return ours, theirs, (gemma3_processor if request.param == "gemma3" else build_processor)(recipe, tokenizer)
@@ -151,16 +156,22 @@ def rows(tiny) -> list[Row]:
     ]
 
 
-def logprobs(tiny, rows: list[Row], *, padding_free: bool) -> list[torch.Tensor]:
-    """Of each token but the first of each row, as a policy computes them."""
-    model, processor = VisionLogprobModel(tiny[0]), tiny[2]
-    blank = process_image(processor, draw("red circle 0"))[0]
-    inputs = VisionInputs.of(tiny[0].config, blank)
-    layout = RowLayout(padding_free=padding_free)
+def batch_of(rows: list[Row], inputs: VisionInputs, layout: RowLayout, *, last_only: bool = False) -> ModelBatch:
+    """Every token of the rows is scored, or the last of each alone."""
     images = inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows])
-    batch = layout.build([(ids, torch.ones(len(ids), dtype=torch.bool)) for ids, _ in rows], images=images)
-    scored = model(batch, Logprobs())
+    scored = [torch.arange(len(ids)) >= (len(ids) - 1 if last_only else 0) for ids, _ in rows]
+    return layout.build([(ids, mask) for (ids, _), mask in zip(rows, scored, strict=True)], images=images)
+
+
+def logprobs(model: Any, blank: Pixels, rows: list[Row], *, padding_free: bool) -> list[torch.Tensor]:
+    """Of each token but the first of each row, as a policy computes them."""
+    batch = batch_of(rows, VisionInputs.of(model.config, blank), RowLayout(padding_free=padding_free))
+    scored = VisionLogprobModel(model)(batch, Logprobs())
     return [own[1 : len(ids)] for own, (ids, _) in zip(scored, rows, strict=True)]
+
+
+def blank_of(tiny) -> Pixels:
+    return process_image(tiny[2], draw("red circle 0"))[0]
 
 
 def theirs_on(model: Any, row: Row) -> Any:
@@ -175,10 +186,8 @@ def theirs_on(model: Any, row: Row) -> Any:
     return model(input_ids=ids[None], **given)
 
 
-def expected_logprobs(tiny, row: Row) -> torch.Tensor:
-    ids = row[0]
-    logits = theirs_on(tiny[1], row).logits[0, :-1]
-    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+def expected_logprobs(model: Any, row: Row) -> torch.Tensor:
+    return theirs_on(model, row).logits[0, :-1].log_softmax(-1).gather(-1, row[0][1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
@@ -187,7 +196,8 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(tiny, rows, pad
     ours, theirs, _ = tiny
     ours.zero_grad()
     theirs.zero_grad()
-    found, expected = logprobs(tiny, rows, padding_free=padding_free), [expected_logprobs(tiny, row) for row in rows]
+    found = logprobs(ours, blank_of(tiny), rows, padding_free=padding_free)
+    expected = [expected_logprobs(theirs, row) for row in rows]
     for own, want in zip(found, expected, strict=True):
         torch.testing.assert_close(own, want, atol=2e-6, rtol=0)
         own.sum().backward(retain_graph=True)
@@ -208,7 +218,7 @@ def test_an_image_of_several_rows_is_computed_once(tiny, rows):
 def test_rows_without_images_still_pass_the_tower(tiny, rows):
     """All ranks pass the same sharded layers, and every weight gets a gradient, which is zero."""
     tiny[0].zero_grad()
-    logprobs(tiny, rows[1:2], padding_free=True)[0].sum().backward()
+    logprobs(tiny[0], blank_of(tiny), rows[1:2], padding_free=True)[0].sum().backward()
     tower = [
         p.grad for _, p in named_parts(tiny[0], FAMILIES[tiny[0].config.model_type], ["vision_tower", "projector"])
     ]
@@ -222,8 +232,8 @@ def test_a_sampled_image_token_is_text(tiny, rows):
     mark = tiny[0].config.image_token_id
     longer = torch.cat([ids, torch.tensor([mark, 5])])
     with torch.no_grad():
-        [found] = logprobs(tiny, [(longer, images)], padding_free=True)
-        [before] = logprobs(tiny, [(ids, images)], padding_free=True)
+        [found] = logprobs(tiny[0], blank_of(tiny), [(longer, images)], padding_free=True)
+        [before] = logprobs(tiny[0], blank_of(tiny), [(ids, images)], padding_free=True)
     torch.testing.assert_close(found[: len(before)], before, atol=2e-6, rtol=0)
     assert found.isfinite().all()
     inputs = VisionInputs.of(tiny[0].config, {})
@@ -251,11 +261,8 @@ def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, paddi
     missing, unexpected = scorer.load_state_dict(tiny[1].state_dict(), strict=False)
     assert (missing, unexpected) == (["score.weight"], ["lm_head.weight"])
     torch.nn.init.normal_(scorer.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    layout, inputs = RowLayout(padding_free=padding_free, own_states=True), VisionInputs.of(config, {})
-    batch = layout.build(
-        [(ids, torch.arange(len(ids)) == len(ids) - 1) for ids, _ in rows],
-        images=inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows]),
-    )
+    layout = RowLayout(padding_free=padding_free, own_states=True)
+    batch = batch_of(rows, VisionInputs.of(config, {}), layout, last_only=True)
     scores = VisionLogprobModel(scorer)(batch, Scalars())
     with torch.no_grad():
         for found, row in zip(scores, rows, strict=True):
@@ -325,17 +332,11 @@ def test_tiles_of_images_give_the_logprobs_of_transformers(padding_free):
             spans.append((ImageSpan(digest=name, start=len(ids) + 1, length=length), images[name]))
             ids += [5, *[99] * length, 6]
         rows.append((torch.tensor(ids + text), spans))
-    layout, inputs = RowLayout(padding_free=padding_free), VisionInputs.of(ours.config, tiles(1))
-    batch = layout.build(
-        [(ids, torch.ones(len(ids), dtype=torch.bool)) for ids, _ in rows],
-        images=inputs.build(layout, [ids for ids, _ in rows], [own for _, own in rows]),
-    )
     with torch.no_grad():
-        scored = VisionLogprobModel(ours)(batch, Logprobs())
-        for found, (ids, own) in zip(scored, rows, strict=True):
+        found = logprobs(ours, tiles(1), rows, padding_free=padding_free)
+        for own, (ids, spans) in zip(found, rows, strict=True):
             given = {}
-            for name in images["small"] if own else ():
-                given[name] = torch.from_numpy(np.concatenate([pixels[name] for _, pixels in own], axis=1))
-            logprobs = theirs(input_ids=ids[None], **given).logits[0, :-1].log_softmax(-1)
-            expected = logprobs.gather(-1, ids[1:, None])[:, 0]
-            torch.testing.assert_close(found[1 : len(ids)], expected, atol=2e-6, rtol=0)
+            for name in images["small"] if spans else ():
+                given[name] = torch.from_numpy(np.concatenate([pixels[name] for _, pixels in spans], axis=1))
+            expected = theirs(input_ids=ids[None], **given).logits[0, :-1].log_softmax(-1)
+            torch.testing.assert_close(own, expected.gather(-1, ids[1:, None])[:, 0], atol=2e-6, rtol=0)

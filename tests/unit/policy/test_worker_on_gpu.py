@@ -7,16 +7,13 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
-from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config
+from tests.unit.policy.steps import LOSS, PACKED, load_step, make_worker, policy_config
 from tests.worlds import in_new_process
 
 pytestmark = pytest.mark.gpu
-
-PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 
 
 def two_steps(path: Path, use_gpu: bool, changes: dict[str, Any]) -> list[TrainResult]:
@@ -55,17 +52,15 @@ def run(path: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
         ({"dtensor_cfg": DTensorConfig(torch_compile=True)}, 1e-4),
     ],
 )
-def test_a_step_on_the_device_is_the_step_on_the_host(tmp_path: Path, changes: dict[str, Any], tolerance: float):
-    save_model("llama", tmp_path)
-    on_host = run(tmp_path, use_gpu=False)
-    on_device = run(tmp_path, use_gpu=True, **changes)
+def test_a_step_on_the_device_is_the_step_on_the_host(llama: Path, changes: dict[str, Any], tolerance: float):
+    on_host = run(llama, use_gpu=False)
+    on_device = run(llama, use_gpu=True, **changes)
     for want, got in zip(on_host, on_device, strict=True):
         assert got.losses == pytest.approx(want.losses, rel=tolerance, abs=tolerance)
         assert got.grad_norms == pytest.approx(want.grad_norms, rel=tolerance)
 
 
-def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
-    first = run(tmp_path, use_gpu=True, deterministic=True, precision="bfloat16")
-    second = run(tmp_path, use_gpu=True, deterministic=True, precision="bfloat16")
+def test_two_deterministic_runs_are_bitwise_equal(llama: Path) -> None:
+    first = run(llama, use_gpu=True, deterministic=True, precision="bfloat16")
+    second = run(llama, use_gpu=True, deterministic=True, precision="bfloat16")
     assert first == second

@@ -25,7 +25,6 @@ from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, refus
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, whole_weights
 from tests.worlds import run_world
 
@@ -122,32 +121,31 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(model directory, step directory, what went on there, what each rank was told of failures)."""
+def saved(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(step directory, what went on there, what each rank was told of failures)."""
     folder = tmp_path_factory.mktemp("megatron_checkpoint")
-    save_model("qwen2-tied", folder / "model")
 
     def rank(rank: int, world: int) -> Any:
-        want = saves_and_goes_on(folder / "model", {}, folder / "step_1")
-        same = resumes(folder / "model", {}, folder / "step_1")
-        other = resumes(folder / "model", TP | WHOLE, folder / "step_1")
-        return want, same, other, cannot_write(folder / "model", {}, folder / "failed")
+        want = saves_and_goes_on(qwen, {}, folder / "step_1")
+        same = resumes(qwen, {}, folder / "step_1")
+        other = resumes(qwen, TP | WHOLE, folder / "step_1")
+        return want, same, other, cannot_write(qwen, {}, folder / "failed")
 
-    return folder / "model", folder / "step_1", run_world(rank, 2)
+    return folder / "step_1", run_world(rank, 2)
 
 
 def test_it_resumes_to_the_bit_on_its_layout_within_rounding_on_another_and_a_failed_save_raises_on_all(saved):
-    for want, same, other, _ in saved[2]:
+    for want, same, other, _ in saved[1]:
         assert is_equal(same, want)
         assert_same(other, want)
-    texts = [rank[3] for rank in saved[2]]
+    texts = [rank[3] for rank in saved[1]]
     for everywhere in zip(*texts, strict=True):
         assert all("could not be written" in text for text in everywhere)
     assert "rank 1" in texts[0][1] and "rank 0:" not in texts[0][1]
 
 
 def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes_the_same(saved, tmp_path):
-    _, step, _ = saved
+    step, _ = saved
     consolidated = step / "policy" / "weights" / "consolidated"
     model = AutoModelForCausalLM.from_pretrained(consolidated).state_dict()
     arguments = ["--megatron-ckpt-path", str(step), "--hf-ckpt-path", str(tmp_path / "hf")]
@@ -161,7 +159,7 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
 
 
 def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
-    _, step, _ = saved
+    step, _ = saved
     with pytest.raises(ValueError, match=r"use examples/converters/convert_megatron_to_hf\.py"):
         convert_checkpoint(step, tmp_path / "hf", by_megatron=False)
     monkeypatch.setattr("sys.argv", ["x", "--checkpoint", str(step), "--hf-ckpt-path", str(tmp_path / "hf")])
@@ -174,11 +172,11 @@ def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
         convert_checkpoint(copy, tmp_path / "hf", by_megatron=True)
 
 
-def test_a_checkpoint_is_checked_by_its_headers(saved, tmp_path, caplog):
-    path, step, _ = saved
-    policy, model = config_of({}), AutoConfig.from_pretrained(path)
+def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
+    step, _ = saved
+    policy, model = config_of({}), AutoConfig.from_pretrained(qwen)
     check_checkpoint(step / "policy", policy, model)
-    deeper = AutoConfig.from_pretrained(path, num_hidden_layers=3, intermediate_size=128)
+    deeper = AutoConfig.from_pretrained(qwen, num_hidden_layers=3, intermediate_size=128)
     with pytest.raises(CheckpointError, match=r"missing there: model\.layers\.2.*\n.*of another shape.*\[96, 64\]"):
         check_checkpoint(step / "policy", policy, deeper)
     with pytest.raises(CheckpointError, match=r"state of adam, this run has sgd: set megatron_cfg"):
@@ -228,12 +226,12 @@ def test_any_range_of_a_flat_tensor_is_made_of_rectangles(shape: tuple[int, ...]
         ("gpt-oss", {}, EP | WHOLE),
     ],
 )
-def test_a_policy_resumes_on_this_and_that_layout(tmp_path, family, saved_on, resumed_on):
-    save_model(family, tmp_path / "model")
+def test_a_policy_resumes_on_this_and_that_layout(models, tmp_path, family, saved_on, resumed_on):
+    path = models[family]
 
     def rank(rank: int, world: int) -> Any:
-        want = saves_and_goes_on(tmp_path / "model", saved_on, tmp_path / "step_1")
-        return want, resumes(tmp_path / "model", resumed_on or saved_on, tmp_path / "step_1")
+        want = saves_and_goes_on(path, saved_on, tmp_path / "step_1")
+        return want, resumes(path, resumed_on or saved_on, tmp_path / "step_1")
 
     for want, got in run_world(rank, 2, timeout=200):
         assert_same(got, want)

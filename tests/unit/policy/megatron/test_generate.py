@@ -15,7 +15,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.policy.megatron.parity import Layout
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import Models
 from tests.unit.policy.steps import load_step, megatron_policy, whole_weights, worker_settings
 from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
 from tests.worlds import run_world
@@ -59,27 +59,23 @@ def assert_same(found: dict[str, Completion], expected: dict[str, Completion]) -
         ),
     ],
 )
-def test_the_completions_of_the_model_of_transformers(family: str, world: int, tmp_path: Path) -> None:
-    save_model(family, tmp_path)
-    expected = generate(tmp_path, REQUESTS)
+def test_the_completions_of_the_model_of_transformers(models: Models, family: str, world: int) -> None:
+    expected = generate(models[family], REQUESTS)
     assert len({len(completion.token_ids) for completion in expected.values()}) > 1
-    assert_same(by_megatron(tmp_path, world, tensor_model_parallel_size=world), expected)
+    assert_same(by_megatron(models[family], world, tensor_model_parallel_size=world), expected)
 
 
-def test_what_was_trained_generates_with_its_new_weights(tmp_path: Path) -> None:
-    save_model("qwen2-tied", tmp_path / "before")
-
+def test_what_was_trained_generates_with_its_new_weights(qwen: Path, tmp_path: Path) -> None:
     def rank_main(rank: int, _: int) -> tuple[dict[str, Completion], dict[str, Completion]]:
-        worker = make_worker(tmp_path / "before", Layout(world=1).config(), init_optimizer=True)
+        worker = make_worker(qwen, Layout(world=1).config(), init_optimizer=True)
         first = complete(worker, REQUESTS)
         load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.train(ClippedPGLoss(ClippedPGLossConfig()), Logprobs())
-        (tmp_path / "after").mkdir()
-        save_file(whole_weights(worker), tmp_path / "after" / "model.safetensors", metadata={"format": "pt"})
+        save_file(whole_weights(worker), tmp_path / "model.safetensors", metadata={"format": "pt"})
         return first, complete(worker, REQUESTS)
 
     [(first, second)] = run_world(rank_main, 1)
-    shutil.copy(tmp_path / "before" / "config.json", tmp_path / "after")
-    assert_same(second, generate(tmp_path / "after", REQUESTS))
+    shutil.copy(qwen / "config.json", tmp_path)
+    assert_same(second, generate(tmp_path, REQUESTS))
     assert any(second[name].logprobs != completion.logprobs for name, completion in first.items())

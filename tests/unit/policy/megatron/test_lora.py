@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import draw_first_matrix
@@ -19,6 +19,7 @@ from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.parity import distances
+from tests.unit.policy.megatron.test_parity import CP, PP, SP, TP
 from tests.unit.policy.steps import (
     Step,
     logprobs_of,
@@ -102,12 +103,6 @@ def test_adapted_layers_move_the_reference_is_the_base_model_and_peft_computes_t
     assert len(load_file(saved / "adapter" / "adapter_model.safetensors")) == 4 * len(projections) * 2
 
 
-TP, SP, PP, CP = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
 LAYOUTS = {
     "tp-sp-recompute": (2, {TP: 2, SP: True, "activation_checkpointing": True}),
     "tp4": (4, {TP: 4, SP: True}),  # more ranks than query groups
@@ -175,21 +170,18 @@ class _OneRank:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("peft", "names"),
-    [
-        ({}, {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}),
-        ({"target_modules": ["linear_qkv"]}, {"linear_qkv"}),
-        ({"target_modules": ["*.mlp.*"]}, {"linear_fc1", "linear_fc2"}),
-        ({"exclude_modules": ["*.linear_fc*"]}, {"linear_qkv", "linear_proj"}),
-    ],
-)
-def test_layers_are_named_by_their_last_parts_or_a_pattern_and_experts_stay_frozen(peft, names):
-    layers = adapted_layers(weight_map(LLAMA, implementation="local"), MegatronPeftConfig(enabled=True, **peft))
-    assert {layer.name.rpartition(".")[2] for layer in layers} == names
-    assert len(layers) == 4 * len(names)
-    layers = adapted_layers(weight_map(MOE, implementation="local"), MegatronPeftConfig(enabled=True))
-    assert {layer.name.rpartition(".")[2] for layer in layers} == {"linear_qkv", "linear_proj"}
+def test_linear_layers_are_adapted_but_those_left_out_and_experts() -> None:
+    def adapted(model: PretrainedConfig, **peft: Any) -> list[str]:
+        layers = adapted_layers(
+            weight_map(model, implementation="local"), MegatronPeftConfig(enabled=True, dim=4, **peft)
+        )
+        return [layer.name.rpartition(".")[2] for layer in layers]
+
+    attention = ["linear_proj", "linear_qkv"]
+    assert sorted(adapted(LLAMA)) == sorted([*attention, "linear_fc1", "linear_fc2"] * 4)
+    assert adapted(LLAMA, target_modules=["linear_qkv"]) == ["linear_qkv"] * 4
+    assert sorted(adapted(LLAMA, exclude_modules=["*.linear_fc*"])) == sorted(attention * 4)
+    assert set(adapted(MOE)) == set(attention)
 
 
 @pytest.mark.parametrize(

@@ -38,28 +38,17 @@ from tests.worlds import run_world
 pytest.importorskip("megatron.core")
 
 
-Trained = tuple[dict[str, float], dict[str, torch.Tensor]]
 SELECTIVE: dict[str, Any] = {
     "activation_checkpointing": True,
     "recompute_granularity": "selective",
     "recompute_modules": ["moe"],
 }
+PADDED = {"make_sequence_length_divisible_by": 8}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
     (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2, "activation_checkpointing": True}),
     (2, {"pipeline_model_parallel_size": 2, **SELECTIVE}),
 ]
-
-
-def train(path: Path, world: int, **megatron: Any) -> list[Trained]:
-    """Of each rank the metrics of the routers in two optimizer steps, and the weights after them."""
-    config = Layout(world=world, megatron=megatron).config()
-
-    def on_rank(rank: int, world: int) -> Trained:
-        step = step_of(make_worker(path, config))
-        return of_routers(step), step.weights
-
-    return run_world(on_rank, world)
 
 
 def of_routers(step: Step) -> dict[str, float]:
@@ -109,13 +98,13 @@ def test_given_experts_are_taken_and_their_scores_keep_the_gradient():
 
 def test_frozen_routers_stay_and_everything_else_learns(qwen_moe):
     before = {name: tensor for name, tensor in stored(qwen_moe).items() if name.endswith("mlp.gate.weight")}
-    [(metrics, weights)] = train(qwen_moe, 1, freeze_moe_router=True)
+    [[step]] = steps_in_one_world(qwen_moe, [Layout(world=1, megatron={"freeze_moe_router": True})])
     assert len(before) == 2
-    assert set(metrics) == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
+    assert set(of_routers(step)) == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
     for name, tensor in before.items():
-        assert torch.equal(weights[name], tensor), name
+        assert torch.equal(step.weights[name], tensor), name
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    assert not torch.equal(weights[name], stored(qwen_moe)[name])
+    assert not torch.equal(step.weights[name], stored(qwen_moe)[name])
 
 
 # -- the bias of experts
@@ -146,7 +135,7 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
             hf(input_ids=torch.from_numpy(sample.token_ids)[None])
     load = torch.cat(chosen).flatten().bincount(minlength=NUM_EXPERTS).double()
     assert load.unique().numel() > 1
-    config = moving(2, {"make_sequence_length_divisible_by": 8}, activation_checkpointing=True)
+    config = moving(2, PADDED, activation_checkpointing=True)
     want = stored(biased)[BIAS] + RATE * (load.mean() - load).sign().float()
     for step in run_world(lambda rank, world: step_of(make_worker(biased, config)), 2):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
@@ -203,9 +192,6 @@ def assert_same_load(got: dict[str, float], want: dict[str, float]) -> None:
         by_layer = [got[f"moe/layer_{layer}/{name.removeprefix('moe/')}"] for layer in range(2)]
         assert sum(by_layer) / 2 == pytest.approx(value, rel=1e-6), name
         assert by_layer[0] != by_layer[1] or name == "moe/dead_expert_fraction"
-
-
-PADDED = {"make_sequence_length_divisible_by": 8}
 
 
 @pytest.mark.parametrize(
@@ -298,22 +284,10 @@ def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_o
     assert sum(by_layer) / LAYERS == pytest.approx(metrics["moe/replay_agreement"])
 
 
-REPLAYED: list[tuple[int, dict[str, Any]]] = [
-    (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
-    (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
-    (2, {"pipeline_model_parallel_size": 2, "activation_checkpointing": True}),
-    (
-        2,
-        {"pipeline_model_parallel_size": 2, "activation_checkpointing": True}
-        | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "megatron"), REPLAYED)
+@pytest.mark.parametrize(("world", "megatron"), LAYOUTS)
 def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomputed(qwen_moe, world, megatron):
-    policy = REPLAY | {"make_sequence_length_divisible_by": 8}
+    policy = REPLAY | PADDED
     [(want, _)] = replayed(qwen_moe, Layout(world=1, policy=policy))
     ranks = [step for step, _ in replayed(qwen_moe, Layout(world=world, megatron=megatron, policy=policy))]
     off = distances(ranks, want)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.unit.policy.megatron.parity import (
     steps_in_one_world,
     torch_step,
 )
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import Models
 from tests.unit.policy.steps import Step
 
 pytest.importorskip("megatron.core")
@@ -37,6 +36,7 @@ DYNAMIC = {
 }
 ONE_BY_ONE = {"train_micro_batch_size": 1, "logprob_batch_size": 1}
 SHARDED = {"optimizer": ADAM}
+OVERLAPPED = SHARDED | {"distributed_data_parallel_config": OVERLAP}
 BY_ADAM = {"optimizer": TORCH_ADAM}
 RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True}
 
@@ -80,75 +80,54 @@ EXPERT_LAYOUTS = {
     ],
 }
 FURTHER = {
-    "one rank": [
-        Layout(world=1),
+    1: [
         Layout(world=1, megatron=RECOMPUTED, batching=PACKED),
         Layout(world=1, megatron=selective("core_attn", "mlp", "layernorm")),
         Layout(world=1, megatron=SHARDED, policy=BY_ADAM),
         Layout(world=1, policy={"max_grad_norm": None}),
     ],
-    "stages": [
-        Layout(world=2, megatron={PP: 2, VPP: 2}, batching=PACKED),
+    2: [
         Layout(world=2, megatron={PP: 2, VPP: 2} | RECOMPUTED, batching=ONE_BY_ONE),
         Layout(world=2, megatron={PP: 2, "num_layers_in_first_pipeline_stage": 1}, batching=DYNAMIC),
         Layout(world=2, megatron={PP: 2, "num_layers_in_last_pipeline_stage": 1}, batching=ONE_BY_ONE),
         Layout(world=2, megatron={PP: 2} | SHARDED, policy=BY_ADAM, batching={"train_micro_batch_size": 8}),
-    ],
-    "more stages": [
-        Layout(world=4, megatron={PP: 2, VPP: 2, TP: 2, SP: True}, batching=ONE_BY_ONE),
-        Layout(world=4, megatron={PP: 2, VPP: 2, CP: 2}, batching=PACKED),
-        Layout(world=4, megatron={PP: 2, VPP: 2}, batching=DYNAMIC),
-        Layout(world=4, megatron={PP: 4}, batching={"train_micro_batch_size": 8}),
-    ],
-    "tails": [
         Layout(world=2, megatron={CP: 2}, batching=PACKED | {"make_sequence_length_divisible_by": 6}),
         Layout(world=2, megatron={TP: 2, SP: True}, batching=ONE_BY_ONE | {"deterministic": True}),
         Layout(world=2, megatron={TP: 2}, batching=PACKED | {"make_sequence_length_divisible_by": 5}),
-    ],
-    "overlap": [
-        Layout(world=2, megatron=SHARDED, policy=BY_ADAM),
-        Layout(world=2, megatron=SHARDED | {"distributed_data_parallel_config": OVERLAP}, policy=BY_ADAM),
+        Layout(world=2, megatron={CP: 2} | OVERLAPPED, policy=BY_ADAM),
         Layout(world=2, megatron={"distributed_data_parallel_config": MegatronDDPConfig(overlap_grad_reduce=True)}),
-        Layout(world=2, megatron={CP: 2, "distributed_data_parallel_config": OVERLAP} | SHARDED, policy=BY_ADAM),
     ],
-    "overlap with stages": [
-        Layout(
-            world=4,
-            megatron={PP: 2, **stages, "distributed_data_parallel_config": OVERLAP} | SHARDED,
-            policy=BY_ADAM,
-            batching=ONE_BY_ONE,
-        )
-        for stages in ({}, {VPP: 2})
+    4: [
+        Layout(world=4, megatron={PP: 2, VPP: 2, TP: 2, SP: True}, batching=ONE_BY_ONE),
+        Layout(world=4, megatron={PP: 2, VPP: 2, CP: 2}, batching=PACKED),
+        Layout(world=4, megatron={PP: 4}, batching={"train_micro_batch_size": 8}),
+        Layout(world=4, megatron={PP: 2} | OVERLAPPED, policy=BY_ADAM, batching=ONE_BY_ONE),
+        Layout(world=4, megatron={PP: 2, VPP: 2} | OVERLAPPED, policy=BY_ADAM, batching=ONE_BY_ONE),
     ],
 }
 
 
 class Reference:
-    """Models, and steps of the PyTorch backend, each made once."""
+    """Steps of the PyTorch backend, each made once."""
 
-    def __init__(self, tmp: Path) -> None:
-        self._tmp = tmp
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._steps: dict[tuple[str, str], Step] = {}
-
-    def path(self, family: str) -> Path:
-        if not (self._tmp / family).exists():
-            save_model(family, self._tmp / family)
-        return self._tmp / family
 
     def assert_equal(self, family: str, layouts: list[Layout]) -> None:
         """Steps in `layouts`, all of one world, are those of the PyTorch backend."""
-        for layout, ranks in zip(layouts, steps_in_one_world(self.path(family), layouts), strict=True):
+        for layout, ranks in zip(layouts, steps_in_one_world(self._models[family], layouts), strict=True):
             key = (family, repr(layout.policy))
             if key not in self._steps:
-                self._steps[key] = torch_step(self.path(family), layout)
+                self._steps[key] = torch_step(self._models[family], layout)
             found = distances(ranks, self._steps[key])
             worst = max(found.logprobs, found.weights, found.loss, found.grad_norm)
             assert worst < TOLERANCE, f"{layout}: {found}"
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(tmp_path_factory.mktemp("parity"))
+def reference(models: Models) -> Reference:
+    return Reference(models)
 
 
 def test_logprobs_and_steps_are_those_of_the_pytorch_backend(reference: Reference) -> None:
@@ -178,6 +157,6 @@ def test_with_experts_cut_over_ranks(reference: Reference, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
-def test_with_other_settings(reference: Reference, name: str) -> None:
-    reference.assert_equal(DENSE, FURTHER[name])
+@pytest.mark.parametrize("world", FURTHER)
+def test_with_other_settings(reference: Reference, world: int) -> None:
+    reference.assert_equal(DENSE, FURTHER[world])
