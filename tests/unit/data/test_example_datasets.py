@@ -117,10 +117,7 @@ def test_openai_format_keeps_tools_and_calls():
     assert found["messages"] == [
         {"role": "system", "content": "Be brief."},
         user("1+1"),
-        {
-            "role": "assistant",
-            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}],
-        },
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]},
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
         assistant("It is 2."),
     ]
@@ -266,9 +263,7 @@ def test_preference_files(write):
 
 def test_generated_preferences():
     cfg = dpo(
-        dataset_name="arithmetic_preference",
-        kwargs={"num_samples": 400, "margins": True},
-        split_validation_size=0.1,
+        dataset_name="arithmetic_preference", kwargs={"num_samples": 400, "margins": True}, split_validation_size=0.1
     )
     train, held_out = load_rows(cfg)
     again, _ = load_rows(cfg)

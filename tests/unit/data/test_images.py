@@ -167,16 +167,12 @@ def test_people_see_the_image_in_a_preview(model, tokenizer):
     assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
 
 
-# -- observations
-
-
 def test_an_observation_with_an_image_continues_as_a_conversation_would(model, tokenizer):
     asked = {"role": "user", "content": parts((f"shapes:{SCENE}",), "Which?")}
     said = {"role": "user", "content": parts("Look: ", ("sliding_puzzle:1 2\n_ 3",), "And?")}
     messages = [asked, {"role": "assistant", "content": "one"}, said, {"role": "assistant", "content": "two"}]
-    make = ExampleMaker(
-        {"t": Task(spec=TaskDataSpec("t"), processor=sft_processor)}, tokenizer, 128, images=ImageReader(model)
-    )
+    task = Task(spec=TaskDataSpec("t"), processor=sft_processor)
+    make = ExampleMaker({"t": task}, tokenizer, 128, images=ImageReader(model))
     [whole], _ = make(Prompt(prompt_id="d:0", row={"messages": messages}, idx=0, task_name="t"))
     pixels = {}
     render = pickle.loads(pickle.dumps(ObservationRenderer(tokenizer, ImageReader(model))))
@@ -202,6 +198,3 @@ def test_an_observation_that_cannot_be_shown(model, tokenizer, reads, content, m
     render = ObservationRenderer(tokenizer, ImageReader(model, max_images=2) if reads else None)
     with pytest.raises(ValueError, match=message):
         render({"role": "user", "content": content}, sampled=[], num_images=1)
-
-
-# -- datasets

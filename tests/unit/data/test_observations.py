@@ -69,10 +69,7 @@ def test_the_model_sees_what_the_template_writes_in_every_turn(name):
                 role = "user"
             sampled = tokens(answer + end if ended else answer)
             seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)[0]
-            conversation += [
-                {"role": "assistant", "content": answer},
-                {"role": render.role(role), "content": said},
-            ]
+            conversation += [{"role": "assistant", "content": answer}, {"role": render.role(role), "content": said}]
             assert tokenizer.decode(seen) == render_chat(conversation, tokenizer, add_generation_prompt=True)
             assert seen == tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))
 

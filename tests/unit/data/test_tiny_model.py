@@ -1,17 +1,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from nemo_rl.data.datasets.arithmetic import arithmetic_space
-from nemo_rl.data.tiny_model import (
-    CHAT_TEMPLATE,
-    TinyModelRecipe,
-    build_tiny_tokenizer,
-    ensure_tiny_model,
-    resolve_model,
-)
+from nemo_rl.data.tiny_model import CHAT_TEMPLATE, TinyModelRecipe, build_tiny_tokenizer, ensure_tiny_model
 
 SHORT = TinyModelRecipe(num_clean_steps=2, num_doubtful_steps=1)
 
@@ -30,12 +23,6 @@ def test_same_recipe_gives_the_same_bytes_whatever_the_surroundings(tmp_path):
     torch.set_num_threads(num_threads)
     assert first == second
     assert files_of(ensure_tiny_model(tmp_path / "c", replace(SHORT, seed=1))) != first
-
-
-def test_resolve_model_leaves_other_names_alone_and_names_the_nearest():
-    assert resolve_model("Qwen/Qwen2.5-1.5B") == "Qwen/Qwen2.5-1.5B"
-    with pytest.raises(ValueError, match="did you mean tiny:arithmetic"):
-        resolve_model("tiny:aritmetic")
 
 
 def test_the_model_loads_as_a_small_float32_qwen2_with_its_own_tokenizer(tiny_model_dir):

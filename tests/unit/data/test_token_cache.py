@@ -16,26 +16,13 @@ def prompt(number, row=None, *, name="d", task="t"):
     return Prompt(prompt_id=f"{name}:{number}", row=row or {"text": f"row {number}"}, idx=number, task_name=task)
 
 
-def make(of, *, pair=False, problem=None):
-    ends = ["/chosen", "/rejected"] if pair else [""]
-    examples = [
-        Example(
-            sample_id=of.prompt_id + end,
-            token_ids=np.arange(3 + of.idx + k, dtype=np.int32),
-            token_mask=np.arange(3 + of.idx + k) % 2 == 0,
-            margin=0.1 * k,
-        )
-        for k, end in enumerate(ends)
-    ]
-    meta = ExampleMeta(
-        prompt_id=of.prompt_id,
-        index=0,
-        lengths=tuple(len(example.token_ids) for example in examples),
-        num_loss_tokens=2,
-        problem=problem,
-        problem_kind="too_long" if problem else "",
-    )
-    return examples, meta
+def make(of, *, ends=("",), **problem):
+    examples = []
+    for k, end in enumerate(ends):
+        ids = np.arange(3 + of.idx + k, dtype=np.int32)
+        examples.append(Example(sample_id=of.prompt_id + end, token_ids=ids, token_mask=ids % 2 == 0, margin=0.1 * k))
+    lengths = tuple(len(example.token_ids) for example in examples)
+    return examples, ExampleMeta(prompt_id=of.prompt_id, index=0, lengths=lengths, num_loss_tokens=2, **problem)
 
 
 def assert_same(one, other):
@@ -49,7 +36,8 @@ def assert_same(one, other):
 
 def test_rows_are_found_again_by_content_under_the_ids_of_the_prompt(tmp_path):
     prompts = [prompt(i) for i in range(5)]
-    made = [make(p, pair=True, problem=f"row {p.prompt_id} is too long" if p.idx == 2 else None) for p in prompts]
+    made = [make(p, ends=("/chosen", "/rejected")) for p in prompts]
+    made[2] = make(prompts[2], ends=("/chosen", "/rejected"), problem="row d:2 is too long", problem_kind="too_long")
     cache = TokenCache("f", tmp_path)
     assert cache.load(prompts) == [None] * 5
     cache.store(prompts, made)
