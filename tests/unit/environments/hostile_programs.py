@@ -27,10 +27,7 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
     "infinite error output": ("import os\nwhile True:\n    os.write(2, b'x' * 4096)", LimitHit.OUTPUT),
     "one huge line": ("import sys\nsys.stdout.write('x' * 50_000_000)", LimitHit.OUTPUT),
     "flood of the status pipe": ("import os\nwhile True:\n    os.write(3, b'{}' * 999)", LimitHit.OUTPUT),
-    "nested lists in the status pipe": (
-        "import os\nos.write(3, b'[' * 50_000 + b'\\n')\nos._exit(1)",
-        None,
-    ),
+    "nested lists in the status pipe": ("import os\nos.write(3, b'[' * 50_000 + b'\\n')\nos._exit(1)", None),
     "facts of the wrong types, with the token": (
         "import os, sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
         "frame.f_locals['report'](limit=[], error=[], finished=[1], failed_cell=True)\nos._exit(1)",
@@ -42,10 +39,7 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
         LimitHit.CPU_TIME,
     ),
     "sleep": ("import time\ntime.sleep(60)", LimitHit.WALL_TIME),
-    "sleep with everything closed": (
-        "import os, time\nos.closerange(0, 100)\ntime.sleep(60)",
-        LimitHit.WALL_TIME,
-    ),
+    "sleep with everything closed": ("import os, time\nos.closerange(0, 100)\ntime.sleep(60)", LimitHit.WALL_TIME),
     "stops itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", LimitHit.WALL_TIME),
     "memory hog": ("x = [bytearray(1 << 20) for _ in range(1 << 20)]", LimitHit.MEMORY),
     "memory at once": ("x = bytearray(1 << 40)", LimitHit.MEMORY),
@@ -67,24 +61,15 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
         None,
     ),
     "directory above": ("open('../MARK', 'w')", LimitHit.FORBIDDEN),
-    "link to the outside": (
-        "import os\nos.symlink('/tmp', 'out')\nopen('out/MARK', 'w')",
-        LimitHit.FORBIDDEN,
-    ),
+    "link to the outside": ("import os\nos.symlink('/tmp', 'out')\nopen('out/MARK', 'w')", LimitHit.FORBIDDEN),
     "hard link to the outside": ("import os, sys\nos.link(os.__file__, 'mine')", LimitHit.FORBIDDEN),
     "truncate outside": ("import os\nos.truncate('HOME/.bashrc', 0)", LimitHit.FORBIDDEN),
     "mode of a file outside": ("import os\nos.chown(os.__file__, 0, 0)", LimitHit.FORBIDDEN),
     "big file": ("f = open('a', 'wb')\nwhile True:\n    f.write(bytes(1 << 20))", LimitHit.FILE_SIZE),
-    "full disk": (
-        "import os\nfor i in range(10**6):\n    open(str(i), 'wb').write(bytes(1 << 20))",
-        LimitHit.DISK,
-    ),
+    "full disk": ("import os\nfor i in range(10**6):\n    open(str(i), 'wb').write(bytes(1 << 20))", LimitHit.DISK),
     "many files": ("for i in range(10**6):\n    open(str(i), 'w').close()", LimitHit.DISK),
     "many open files": ("x = [open('a', 'w') for _ in range(10**6)]", LimitHit.OPEN_FILES),
-    "deep directories": (
-        "import os\nfor _ in range(150):\n    os.mkdir('d')\n    os.chdir('d')",
-        None,
-    ),
+    "deep directories": ("import os\nfor _ in range(150):\n    os.mkdir('d')\n    os.chdir('d')", None),
     "directory without permissions": ("import os\nos.mkdir('d')\nos.mkdir('d/e', 0)\nos.mkdir('f', 0)", None),
     "fifo": ("import os\nos.mkfifo('f')", LimitHit.FORBIDDEN),
     "socket": ("import socket\nsocket.create_connection(('127.0.0.1', 22))", LimitHit.FORBIDDEN),

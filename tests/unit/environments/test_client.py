@@ -1,6 +1,5 @@
 import asyncio
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -89,11 +88,11 @@ def raises(error):
 def test_one_conversation_may_fail_in_a_batch_that_is_answered():
     def behave(logs, metadata):
         failures = ["the judge is gone" if log[-1]["content"] == "bad" else None for log in logs]
-        return echo(logs, metadata)._replace(failures=failures)
+        return echo(logs, metadata)._replace(failures=failures, metrics=[{"score": 1}] * len(logs))
 
     actor = FakeActor(behave)
     good, bad = asyncio.run(gathered(EnvironmentClient("env", actor, 5.0), ["a", "bad"]))
-    assert good.reward == 1.0
+    assert good.reward == 1.0 and good.metrics == {"score": 1.0}
     assert isinstance(bad, EnvironmentFailure) and str(bad) == "environment 'env': the judge is gone (sample 0/0/d:1/1)"
     assert actor.batches == [2], "nothing is asked twice"
 
@@ -230,6 +229,9 @@ def test_a_dead_actor_is_asked_once_more_and_no_more():
         ({"observations": ["text"]}, "an observation needs role and content"),
         ({"metadata": None}, "metadata must be a list of 1, got a NoneType"),
         ({"answers": ["a", "b"]}, "answers must be a list of 1"),
+        ({"metrics": [{"score": "high"}]}, "metrics"),
+        ({"metrics": ["score"]}, "metrics"),
+        ({"metrics": [{}, {}]}, "metrics"),
     ],
 )
 def test_a_wrong_return_names_environment_and_field(change, message):
@@ -240,10 +242,6 @@ def test_a_wrong_return_names_environment_and_field(change, message):
 
 
 def test_registry_names_what_is_missing():
-    with pytest.raises(ValueError, match="did you mean math"):
-        find_env_class("mth")
-    with pytest.raises(ValueError, match="no module 'no_such_package'"):
-        find_env_class("no_such_package.envs:MyEnv")
     with pytest.raises(ValueError, match="has no 'Nothing'"):
         find_env_class("nemo_rl.environments.math.environment:Nothing")
     with pytest.raises(ValueError, match="already"):
@@ -285,10 +283,9 @@ TROUBLE = textwrap.dedent(
 
 
 @pytest.fixture
-def import_folder(tmp_path):
-    sys.path.insert(0, str(tmp_path))
-    yield tmp_path
-    sys.path.remove(str(tmp_path))
+def import_folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.over_20s("actors start again, and a hanging one is waited for")
@@ -399,15 +396,6 @@ def test_the_dataset_and_processor_of_the_guide_run(import_folder):
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
-
-
-def test_metrics_are_numbers_by_name():
-    parts = [{"role": "tool", "content": ""}], [None], [None], torch.ones(1), torch.ones(1)
-    [step] = split_return(EnvironmentReturn(*parts, metrics=[{"score": 1}]), 1, "mine")
-    assert isinstance(step, EnvironmentStep) and step.metrics == {"score": 1.0}
-    for wrong in ([{"score": "high"}], ["score"], [{}, {}]):
-        with pytest.raises(StepRefused, match="metrics"):
-            split_return(EnvironmentReturn(*parts, metrics=wrong), 1, "mine")
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():

@@ -105,10 +105,6 @@ def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
         read_tests(row)
 
 
-def log(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-
-
 def test_mathematics_with_three_rewards() -> None:
     environment: Any = new_environment("math_multi_reward", {"num_workers": 1, "stop_strings": None})
     texts = [
@@ -117,7 +113,7 @@ def test_mathematics_with_three_rewards() -> None:
         "<think>x</think> <answer>41</answer>",
         "\\boxed{42}",
     ]
-    result = environment.step([log(text) for text in texts], [{"ground_truth": "42"}] * 4)
+    result = environment.step([said(text) for text in texts], [{"ground_truth": "42"}] * 4)
     environment.shutdown()
     assert result.rewards.tolist() == [[1, 1, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert result.metrics[1] == {"correct": 1.0, "integer": 0.0, "format": 0.0}
@@ -126,7 +122,7 @@ def test_mathematics_with_three_rewards() -> None:
 
 def test_programs_are_compared_by_their_words() -> None:
     environment: Any = new_environment("code_jaccard", {"num_workers": 1})
-    logs = [log("```python\nx = 1\n```"), log("```python\nx = 1\nprint(x, y)\n```"), log("")]
+    logs = [said("```python\nx = 1\n```"), said("```python\nx = 1\nprint(x, y)\n```"), said("")]
     result = environment.step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
 

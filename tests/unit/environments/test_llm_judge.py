@@ -127,9 +127,6 @@ def test_the_key_is_never_repeated(monkeypatch):
         environment = LLMJudgeEnvironment({"base_url": url, "model": "m", "api_key_env": "JUDGE_KEY"})
         [failure] = environment.step([log("2")], [known()]).failures
     assert "status 401" in failure and "sesame" not in failure
-    monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ValueError, match="JUDGE_KEY is not set"):
-        LLMJudgeEnvironment({"base_url": url, "model": "m", "api_key_env": "JUDGE_KEY"})
 
 
 class Recorded:

@@ -93,10 +93,7 @@ def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
 
 @pytest.mark.parametrize(
     ("servers", "named"),
-    [
-        ({"a": {"command": "/no/such/program"}}, "servers.a cannot be reached"),
-        ({"a": {}}, "write command, or url"),
-    ],
+    [({"a": {"command": "/no/such/program"}}, "servers.a cannot be reached"), ({"a": {}}, "write command, or url")],
 )
 def test_a_server_that_cannot_be_used_is_named(servers: Any, named: str):
     with pytest.raises(ValueError, match=named):

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
-
-MATH = {"num_workers": 1}
 
 
 def log(answer: str) -> list[dict[str, Any]]:
@@ -28,7 +26,7 @@ def log(answer: str) -> list[dict[str, Any]]:
 class Counting(EnvironmentInterface[Any]):
     """Several turns; the metadata count them. Some answers are trouble."""
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self) -> None:
         self.calls: list[int] = []
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
@@ -63,34 +61,6 @@ def serving(environment: Any, token: str | None = None, **options: Any) -> Itera
         yield RemoteEnvironment({"base_url": url, "backoff_s": 0.01, "start_timeout_s": 5.0, **options})
 
 
-def test_mathematics_is_the_same_from_a_server():
-    logs = [log(text) for text in (r"\boxed{2}", r"\boxed{3}", "two", r"\boxed{\frac{4}{2}}")]
-    metadata = [{"ground_truth": "2"} for _ in logs]
-    batch = BatchedDataDict(
-        {
-            "group_id": ["a", "a", "b", "b"],
-            "text": ["1+1"] * 4,
-            "message_log": logs,
-            "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0]),
-            "is_end": torch.tensor([True, True, False, True]),
-            "prompt_lengths": torch.tensor([3, 3, 3, 3]),
-            "generation_lengths": torch.tensor([5, 6, 7, 8]),
-        }
-    )
-    environment = MathEnvironment(MATH)
-    want = environment.step(logs, metadata)
-    with serving(environment) as remote:
-        got = remote.step(logs, metadata)
-        assert torch.equal(got.rewards, want.rewards.double())
-        assert torch.equal(got.terminateds.float(), want.terminateds)
-        assert got.observations == want.observations and got.answers == want.answers
-        assert got.metadata == want.metadata and got.next_stop_strings == want.next_stop_strings
-        assert got.failures == [None] * 4
-        _, metrics = remote.global_post_process_and_metrics(batch)
-        assert metrics == environment.global_post_process_and_metrics(BatchedDataDict({**batch}))[1]
-    environment.shutdown()
-
-
 def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
     with serving(Counting()) as remote:
         first = remote.step([log("12"), log("b")], [{"turn": 0}, {"turn": 1}])
@@ -99,8 +69,12 @@ def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
         assert first.next_stop_strings == [["</a>"], None]
         assert first.metrics == [{"length": 2.0}, {"length": 1.0}]
         assert first.answers == ["12", None] and first.rewards.tolist() == [2.0, 1.0]
-        assert first.observations[0] == {"role": "tool", "content": "12"}
+        assert first.observations[0] == {"role": "tool", "content": "12"} and first.failures == [None, None]
         assert remote.step([log("x")], first.metadata[:1]).terminateds.tolist() == [True]
+        batch = BatchedDataDict(
+            {"message_log": [log("12"), log("b")], "rewards": first.rewards, "group_id": ["a", "b"]}
+        )
+        assert remote.global_post_process_and_metrics(batch)[1] == {"mean": 1.5, "n": 2}
 
 
 @pytest.mark.parametrize(
@@ -134,10 +108,8 @@ def test_a_request_that_took_too_long_is_sent_again_and_not_stepped_twice():
 def test_a_server_without_an_answer_in_time_fails_the_conversations_and_is_named():
     with serving(Counting(), timeout_s=0.05, max_retries=1) as remote:
         [failure] = remote.step([log("slow")], [{"turn": 0}]).failures
-        assert (
-            f"POST {remote.connection.url}/step: no answer within 0.05 s (tried 2 times)" in failure
-            and "'slow'" in failure
-        )
+        assert f"POST {remote.connection.url}/step: no answer within 0.05 s (tried 2 times)" in failure
+        assert "'slow'" in failure
     with serving(Counting(), time_limit_s=0.1) as remote:
         [failure] = remote.step([log("slow")], [{"turn": 0}]).failures
         assert "time_limit_s=0.1" in failure
@@ -153,15 +125,10 @@ def test_the_token_is_asked_for(monkeypatch):
             RemoteEnvironment({"base_url": remote.connection.url, "token_env": "TOKEN"})
         with pytest.raises(ValueError, match="status 401"):
             RemoteEnvironment({"base_url": remote.connection.url})
-    monkeypatch.delenv("TOKEN")
-    with pytest.raises(ValueError, match="TOKEN is not set"):
-        RemoteEnvironment({"base_url": "http://127.0.0.1:9", "token_env": "TOKEN"})
 
 
 def test_the_run_waits_for_the_server_and_then_says_how_to_start_one():
-    with pytest.raises(
-        ValueError, match=r"no environment server answers at http://127\.0\.0\.1:9: .*environment_server"
-    ):
+    with pytest.raises(ValueError, match=r"no environment server answers at http://127.*: .*environment_server"):
         RemoteEnvironment({"base_url": "http://127.0.0.1:9", "start_timeout_s": 0.2})
 
 
@@ -177,30 +144,25 @@ def test_nothing_is_served_to_others_without_a_token(host, token):
 
 
 def test_the_server_refuses_what_is_no_request():
-    import aiohttp
+    good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
+    refused = [
+        ("text/plain", json.dumps(good), 415, "application/json"),
+        ("application/json", "{", 400, ""),
+        ("application/json", json.dumps({**good, "protocol": 7}), 400, "protocol 7"),
+        ("application/json", json.dumps({**good, "request_id": None}), 400, ""),
+        ("application/json", json.dumps({**good, "batch": []}), 400, ""),
+        ("application/json", json.dumps({**good, "batch": [{"messages": log("a")}]}), 400, ""),
+        ("application/json", json.dumps({**good, "batch": [{"messages": "hi", "metadata": 1}]}), 400, "batch[0]"),
+    ]
 
-    async def answers(url: str) -> list[tuple[int, str]]:
-        good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
-        bodies = [
-            ("text/plain", json.dumps(good)),
-            ("application/json", "{"),
-            ("application/json", json.dumps({**good, "protocol": 7})),
-            ("application/json", json.dumps({**good, "request_id": None})),
-            ("application/json", json.dumps({**good, "request_id": "b", "batch": []})),
-            ("application/json", json.dumps({**good, "request_id": "c", "batch": [{"messages": log("a")}]})),
-            ("application/json", json.dumps({**good, "request_id": "d", "batch": [{"messages": "hi", "metadata": 1}]})),
-        ]
+    async def ask(url: str) -> None:
         async with aiohttp.ClientSession() as session:
-            found = []
-            for kind, body in bodies:
+            for kind, body, status, message in refused:
                 async with session.post(f"{url}/step", data=body, headers={"Content-Type": kind}) as response:
-                    found.append((response.status, (await response.json())["error"]))
-            return found
+                    assert response.status == status and message in (await response.json())["error"]
 
     with served(EnvironmentServer(Counting(), "env", None).app()) as url:
-        found = asyncio.run(answers(url))
-    assert [status for status, _ in found] == [415, 400, 400, 400, 400, 400, 400]
-    assert "application/json" in found[0][1] and "protocol 7" in found[2][1] and "batch[0]" in found[6][1]
+        asyncio.run(ask(url))
 
 
 GOOD = {
@@ -219,9 +181,7 @@ GOOD = {
     ("change", "message"),
     [
         ({"rewards": [1, 2]}, "'rewards' must be a list of 1, got a list of 2"),
-        ({"rewards": [None]}, "reward[0] None"),
         ({"rewards": ["1"]}, "reward[0] '1'"),
-        ({"rewards": [[]]}, "reward []"),
         ({"rewards": [[1, None]]}, "reward[1] None"),
         ({"terminateds": [1]}, "terminated 1"),
         ({"observations": ["ok"]}, "observation 'ok'"),

@@ -90,15 +90,6 @@ def test_a_corpus_from_a_file(tmp_path, suffix):
         load_corpus(corpus(path))
 
 
-def test_a_corpus_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        load_corpus(corpus("nowhere.jsonl"))
-    with pytest.raises(ValueError, match="has no 'nothing'"):
-        load_corpus(corpus("nemo_rl.data.datasets.lookup:nothing"))
-    with pytest.raises(ValueError, match="no module 'no_such'"):
-        load_corpus(corpus("no_such:corpus"))
-
-
 @pytest.mark.parametrize(
     ("turn", "action"),
     [
@@ -160,9 +151,6 @@ def test_an_episode_searches_reads_and_answers():
     _, metrics = env.global_post_process_and_metrics(batch)
     assert metrics == {"correct_rate": 0.5, "fraction_of_samples_properly_ended": 1.0}
     assert (searched, not_searched) == ({"searches_per_sample": 2.0, "hit_rate": 0.5}, {"searches_per_sample": 0.0})
-
-
-# -- the generated questions
 
 
 def test_one_turn_is_refused_for_it_leaves_none_to_answer():

@@ -30,21 +30,10 @@ ANSWERS = ["2", "nine, I think", "24", "5"]
 
 def tiny_classifier(**changes: Any) -> Qwen2ForSequenceClassification:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": len(build_tiny_tokenizer()),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "num_labels": 1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "initializer_range": 0.3,
-    }
-    return Qwen2ForSequenceClassification(Qwen2Config(**(settings | changes))).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "initializer_range": 0.3}
+    tokens = {"vocab_size": len(build_tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return Qwen2ForSequenceClassification(Qwen2Config(**(sizes | heads | tokens | changes))).eval()
 
 
 @pytest.fixture(scope="module")

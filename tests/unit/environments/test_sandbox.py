@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,8 @@ def assert_contained(name: str, result: SandboxResult) -> None:
     if expected is LimitHit.FORBIDDEN:  # a file may also not be there at all
         assert result.limit is expected or result.error == "FileNotFoundError", (name, result)
     elif expected in (LimitHit.CPU_TIME, LimitHit.WALL_TIME):  # a busy machine: neither memory nor CPU seconds in time
-        assert result.limit in (LimitHit.CPU_TIME, LimitHit.WALL_TIME, LimitHit.MEMORY, LimitHit.THREADS), (
-            name,
-            result,
-        )
+        busy = (LimitHit.CPU_TIME, LimitHit.WALL_TIME, LimitHit.MEMORY, LimitHit.THREADS)
+        assert result.limit in busy, (name, result)
     else:
         assert result.limit is expected, (name, result)
     assert "made" not in result.stderr
@@ -86,9 +85,8 @@ def assert_nothing_left(pool: SandboxPool) -> None:
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = SandboxPool(4, LIMITS)
-    yield pool
-    pool.close()
+    with closing(SandboxPool(4, LIMITS)) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +131,11 @@ def test_ordinary_programs_do_what_they_should(pool: SandboxPool) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become another user")
 def test_programs_of_different_servers_are_different_users() -> None:
-    pools = [SandboxPool(1, LIMITS) for _ in range(2)]
-    try:
-        users = {int(one(pool, "import os\nprint(os.getuid())").stdout) for pool in pools}
-        if users == {0}:
-            pytest.skip("no other user than root can read the interpreter here")
-        assert len(users) == 2 and 0 not in users
-    finally:
-        for pool in pools:
-            pool.close()
+    with closing(SandboxPool(1, LIMITS)) as first, closing(SandboxPool(1, LIMITS)) as second:
+        users = {int(one(pool, "import os\nprint(os.getuid())").stdout) for pool in (first, second)}
+    if users == {0}:
+        pytest.skip("no other user than root can read the interpreter here")
+    assert len(users) == 2 and 0 not in users
 
 
 def test_no_program_sees_the_files_or_the_environment_of_another(pool: SandboxPool, monkeypatch) -> None:
@@ -201,27 +195,22 @@ def test_a_machine_that_cannot_isolate_is_refused_by_name(mechanisms: list[str],
 
 
 def test_what_is_waived_is_logged_and_processes_still_do_not_stay(caplog) -> None:
-    weaker = SandboxPool(1, LIMITS.model_copy(update={"allow_weaker": list(Guarantee)}), mechanisms=["landlock"])
-    try:
+    limits = LIMITS.model_copy(update={"allow_weaker": list(Guarantee)})
+    with closing(SandboxPool(1, limits, mechanisms=["landlock"])) as weaker:
         assert "does NOT guarantee" in caplog.text and "processes" in caplog.text
         daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)"
         assert one(weaker, daemon).exit_status == 0
         assert_nothing_left(weaker)
-    finally:
-        weaker.close()
 
 
 @pytest.mark.parametrize("mechanisms", [["seccomp", "landlock"], ["seccomp", "namespaces"]])
 def test_each_way_to_confine_files_is_enough(mechanisms: list[str]) -> None:
     names = [name for name, (text, limit) in HOSTILE.items() if limit is LimitHit.FORBIDDEN]
-    pool = SandboxPool(2, LIMITS, mechanisms=mechanisms)
-    try:
+    with closing(SandboxPool(2, LIMITS, mechanisms=mechanisms)) as pool:
         results = pool.run([Program(cells=[source(name)]) for name in names])
         for name, result in zip(names, results, strict=True):
             assert_contained(name, result)
         assert_nothing_left(pool)
-    finally:
-        pool.close()
 
 
 AS_NOBODY = """
@@ -257,16 +246,13 @@ def test_it_needs_no_root() -> None:
     pytest.skip("no interpreter here can be read by another user than root")
 
 
-def test_a_killed_server_is_replaced_and_its_program_dies_with_it(pool: SandboxPool) -> None:
-    small = SandboxPool(1, LIMITS)
-    try:
+def test_a_killed_server_is_replaced_and_its_program_dies_with_it() -> None:
+    with closing(SandboxPool(1, LIMITS)) as small:
         (server,) = small.pids()
         os.kill(server, signal.SIGKILL)
         assert one(small, "print(1)").stdout == "1\n"
         assert small.pids() != [server]
         assert_nothing_left(small)
-    finally:
-        small.close()
     assert not Path(small.directory).exists()
     assert processes_of(small.directory) == []
 

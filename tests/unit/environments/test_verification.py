@@ -112,17 +112,7 @@ def test_english_multiple_choice(response, letter):
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "Answer: B",
-        "Antwort: B",
-        "Réponse : B",
-        "答案\uff1aB",
-        "答案是 B",
-        "정답: B",
-        "الإجابة: ب",
-        "উত্তর: ব",
-        "**Respuesta:** (B)",
-    ],
+    ["Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "정답: B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)"],
 )
 def test_multilingual_multiple_choice(response):
     assert multilingual_multichoice(response, "B") == (True, "B")
@@ -155,27 +145,27 @@ def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs():
 
 def test_step_gives_the_contract():
     env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0})
-    logs = [
-        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{12}"}],
-        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{13}"}],
-        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "is \\boxed{\\frac{24}{2}}"}],
-    ]
-    returned = env.step(logs, [{"ground_truth": "12"}] * 3)
+    answers = ["\\boxed{12}", "\\boxed{13}", "is \\boxed{\\frac{24}{2}}"]
+    logs = [[{"role": "user", "content": "5+7"}, {"role": "assistant", "content": answer}] for answer in answers]
+    returned = pickle.loads(pickle.dumps(env.step(logs, [{"ground_truth": "12"}] * 3)))  # as to the rollout worker
     env.shutdown()
-    travelled = pickle.loads(pickle.dumps(returned))  # as to the rollout worker
-    assert torch.equal(travelled.rewards, returned.rewards)
-    assert travelled.rewards.dtype == returned.rewards.dtype
-    assert travelled.terminateds.tolist() == [1.0] * 3
-    assert travelled.observations == returned.observations
-    assert returned.rewards.tolist() == [1.0, 0.0, 1.0]
-    assert returned.terminateds.tolist() == [1.0] * 3
-    assert [o["content"] for o in returned.observations] == [
-        "Environment: correct",
-        "Environment: incorrect",
-        "Environment: correct",
-    ]
-    assert returned.answers[:2] == ["12", "13"]
-    assert returned.next_stop_strings == [None] * 3
+    assert returned.rewards.tolist() == [1.0, 0.0, 1.0] and returned.terminateds.tolist() == [1.0] * 3
+    told = [observation["content"] for observation in returned.observations]
+    assert told == ["Environment: correct", "Environment: incorrect", "Environment: correct"]
+    assert returned.answers[:2] == ["12", "13"] and returned.next_stop_strings == [None] * 3
+
+
+def finished() -> BatchedDataDict:
+    return BatchedDataDict(
+        {
+            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+            "is_end": torch.tensor([True, True, False, True]),
+            "generation_lengths": torch.tensor([4, 6, 8, 10]),
+            "prompt_lengths": torch.tensor([2, 2, 3, 3]),
+            "group_id": ["a", "a", "b", "b"],
+            "text": ["same"] * 4,
+        }
+    )
 
 
 class FailingPool:
@@ -198,27 +188,13 @@ def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_lo
     assert "verifier 'hf_math_verify' ended its process twice" in str(died)
     assert not isinstance(late, EnvironmentFailure)
     assert late.reward == 0.0
-    batch = {"rewards": torch.zeros(1), "is_end": torch.ones(1), "generation_lengths": torch.ones(1)}
-    batch |= {"prompt_lengths": torch.ones(1), "group_id": ["a"]}
-    counts = [
-        env.global_post_process_and_metrics(BatchedDataDict(batch))[1]["num_verifications_timed_out"] for _ in range(2)
-    ]
+    counts = [env.global_post_process_and_metrics(finished())[1]["num_verifications_timed_out"] for _ in range(2)]
     assert counts == [1.0, 0.0]
 
 
 def test_metrics_of_a_batch():
     env = MathEnvironment({"num_workers": 1})
-    batch = BatchedDataDict(
-        {
-            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
-            "is_end": torch.tensor([True, True, False, True]),
-            "generation_lengths": torch.tensor([4, 6, 8, 10]),
-            "prompt_lengths": torch.tensor([2, 2, 3, 3]),
-            "group_id": ["a", "a", "b", "b"],
-            "text": ["same"] * 4,
-        }
-    )
-    batch, metrics = env.global_post_process_and_metrics(batch)
+    batch, metrics = env.global_post_process_and_metrics(finished())
     env.shutdown()
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert metrics == {

@@ -32,13 +32,9 @@ SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
 
 @pytest.fixture(scope="module")
 def environment():
-    made = PythonToolEnvironment(
-        {
-            "num_workers": 1,
-            "tools": ["calculator", "python", f"{__name__}:SHOUT"],
-            "sandbox": {"time_limit_s": 2.0, "cpu_limit_s": 1},
-        }
-    )
+    tools = ["calculator", "python", f"{__name__}:SHOUT"]
+    sandbox = {"time_limit_s": 2.0, "cpu_limit_s": 1}
+    made = PythonToolEnvironment({"num_workers": 1, "tools": tools, "sandbox": sandbox})
     yield made
     made.shutdown()
 
@@ -47,15 +43,12 @@ def call(name: str, **arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def play(
-    environment: PythonToolEnvironment, turns: list[str], answer: str = "12"
-) -> tuple[list[str], list[float], list]:
-    metadata: list = [{"ground_truth": answer}]
+def play(environment: PythonToolEnvironment, turns: list[str]) -> tuple[list[str], list[float], list]:
+    metadata: list = [{"ground_truth": "12"}]
     seen, rewards, ends = [], [], []
     for turn in turns:
-        result = environment.step(
-            [[{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]], metadata
-        )
+        log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
+        result = environment.step([log], metadata)
         metadata = json.loads(json.dumps(result.metadata))  # it travels, and holds nothing but data
         seen.append(result.observations[0]["content"])
         rewards.append(result.rewards.item())
@@ -80,34 +73,20 @@ def test_an_episode_of_calls_and_an_answer(environment) -> None:
 
 
 def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) -> None:
-    seen, rewards, ends = play(
-        environment,
-        [
-            "<tool_call>{'name': 'calculator'}</tool_call>",
-            "<tool_call>[1]</tool_call>",
-            call("calculater", expression="1"),
-            call("calculator", expr="1"),
-            call("calculator", expression=3),
-            call("calculator", expression="import os"),
-            call("shout", text=""),
-            call("python", code="1 / 0"),
-            call("python", code="while True: pass"),
-            call("calculator", expression="1") * 6,
-        ],
-    )
-    expected = [
-        "is not JSON",
-        "names no tool",
-        "no tool 'calculater'; there are: calculator, python, shout",
-        "needs the argument 'expression'",
-        "must be of type string",
-        "not an expression",
-        "nothing to shout",
-        "ZeroDivisionError",
-        "seconds",
-        "only the first 4 calls",
-    ]
-    assert [part in text for part, text in zip(expected, seen, strict=True)] == [True] * len(expected)
+    wrong = {
+        "<tool_call>{'name': 'calculator'}</tool_call>": "is not JSON",
+        "<tool_call>[1]</tool_call>": "names no tool",
+        call("calculater", expression="1"): "no tool 'calculater'; there are: calculator, python, shout",
+        call("calculator", expr="1"): "needs the argument 'expression'",
+        call("calculator", expression=3): "must be of type string",
+        call("calculator", expression="import os"): "not an expression",
+        call("shout", text=""): "nothing to shout",
+        call("python", code="1 / 0"): "ZeroDivisionError",
+        call("python", code="while True: pass"): "seconds",
+        call("calculator", expression="1") * 6: "only the first 4 calls",
+    }
+    seen, rewards, ends = play(environment, list(wrong))
+    assert [part in text for part, text in zip(wrong.values(), seen, strict=True)] == [True] * len(wrong)
     assert not any(ends) and not any(rewards)
 
 
@@ -147,29 +126,14 @@ def test_it_agrees_with_python(expression: str) -> None:
         assert calculate(expression) == expected
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "__import__('os').system('true')",
-        "().__class__",
-        "[x for x in (1,)]",
-        "9**9**9",
-        "2**-99999",
-        "'a' * 9",
-        "True",
-        "(-8)**0.5",
-        "1/0",
-        "sqrt(-1)",
-        "exp(9999)",
-        "round(2.5, ndigits=1)",
-        "1 +",
-        "",
-        "(" * 300 + "1" + ")" * 300,
-        "1+" * 600 + "1",
-        "-" * 200 + "1",
-        "x",
-    ],
-)
+REFUSED = [
+    "__import__('os').system('true')", "().__class__", "[x for x in (1,)]", "x", "'a' * 9", "True", "1 +", "",
+    "9**9**9", "2**-99999", "(-8)**0.5", "1/0", "sqrt(-1)", "exp(9999)", "round(2.5, ndigits=1)",
+    "(" * 300 + "1" + ")" * 300, "1+" * 600 + "1", "-" * 200 + "1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", REFUSED)
 def test_everything_else_is_refused_with_a_reason(expression: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         calculate(expression)
