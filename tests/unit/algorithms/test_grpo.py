@@ -82,7 +82,7 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_named_in_place_of_the_failures_that_they_cause(tmp_path):
-    run = Run(tmp_path, reward=lambda request, index: None)
+    run = GRPORun(tmp_path, reward=lambda request, index: None)
     run.policy.bad_weights = WorkerError("weights are not finite", worker="policy-1", rank=1, method="inspect_weights")
     with pytest.raises(WorkerError, match="weights are not finite"):
         run.go()
