@@ -180,6 +180,10 @@ class DTensorConfig(StrictModel):
     torch_compile: bool = False
     """Compile each transformer block (about a minute at the first step)."""
 
+    fsdp_per_block: bool | None = None
+    """Shard each transformer block by itself and gather it just before its pass; false: gather the whole model at once.
+    null: for models above 32 MiB. The hooks of a block take longer than the passes of a smaller one."""
+
     defer_fsdp_grad_sync: bool | None = None
     """Reduce gradients once per optimizer step instead of after every micro-batch: less traffic, but whole float32
     gradients on every rank until then. null: where these take at most a tenth of its memory. A pipeline always does."""

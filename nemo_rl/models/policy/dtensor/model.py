@@ -109,7 +109,11 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
         tensor=mesh.tensor,
         context=mesh.context,
     )
-    shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
+    per_block = settings.fsdp_per_block
+    if per_block is None:
+        per_block = sum(parameter.nbytes for parameter in stage.parameters()) > SMALL_MODEL_BYTES
+    groups = layers if per_block else []
+    shard(stage, groups, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
     return stage
 
 
@@ -157,6 +161,9 @@ def trainable(stages: Sequence[LogprobModel]) -> list[nn.Parameter]:
 
 # -- recomputation, FSDP2, memory
 
+SMALL_MODEL_BYTES = 2**25
+"""Weights of a pipeline stage up to which its blocks are gathered together, see `fsdp_per_block`."""
+
 _EXPENSIVE = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -189,9 +196,9 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
 
 
 def shard(
-    root: nn.Module, layers: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, *, cpu_offload: bool
+    root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, *, cpu_offload: bool
 ) -> None:
-    """Apply FSDP2 in place: one group per transformer block, one for its experts, one for embeddings, norm and head.
+    """Apply FSDP2 in place: one group for each of `blocks`, one for each layer's experts, one for the rest.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
     """
@@ -199,8 +206,8 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     # The root stays gathered between forward and backward: the backward pass computes logits from the head again.
     fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     for module in root.modules():
