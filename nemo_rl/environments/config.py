@@ -561,13 +561,11 @@ class EnvironmentConfig(BaseModel):
     """
 
 
-SYNONYMS = {"math": ("math_default", "math_multi_reward"), "composite": ("vlm",)}
-"""`type` of an environment -> others that have the same keys."""
-
-
 def _variant(value: Any) -> str:
+    """The tag of a section, which one model checks. Several values of `type` may have one model."""
     if isinstance(value, dict):
-        return next((name for name in OURS if value.get("type") in (name, *SYNONYMS.get(name, ()))), "other")
+        types = {name: get_args(model.model_fields["type"].annotation) for name, model in OURS.items()}
+        return next((name for name, known in types.items() if value.get("type") in known), "other")
     return next((name for name, model in OURS.items() if isinstance(value, model)), "other")
 
 

@@ -15,24 +15,13 @@ from typing import Any
 import aiohttp
 
 from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.environments.agents.runner import MAX_QUOTED, AgentFailed, post_json
 
-MAX_QUOTED = 2000  # characters
-# Of a response: what a verifier reads. The rest is ours.
+# The keys of a response that a verifier reads.
 _RESPONSE_KEYS = (
-    "id",
-    "object",
-    "created_at",
-    "model",
-    "parallel_tool_calls",
-    "tool_choice",
-    "tools",
-    "usage",
-    "status",
+    *("id", "object", "created_at", "model", "parallel_tool_calls"),
+    *("tool_choice", "tools", "usage", "status"),
 )
-
-
-class GymError(RuntimeError):
-    """A server of NeMo Gym, or the model, answered with an error."""
 
 
 async def play(
@@ -42,7 +31,7 @@ async def play(
 
     Raises:
         ValueError: unless there is exactly one URL, and the row is one of NeMo Gym.
-        GymError: for an answer with an error status.
+        AgentFailed: for an answer of a server or of the model with an error status.
     """
     if (resources_url is None) == (agent_url is None):
         raise ValueError("give resources_url, for the tools and the verifier of tasks, or agent_url, for their agent")
@@ -56,13 +45,13 @@ async def play(
         if agent_url is not None:
             params = row["responses_create_params"]
             params = {**params, "metadata": {**(params.get("metadata") or {}), "nemo_rl_key": task.api_key}}
-            verified = await _post(http, f"{agent_url}/run", {**row, "responses_create_params": params})
+            verified = await post_json(http, f"{agent_url}/run", {**row, "responses_create_params": params})
         else:
-            await _post(http, f"{resources_url}/seed_session", row)
+            await post_json(http, f"{resources_url}/seed_session", row)
             response = await _respond(http, task, str(resources_url), row["responses_create_params"], max_steps)
-            verified = await _post(http, f"{resources_url}/verify", {**row, "response": response})
+            verified = await post_json(http, f"{resources_url}/verify", {**row, "response": response})
     if not isinstance(verified, dict) or not isinstance(verified.get("reward"), int | float):
-        raise GymError(f"the verifier returned no reward: {str(verified)[:MAX_QUOTED]}")
+        raise AgentFailed(f"the verifier returned no reward: {str(verified)[:MAX_QUOTED]}")
     known = {"reward", *row}
     numbers = {k: v for k, v in verified.items() if isinstance(v, int | float) and k not in known}
     return {"reward": verified["reward"], "metrics": numbers}
@@ -83,34 +72,16 @@ async def _respond(
     response: dict[str, Any] = {}
     for _ in range(max_steps):
         body = {"model": task.model, "input": [*items, *output], **wanted}
-        response = await _post(http, f"{task.base_url}/responses", body, headers)
+        response = await post_json(http, f"{task.base_url}/responses", body, headers)
         output += response["output"]
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         for call in calls:
-            # The server has other paths, such as its verifier's, which are no tools.
-            is_tool = call["name"] in tools
-            content = await _call(http, resources_url, call) if is_tool else f"there is no tool {call['name']!r}"
+            content = f"there is no tool {call['name']!r}"
+            if call["name"] in tools:  # the server has other paths, such as its verifier's
+                url, arguments = f"{resources_url}/{call['name']}", json.loads(call["arguments"])
+                async with http.post(url, json=arguments, allow_redirects=False) as answer:
+                    content = await answer.text()  # an error of a tool is for the model to read
             output.append({"type": "function_call_output", "call_id": call["call_id"], "output": content})
         if not calls:
             break
     return {**{key: response[key] for key in _RESPONSE_KEYS if key in response}, "output": output}
-
-
-async def _call(http: aiohttp.ClientSession, resources_url: str, call: Mapping[str, Any]) -> str:
-    """What a tool answers; its errors are for the model to read."""
-    url = f"{resources_url}/{call['name']}"
-    async with http.post(url, json=json.loads(call["arguments"]), allow_redirects=False) as answer:
-        return await answer.text()
-
-
-async def _post(
-    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-) -> Any:
-    async with http.post(url, json=body, headers=headers, allow_redirects=False) as answer:
-        said = await answer.text()
-        if answer.status != 200:
-            raise GymError(f"POST {url}: status {answer.status}: {said[:MAX_QUOTED]}")
-        try:
-            return json.loads(said)
-        except json.JSONDecodeError as error:
-            raise GymError(f"POST {url}: the answer is no JSON: {said[:MAX_QUOTED]}") from error

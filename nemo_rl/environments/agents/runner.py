@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -46,14 +46,11 @@ class AgentRunner:
         self.config = AgentEnvironmentConfig(**options)
         self._slots = asyncio.Semaphore(self.config.max_concurrent)
         self._running: dict[str, asyncio.Task[AgentOutcome]] = {}  # by URL of the session
-        self.agent: Callable[[AgentTask], Any] | None = None
-        self.verifier: Callable[..., Any] | None = None
-        if self.config.run is not None:
-            self.agent = partial(import_agent(self.config.run), **self.config.kwargs)
+        run, verifier = self.config.run, self.config.verifier
+        self.agent = None if run is None else partial(import_agent(run), **self.config.kwargs)
+        self.verifier = None if verifier is None else import_object(verifier, "verifier")
         if self.config.command is not None and self.config.isolate:
             check(network=self.config.network)
-        if self.config.verifier is not None:
-            self.verifier = import_object(self.config.verifier, "verifier")
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """Run one episode to its end. The time limit begins when the agent does."""
@@ -74,33 +71,29 @@ class AgentRunner:
 
     async def _run(self, task: AgentTask) -> AgentOutcome:
         async with self._slots:
-            playing = asyncio.create_task(self._play(task))
-            try:
-                await asyncio.wait([playing], timeout=self.config.time_limit_s)
-                if not playing.done():
-                    limit = f"it had not ended after time_limit_s={self.config.time_limit_s:g}"
-                    return AgentOutcome(end=AgentEnd.HUNG, failure=limit)
-                error = playing.exception()  # whatever a program of the user raises is its outcome
-                if error is not None:
-                    return AgentOutcome(end=AgentEnd.CRASHED, failure=_text(error))
-                return playing.result()
-            finally:
-                playing.cancel()
-                await asyncio.wait([playing], timeout=1.0)  # so that a command is gone
+            return await self._limited(self._play(task))
 
     async def verify(self, task: AgentTask, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> AgentOutcome:
         """The reward that the verifier gives an episode. `conversations`: the messages of each of its rows."""
         assert self.verifier is not None
-        verifying = asyncio.ensure_future(self._call(self.verifier, task, conversations))
-        await asyncio.wait([verifying], timeout=self.config.time_limit_s)
-        if not verifying.done():
-            verifying.cancel()
-            limit = f"the verifier had not ended after time_limit_s={self.config.time_limit_s:g}"
-            return AgentOutcome(end=AgentEnd.HUNG, failure=limit)
-        error = verifying.exception()
-        if error is not None:
-            return AgentOutcome(end=AgentEnd.CRASHED, failure=f"the verifier raised {_text(error)}")
-        return verifying.result()
+        return await self._limited(self._call(self.verifier, task, conversations), "the verifier: ")
+
+    async def _limited(self, program: Coroutine[Any, Any, AgentOutcome], prefix: str = "") -> AgentOutcome:
+        """The outcome of a program of the user within the time limit; its exceptions are outcomes too."""
+        running = asyncio.create_task(program)
+        try:
+            await asyncio.wait([running], timeout=self.config.time_limit_s)
+            if not running.done():
+                limit = f"{prefix}it had not ended after time_limit_s={self.config.time_limit_s:g}"
+                return AgentOutcome(end=AgentEnd.HUNG, failure=limit)
+            if (error := running.exception()) is not None:
+                frames = traceback.extract_tb(error.__traceback__)
+                where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+                return AgentOutcome(end=AgentEnd.CRASHED, failure=f"{prefix}{type(error).__name__}: {error}{where}")
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running], timeout=1.0)  # so that a command is gone
 
     async def _play(self, task: AgentTask) -> AgentOutcome:
         if self.agent is not None:
@@ -111,27 +104,15 @@ class AgentRunner:
         return await post_task(self.config.url, task)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
-        if inspect.iscoroutinefunction(function):
-            return outcome(await _awaited(function, *args))
-        thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # one that hangs takes none from others
+        thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # a callable that hangs holds up no other
         try:
-            return outcome(await asyncio.get_running_loop().run_in_executor(thread, _without_exit, function, *args))
+            if inspect.iscoroutinefunction(function):
+                return outcome(await function(*args))
+            return outcome(await asyncio.get_running_loop().run_in_executor(thread, function, *args))
+        except SystemExit as error:  # would end this actor with all its agents
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
         finally:
             thread.shutdown(wait=False)
-
-
-async def _awaited(function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return await function(*args)
-    except SystemExit as error:  # as in `_without_exit`
-        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
-
-
-def _without_exit(function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except SystemExit as error:  # would end this actor with all its agents
-        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
 
 async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentOutcome:
@@ -217,15 +198,20 @@ async def post_task(url: str, task: AgentTask) -> AgentOutcome:
     Raises:
         AgentFailed: for another status than 200, or an answer that is no JSON.
     """
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-        session.post(url, json=asdict(task), allow_redirects=False) as answer,
-    ):
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+        return outcome(await post_json(http, url, asdict(task)))
+
+
+async def post_json(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Any:
+    """The answer to a POST. AgentFailed for another status than 200, or an answer that is no JSON."""
+    async with http.post(url, json=body, headers=headers, allow_redirects=False) as answer:
         said = await answer.text()
         if answer.status != 200:
             raise AgentFailed(f"POST {url}: status {answer.status}: {said[:MAX_QUOTED]}")
         try:
-            return outcome(json.loads(said))
+            return json.loads(said)
         except json.JSONDecodeError as error:
             raise AgentFailed(f"POST {url}: the answer is no JSON: {said[:MAX_QUOTED]}") from error
 
@@ -252,10 +238,3 @@ def outcome(returned: Any) -> AgentOutcome:
         raise ValueError(f"an agent's rewards must be finite, got {of_roles}")
     numbers = {str(name): float(value) for name, value in metrics.items()}
     return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=of_roles, metrics=numbers)
-
-
-def _text(error: BaseException) -> str:
-    """The error and the line of the agent that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

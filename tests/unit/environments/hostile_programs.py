@@ -30,7 +30,7 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
     "nested lists in the status pipe": ("import os\nos.write(3, b'[' * 50_000 + b'\\n')\nos._exit(1)", None),
     "facts of the wrong types, with the token": (
         "import os, sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
-        "frame.f_locals['report'](limit=[], error=[], finished=[1], failed_cell=True)\nos._exit(1)",
+        "frame.f_locals['report'](limit=[], finished=[1])\nos._exit(1)",
         None,
     ),
     "busy loop": ("while True:\n    pass", LimitHit.CPU_TIME),

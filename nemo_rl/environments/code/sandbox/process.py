@@ -93,7 +93,6 @@ class Server:
         os.lseek(stdin, 0, os.SEEK_SET)
         pipes = {name: os.pipe() for name in PIPES}
         server = os.getpid()
-        started = time.monotonic()
         pid = os.fork()
         if pid == 0:
             try:
@@ -103,7 +102,7 @@ class Server:
         os.close(stdin)
         for _, write in pipes.values():
             os.close(write)
-        watch = _Watch(self, pid, {read: name for name, (read, _) in pipes.items()}, started)
+        watch = _Watch(self, pid, {read: name for name, (read, _) in pipes.items()})
         try:
             watch.run()
         finally:
@@ -139,8 +138,8 @@ class Server:
 class _Watch:
     """One running child: its output so far, and the limit that it has reached."""
 
-    def __init__(self, server: Server, pid: int, names: dict[int, str], started: float) -> None:
-        self.pid, self.started = pid, started
+    def __init__(self, server: Server, pid: int, names: dict[int, str]) -> None:
+        self.pid, self.started = pid, time.monotonic()
         self.limits, self.work, self.proc = server.limits, server.work, server.proc
         self.names = names  # of the pipes that are open, by file descriptor
         self.output = {name: bytearray() for name in PIPES}
@@ -151,7 +150,6 @@ class _Watch:
         self.limit: LimitHit | None = None
         self.status: int | None = None
         self.usage: resource.struct_rusage | None = None
-        self.duration_s = 0.0
 
     def run(self) -> None:
         """Watch until it has ended or reached a limit."""
@@ -212,7 +210,6 @@ class _Watch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             _, self.status, self.usage = os.wait4(self.pid, 0)
-        self.duration_s = time.monotonic() - self.started
         end_orphans(self.proc)
         for fd in list(self.names):
             self._close(fd)
@@ -221,7 +218,7 @@ class _Watch:
         """The fields of SandboxResult: from certain facts first, from the child's own report last."""
         assert self.status is not None and self.usage is not None
         exit_status = os.waitstatus_to_exitcode(self.status)
-        facts = _facts(bytes(self.output["status"]), token)
+        finished, told = _facts(bytes(self.output["status"]), token)
         limit = self.limit
         used_s = self.usage.ru_utime + self.usage.ru_stime
         used_up = used_s > self.limits.cpu_limit_s - 0.5
@@ -232,7 +229,7 @@ class _Watch:
         if limit is None and exit_status < 0 and self.usage.ru_maxrss > 0.8 * 1024 * self.limits.memory_mib:
             limit = LimitHit.MEMORY
         if limit is None and exit_status != 0:
-            limit = facts.get("limit")
+            limit = told
         stdout = self.output["stdout"][: self.limits.max_output_bytes]
         stderr = self.output["stderr"][: self.limits.max_output_bytes - len(stdout)]
         return {
@@ -240,15 +237,12 @@ class _Watch:
             "stderr": stderr.decode("utf-8", errors="replace"),
             "exit_status": exit_status,
             "limit": limit,
-            "finished": exit_status == 0 and self.limit is None and bool(facts.get("finished")),
-            "duration_s": self.duration_s,
-            "error": facts.get("error", ""),
-            "failed_cell": facts.get("failed_cell"),
+            "finished": exit_status == 0 and self.limit is None and finished,
         }
 
 
-def _facts(data: bytes, token: str) -> dict[str, Any]:
-    """The child's report: the first line with the request's token. Values of a wrong type are ignored.
+def _facts(data: bytes, token: str) -> tuple[bool, str | None]:
+    """The child's report, (finished, limit): the first line with the request's token. Wrong types are ignored.
 
     A line without the token is not from the runner. A line with the token may still be from the program, which shares
     the runner's process and can find the token there.
@@ -258,14 +252,10 @@ def _facts(data: bytes, token: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):
             facts = json.loads(line)
         if isinstance(facts, dict) and facts.get("token") == token:
-            limit, error, failed_cell = facts.get("limit"), facts.get("error"), facts.get("failed_cell")
-            return {
-                "finished": facts.get("finished") is True,
-                "error": error if isinstance(error, str) else "",
-                "limit": limit if isinstance(limit, str) and limit in set(LimitHit) else None,
-                "failed_cell": failed_cell if type(failed_cell) is int else None,  # a bool is none
-            }
-    return {}
+            limit = facts.get("limit")
+            known = limit if isinstance(limit, str) and limit in set(LimitHit) else None
+            return facts.get("finished") is True, known
+    return False, None
 
 
 def stat_fields(proc: int, pid: int) -> list[bytes]:

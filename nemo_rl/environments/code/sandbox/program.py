@@ -6,6 +6,7 @@
 import ast
 import atexit
 import builtins
+import contextlib
 import errno
 import gc
 import io
@@ -17,6 +18,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -86,9 +88,6 @@ class SandboxResult:
     exit_status: int  # negative: the signal that ended it
     limit: LimitHit | None
     finished: bool
-    duration_s: float
-    error: str = ""  # type of the exception that ended it
-    failed_cell: int | None = None  # the cell that raised
 
 
 SEED = 0
@@ -136,17 +135,15 @@ def _cells(request: dict[str, Any], namespace: dict[str, Any], status_fd: int) -
     def report(**facts: object) -> None:
         os.write(status_fd, json.dumps({**facts, "token": request["token"]}).encode() + b"\n")
 
-    cells, number = request["cells"], 0
+    *earlier, last = request["cells"]
     try:
-        if len(cells) > 1:
-            with _Silenced():
-                for number, cell in enumerate(cells[:-1]):
-                    _execute(cell, f"<cell {number + 1}>", namespace, echo=False)
-        number = len(cells) - 1
-        name = f"<cell {number + 1}>" if number else "<program>"
-        _execute(cells[-1], name, namespace, echo=request["echo"])
+        if earlier:
+            with _silenced():
+                for number, cell in enumerate(earlier, start=1):
+                    _execute(cell, f"<cell {number}>", namespace, echo=False)
+        name = f"<cell {len(earlier) + 1}>" if earlier else "<program>"
+        _execute(last, name, namespace, echo=request["echo"])
         if request["check"]:
-            number += 1
             _execute(request["check"], "<check>", namespace, echo=False)
         report(finished=True)
     except SystemExit as leaving:
@@ -157,28 +154,28 @@ def _cells(request: dict[str, Any], namespace: dict[str, Any], status_fd: int) -
             limit = LIMIT_OF_ERRNO.get(error.errno or 0)
         elif isinstance(error, RuntimeError) and str(error) == "can't start new thread":
             limit = LimitHit.THREADS
-        report(error=type(error).__name__, limit=limit, failed_cell=number)
+        report(limit=limit)
         _show_traceback(error)
         raise
     return 0
 
 
-class _Silenced:
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
     """Discards standard output and error, and empties standard input, in a `with` block."""
-
-    def __enter__(self) -> None:
-        self.kept = [os.dup(fd) for fd in range(3)]
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for fd in range(3):
-            os.dup2(nowhere, fd)
-        os.close(nowhere)
-
-    def __exit__(self, *_: object) -> None:
+    kept = [os.dup(fd) for fd in range(3)]
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for fd, kept in enumerate(self.kept):
-            os.dup2(kept, fd)
-            os.close(kept)
+        for fd, copy in enumerate(kept):
+            os.dup2(copy, fd)
+            os.close(copy)
 
 
 def _execute(source: str, name: str, namespace: dict[str, Any], *, echo: bool) -> None:

@@ -124,8 +124,7 @@ class _Server(LineWorker[Program, SandboxResult]):
             except TimeoutError:
                 self.close()
                 logger.warning("a sandbox server did not answer and was replaced; its program counts as too slow")
-                no_output: dict[str, Any] = {"stdout": "", "stderr": "", "exit_status": -9, "finished": False}
-                return SandboxResult(limit=LimitHit.WALL_TIME, duration_s=self.patience_s, **no_output)
+                return SandboxResult(stdout="", stderr="", exit_status=-9, limit=LimitHit.WALL_TIME, finished=False)
             else:
                 limit = reply.pop("limit")
                 return SandboxResult(limit=LimitHit(limit) if limit else None, **reply)
