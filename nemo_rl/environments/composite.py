@@ -2,8 +2,9 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,12 +17,6 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.registry import new_environment
 from nemo_rl.environments.rewards import load_reward
 from nemo_rl.types import LLMMessageLogType
-
-
-def combine(values: Mapping[str, float], parts: Sequence[RewardFunctionConfig], *, normalize_weights: bool) -> float:
-    """The reward: the sum of `contributions`; `normalize_weights` divides it by the sum of all weights."""
-    total = sum(contributions(values, parts))
-    return total / sum(part.weight for part in parts) if normalize_weights else total
 
 
 def contributions(values: Mapping[str, float], parts: Sequence[RewardFunctionConfig]) -> list[float]:
@@ -40,11 +35,12 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         """The sections that parts name are in `cfg.sections`. ValueError for a part that does not exist."""
         self.cfg = CompositeEnvironmentConfig.model_validate(cfg)
         self.parts = self.cfg.reward_functions
-        self.functions: dict[str, Any] = {}
+        self.scale = sum(part.weight for part in self.parts) if self.cfg.normalize_weights else 1.0
+        self.functions: dict[str, Callable[..., Any]] = {}
         self.environments: dict[str, EnvironmentInterface[Any]] = {}
         for part in self.parts:
             if part.env is None:
-                self.functions[part.name] = load_reward(part)
+                self.functions[part.name] = partial(load_reward(part), **part.kwargs)
             elif part.env in self.cfg.sections:
                 self.environments[part.name] = new_environment(part.env, self.cfg.sections[part.env])
             else:
@@ -54,13 +50,10 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """One turn, then the episode is over. Errors of the parts are in `failures`."""
+        conversations = list(zip(message_log_batch, metadata, strict=True))
         calls = {
-            part.name: [
-                self._threads.submit(self.functions[part.name], *copy.deepcopy((log, known)), **part.kwargs)
-                for log, known in zip(message_log_batch, metadata, strict=True)
-            ]
-            for part in self.parts
-            if part.env is None
+            name: [self._threads.submit(function, *copy.deepcopy(one)) for one in conversations]
+            for name, function in self.functions.items()
         }
         steps = {
             part.name: step_each(
@@ -72,33 +65,25 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         texts, rewards, answers, failures, metrics = [], [], [], [], []
         for i, log in enumerate(message_log_batch):
             found = {
-                part.name: _result(part.name, calls[part.name][i], log)
+                part.name: _of_function(part.name, calls[part.name][i], log)
                 if part.env is None
-                else _reward(part, steps[part.name][i], log)
+                else _of_environment(part, steps[part.name][i], log)
                 for part in self.parts
             }
-            values = {name: value for name, value in found.items() if not isinstance(value, str)}
-            problems = [value for value in found.values() if isinstance(value, str)]
-            ended = {
-                name: step
-                for name, of_part in steps.items()
-                if isinstance(step := of_part[i], EnvironmentStep) and step.terminated
-            }
-            own = {f"{name}/{key}": value for name, step in ended.items() for key, value in step.metrics.items()}
+            problems = [str(outcome) for outcome in found.values() if isinstance(outcome, EnvironmentFailure)]
+            sound = {name: outcome for name, outcome in found.items() if isinstance(outcome, EnvironmentStep)}
+            values = {name: outcome.reward for name, outcome in sound.items()}
+            own = {f"{name}/{key}": value for name, step in sound.items() for key, value in step.metrics.items()}
             texts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
             # The reward of a failed conversation is a placeholder.
-            rewards.append(self._rewards(values if not problems else dict.fromkeys(found, 0.0)))
-            answers.append(next((step.answer for step in ended.values() if step.answer is not None), None))
+            weighted = contributions(values if not problems else dict.fromkeys(found, 0.0), self.parts)
+            several = [reward / self.scale for reward in weighted]
+            rewards.append(several if self.cfg.several_rewards else sum(weighted) / self.scale)
+            answers.append(next((step.answer for step in sound.values() if step.answer is not None), None))
             failures.append("; ".join(problems) or None)
             metrics.append(values | own)
         scores = torch.tensor(rewards, dtype=torch.float64)
         return one_turn(texts, metadata, scores, answers=answers, failures=failures, metrics=metrics)
-
-    def _rewards(self, values: Mapping[str, float]) -> float | list[float]:
-        if not self.cfg.several_rewards:
-            return combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
-        scale = sum(part.weight for part in self.parts) if self.cfg.normalize_weights else 1.0
-        return [reward / scale for reward in contributions(values, self.parts)]
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """`<part>/<metric>` of the environments among the parts, over a batch with the samples' `metrics` (list of B).
@@ -122,23 +107,26 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         return batch, found
 
 
-def _result(part: str, future: Future[Any], log: LLMMessageLogType) -> float | str:
-    """The value of a reward function, or the reason why there is none."""
+def _of_function(part: str, future: Future[Any], log: LLMMessageLogType) -> Outcome:
+    """The value of a reward function as the step of an environment."""
     if error := future.exception():
-        return f"reward {part!r} raised {error!r} {excerpt(log)}"
+        return EnvironmentFailure(f"reward {part!r} raised {error!r} {excerpt(log)}")
     value = future.result()
     if not isinstance(value, Real):
-        return f"reward {part!r} returned a {type(value).__name__}, not a number, {excerpt(log)}"
-    return float(value) if math.isfinite(value) else f"reward {part!r} returned {float(value)} {excerpt(log)}"
+        kind = type(value).__name__
+        return EnvironmentFailure(f"reward {part!r} returned a {kind}, not a number, {excerpt(log)}")
+    if not math.isfinite(value):
+        return EnvironmentFailure(f"reward {part!r} returned {float(value)} {excerpt(log)}")
+    return EnvironmentStep(observation={}, reward=float(value), terminated=True, metadata=None, next_stop_strings=None)
 
 
-def _reward(part: RewardFunctionConfig, step: Outcome, log: LLMMessageLogType) -> float | str:
-    """The reward of an environment, or the reason why there is none."""
+def _of_environment(part: RewardFunctionConfig, step: Outcome, log: LLMMessageLogType) -> Outcome:
+    """The step of an environment, which has to end the episode."""
     if isinstance(step, EnvironmentFailure):
-        return f"reward {part.name!r}: {step}"
-    if not step.terminated:
-        return (
-            f"reward {part.name!r}: environment {part.env!r} does not end the episode after one turn "
-            f"({excerpt(log)}); a composite takes environments of one turn"
-        )
-    return step.reward
+        return EnvironmentFailure(f"reward {part.name!r}: {step}")
+    if step.terminated:
+        return step
+    return EnvironmentFailure(
+        f"reward {part.name!r}: environment {part.env!r} does not end the episode after one turn "
+        f"({excerpt(log)}); a composite takes environments of one turn"
+    )

@@ -28,7 +28,7 @@ from mcp.types import CallToolResult, TextContent
 
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import shorten
-from nemo_rl.environments.code.tools import ToolCall, find_calls, problem_of
+from nemo_rl.environments.code.tools import ToolCall, find_calls, numbered, problem_of
 from nemo_rl.environments.config import AnyEnvironmentConfig, McpEnvironmentConfig, McpServerConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.registry import find_env_class, new_environment
@@ -65,25 +65,25 @@ class McpEnvironment(EnvironmentInterface[Any]):
             steps = split_return(given, len(others), self.cfg.environment.type)
             outcomes |= zip(others, steps, strict=True)
         for i, of_turn in asked.items():
-            outcomes[i] = self._answer([_text(future) for future in of_turn], len(calls[i]), metadata[i])
+            outcomes[i] = self._answer(of_turn, len(calls[i]), metadata[i])
         return as_return([outcomes[i] for i in range(len(calls))])
 
     def _start(self, call: ToolCall) -> Future[CallToolResult] | str:
+        """Begin a call; or what is wrong with it."""
         self.num_calls += 1
-        if problem := problem_of(call, self.servers.specs):
-            self.num_errors += 1
-            return f"error: {problem}"
-        return self.servers.call(call.name, call.arguments)
+        return problem_of(call, self.servers.specs) or self.servers.call(call.name, call.arguments)
 
-    def _answer(self, results: Sequence[str | _Lost], num_calls: int, metadata: Any) -> Outcome:
-        texts = [str(result) for result in results]
-        self.num_errors += sum(isinstance(result, _ToolError) for result in results)
-        if (lost := next((result for result in results if isinstance(result, _Lost)), None)) is not None:
-            return EnvironmentFailure(str(lost))
-        if num_calls > len(texts):
-            texts.append(f"error: only the first {len(texts)} calls of a turn are answered")
-        text = texts[0] if len(texts) == 1 else "\n".join(f"[{n}] {t}" for n, t in enumerate(texts, 1))
-        observation = {"role": "tool", "content": shorten(text, self.cfg.max_result_characters)}
+    def _answer(self, asked: Sequence[Future[CallToolResult] | str], num_calls: int, metadata: Any) -> Outcome:
+        texts = []
+        for one in asked:
+            try:
+                text, is_error = (one, True) if isinstance(one, str) else _text_of(one.result())
+            except (*_LOST, TimeoutError) as error:
+                return EnvironmentFailure(f"an MCP server gave no result: {error!r}")
+            self.num_errors += is_error
+            texts.append(f"error: {text}" if is_error else text)
+        content = shorten(numbered(texts, num_calls), self.cfg.max_result_characters)
+        observation = {"role": "tool", "content": content}
         return EnvironmentStep(
             observation=observation, reward=0.0, terminated=False, metadata=metadata, next_stop_strings=None
         )
@@ -105,32 +105,10 @@ def check_inner(section: AnyEnvironmentConfig) -> None:
     find_env_class(section.type)
 
 
-def target_of(config: McpServerConfig) -> Any:
-    """What the client connects to, once."""
-    if config.command is None:
-        return config.url
-    server = mcp.StdioServerParameters(command=config.command, args=config.args, env=config.env)
-    return stdio_client(server, errlog=sys.stderr)  # by default the stderr of the time of the import
-
-
-class _Lost(str):
-    """Why a call has no result: the server is gone or does not answer."""
-
-
-class _ToolError(str):
-    """The result of a call that the tool refused."""
-
-
-def _text(asked: Future[CallToolResult] | str) -> str:
-    """The result for the model: its texts, or `_Lost`."""
-    if isinstance(asked, str):
-        return asked
-    try:
-        result = asked.result()
-    except (*_LOST, TimeoutError) as error:
-        return _Lost(f"an MCP server gave no result: {error!r}")
-    text = "\n".join(part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content)
-    return _ToolError(f"error: {text}") if result.is_error else text
+def _text_of(result: CallToolResult) -> tuple[str, bool]:
+    """(text for the model, whether it is an error)."""
+    texts = (part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content)
+    return "\n".join(texts), bool(result.is_error)
 
 
 class Servers:
@@ -155,14 +133,8 @@ class Servers:
                 if tool.name in self.specs:
                     self.close()
                     raise ValueError(f"servers.{name}: another server has a tool {tool.name!r} too; leave one out")
-                self.specs[tool.name] = {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description or "",
-                        "parameters": tool.input_schema,
-                    },
-                }
+                function = {"description": tool.description or "", "parameters": tool.input_schema}
+                self.specs[tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
                 self._of_tool[tool.name] = connection
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[CallToolResult]:
@@ -231,6 +203,11 @@ class Connection:
             return self._client
 
     async def _run(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
-        async with mcp.Client(target_of(self._config)) as client:
+        target: Any = self._config.url
+        if self._config.command is not None:
+            program = {"command": self._config.command, "args": self._config.args, "env": self._config.env}
+            # By default the stderr of the time of the import.
+            target = stdio_client(mcp.StdioServerParameters(**program), errlog=sys.stderr)
+        async with mcp.Client(target) as client:
             connected.set_result(client)
             await ended.wait()

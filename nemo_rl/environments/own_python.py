@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,41 +91,37 @@ def _with_requirements(text: str, file: Path | None, key: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not lines:
         raise ValueError(f"{key}: there are no requirements; set it to null for the environment of the run")
-    if (contradiction := next(filter(None, map(_contradiction, lines)), None)) is not None:
+    if contradiction := next(filter(None, map(_contradiction, lines)), None):
         raise ValueError(f"{key}: {contradiction}, which actors share with the run; install it there, or leave it out")
     folder = Path.cwd() if file is None else file.parent
     digest = hashlib.sha256("\n".join([str(folder), *lines]).encode()).hexdigest()[:_CHARACTERS_OF_DIGEST]
-    name = f"requirements-{digest}"
-    path = venvs.venv_path(name, venvs.find_project_root()).absolute()
-    return venvs.made_everywhere(path, partial(ensure_overlay, lines, file, folder, path, key))
+    path = venvs.venv_path(f"requirements-{digest}", venvs.find_project_root()).absolute()
+    return venvs.made_everywhere(path, partial(ensure_overlay, path, "\n".join(lines), file, folder, key))
 
 
-def ensure_overlay(lines: Sequence[str], file: Path | None, folder: Path, path: Path, key: str, *, force: bool) -> str:
+def ensure_overlay(path: Path, text: str, file: Path | None, folder: Path, key: str, *, force: bool) -> str:
     """Make the overlay on this machine unless it is up to date. Returns the path of its Python."""
-    installed = _installed()
+    # Name -> version of every package of this process; the first one on sys.path counts.
+    found = [(canonicalize_name(each.metadata["Name"]), each.version) for each in importlib.metadata.distributions()]
+    installed = dict(reversed(found))
     versions = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
-    stamp = {
-        "requirements": "\n".join(lines),
-        "python": sys.version,
-        "below": hashlib.sha256(versions.encode()).hexdigest(),
-    }
-    build = partial(_build, lines, file, folder, path, key, installed)
-    return venvs.made_once(path, stamp, build, force=force)
-
-
-def _build(
-    lines: Sequence[str], file: Path | None, folder: Path, path: Path, key: str, installed: Mapping[str, str]
-) -> None:
+    stamp = {"requirements": text, "python": sys.version, "below": hashlib.sha256(versions.encode()).hexdigest()}
     uv = partial(
         venvs.run_uv,
         what=f"the environment of {key}",
         folder=folder,
         otherwise=f"set {key} to the path of a Python that has the packages",
     )
+    return venvs.made_once(path, stamp, partial(_build, path, text, file, key, installed, uv), force=force)
+
+
+def _build(
+    path: Path, text: str, file: Path | None, key: str, installed: Mapping[str, str], uv: Callable[..., None]
+) -> None:
     uv(["venv", "--python", sys.executable, str(path)], by_hand=f"uv venv {path}")
     wanted, shared, resolved = file or path / "requirements.in", path / "shared.txt", path / "resolved.txt"
     if file is None:
-        wanted.write_text("\n".join(lines) + "\n")
+        wanted.write_text(text + "\n")
     shared.write_text("".join(f"{name}; python_version < '0'\n" for name in SHARED))  # resolved as if nobody asks
     # uv prefers the versions that it finds in its output file: a package changes only where a requirement asks for it.
     resolved.write_text("".join(f"{name}=={version.partition('+')[0]}\n" for name, version in installed.items()))
@@ -141,18 +137,16 @@ def _build(
         uv(install, by_hand=f"uv pip install -r {resolved}")
     show = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip())
-    _check_shared(packages, key)
+    for distribution in importlib.metadata.distributions(path=[str(packages)]):
+        if contradiction := next(filter(None, map(_contradiction, distribution.requires or ())), None):
+            name = distribution.metadata["Name"]
+            raise venvs.VenvBuildError(
+                f"{key}: {name} {distribution.version} asks for {contradiction}, which actors share with the run; "
+                f"choose another version of {name}"
+            )
     # Processed when the Python starts, in order: the overlay's own packages come first on sys.path.
     below = json.dumps(_package_folders())
     (packages / "below.pth").write_text(f"import site; list(map(site.addsitedir, {below}))\n")
-
-
-def _installed() -> dict[str, str]:
-    """Name -> version of every package of this process; the first one on sys.path counts."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution.version)
-    return found
 
 
 def _is_met(line: str, installed: Mapping[str, str]) -> bool:
@@ -160,17 +154,6 @@ def _is_met(line: str, installed: Mapping[str, str]) -> bool:
     name, equals, version = line.partition("==")
     have = installed.get(canonicalize_name(name), "")
     return bool(equals) and version in (have, have.partition("+")[0])
-
-
-def _check_shared(packages: Path, key: str) -> None:
-    for distribution in importlib.metadata.distributions(path=[str(packages)]):
-        for line in distribution.requires or ():
-            if (contradiction := _contradiction(line)) is not None:
-                name = distribution.metadata["Name"]
-                raise venvs.VenvBuildError(
-                    f"{key}: {name} {distribution.version} asks for {contradiction}, which actors share with the run; "
-                    f"choose another version of {name}"
-                )
 
 
 def _contradiction(line: str) -> str | None:

@@ -10,9 +10,9 @@ as the first was, and the environment does not see it. With a token, every reque
 """
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -162,9 +162,7 @@ def write_steps(steps: Sequence[Outcome]) -> dict[str, Any]:
         if isinstance(step, EnvironmentFailure):
             row["failure"] = str(step)
         else:
-            own = {field: vars(step)[field] for field in Row.model_fields} | {
-                "reward": step.reward_parts or step.reward
-            }
+            own = {**vars(step), "reward": step.reward_parts or step.reward}
             problem = next(filter(None, (not_json(own[field], field) for field in Row.model_fields)), None)
             row |= {"failure": f"the environment returned a value that is no JSON: {problem}"} if problem else own
         for name, field in STEP_LISTS.items():
@@ -172,8 +170,8 @@ def write_steps(steps: Sequence[Outcome]) -> dict[str, Any]:
     return answer
 
 
-def read_steps(message: Any, size: int) -> list[Outcome]:
-    """An answer to /step for `size` conversations. ProtocolError naming the problem."""
+def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
+    """An answer to /step for `size` conversations. Failures begin with `where`. ProtocolError naming the problem."""
     found = {"metrics": [None] * size, **check_version(message)}
     for name in STEP_LISTS:
         values = found.get(name)
@@ -185,16 +183,16 @@ def read_steps(message: Any, size: int) -> list[Outcome]:
         fields = dict(zip(STEP_LISTS.values(), values, strict=True))
         failure = fields.pop("failure")
         if failure is not None:
-            outcomes.append(EnvironmentFailure(str(failure)))
+            outcomes.append(EnvironmentFailure(f"{where}{failure}"))
             continue
         try:
             row = read(Row, fields)
         except ProtocolError as error:
-            outcomes.append(EnvironmentFailure(f"the server sent {error}"))
+            outcomes.append(EnvironmentFailure(f"{where}the server sent {error}"))
             continue
-        several = row.reward if len(row.reward) > 1 else []
-        own = {"reward": sum(row.reward), "reward_parts": several, "metrics": row.metrics or {}}
-        outcomes.append(EnvironmentStep(**{**row.model_dump(), **own}))
+        own = {"reward": sum(row.reward), "metrics": row.metrics or {}}
+        parts = row.reward if len(row.reward) > 1 else []
+        outcomes.append(EnvironmentStep(**{**row.model_dump(), **own}, reward_parts=parts))
     return outcomes
 
 
@@ -259,7 +257,7 @@ class _Connection:
             answered = await asyncio.gather(
                 *(self._step(session, [logs[i] for i in part], [metadata[i] for i in part]) for part in parts)
             )
-        of_sent = iter([outcome for outcomes in answered for outcome in outcomes])
+        of_sent = itertools.chain.from_iterable(answered)
         return [
             next(of_sent)
             if problem is None
@@ -278,18 +276,13 @@ class _Connection:
         ]
         try:
             async with asyncio.timeout(self.cfg.time_limit_s):
-                steps = read_steps(await self._post(session, "step", batch), len(batch))
+                return read_steps(await self._post(session, "step", batch), len(batch), f"{self.url}/step: ")
         except HttpFailure as error:
             reason = str(error)
         except ProtocolError as error:
             reason = f"POST {self.url}/step: {error}"
         except TimeoutError:
             reason = f"POST {self.url}/step: no answer within time_limit_s={self.cfg.time_limit_s:g}"
-        else:
-            return [
-                EnvironmentFailure(f"{self.url}/step: {step}") if isinstance(step, EnvironmentFailure) else step
-                for step in steps
-            ]
         return [EnvironmentFailure(f"{reason} ({excerpt(log)})") for log in logs]
 
     async def metrics(self, batch: dict[str, Any]) -> dict[str, float]:
@@ -486,8 +479,7 @@ async def serve(
         await web.TCPSite(runner, host, port).start()
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
         on_start(int(runner.addresses[0][1]))
         await ended.wait()
     finally:

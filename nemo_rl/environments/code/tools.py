@@ -95,17 +95,14 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
 
     def _answer(self, calls: list[ToolCall], state: State) -> str:
         """The results of the calls of one turn; tools may change `state`."""
-        results = [self._call(call, state) for call in calls[: self.cfg.max_calls_per_turn]]
-        if len(calls) > len(results):
-            results.append(f"error: only the first {len(results)} calls of a turn are answered")
-        return results[0] if len(results) == 1 else "\n".join(f"[{i}] {text}" for i, text in enumerate(results, 1))
+        answered = calls[: self.cfg.max_calls_per_turn]
+        return numbered([self._call(call, state) for call in answered], len(calls))
 
     def _call(self, call: ToolCall, state: State) -> str:
         self.num_calls += 1
-        text = problem_of(call, {name: tool.spec for name, tool in self.tools.items()})
         try:
-            if text:
-                raise ToolError(text)
+            if problem := problem_of(call, {name: tool.spec for name, tool in self.tools.items()}):
+                raise ToolError(problem)
             text = self.tools[call.name].run(call.arguments, state)
         except ToolError as error:
             self.num_refused += 1
@@ -211,6 +208,13 @@ def find_calls(text: str) -> list[ToolCall]:
     if calls := CALL.findall(text):
         return [_parse(call.strip()) for call in calls]
     return [ToolCall("python", {"code": block}) for block in FENCED.findall(text)]
+
+
+def numbered(results: list[str], num_calls: int) -> str:
+    """The results of the first of `num_calls` calls of a turn, for the model."""
+    if num_calls > len(results):
+        results = [*results, f"error: only the first {len(results)} calls of a turn are answered"]
+    return results[0] if len(results) == 1 else "\n".join(f"[{i}] {text}" for i, text in enumerate(results, 1))
 
 
 def _parse(text: str) -> ToolCall:

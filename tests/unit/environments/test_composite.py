@@ -15,7 +15,7 @@ from nemo_rl.algorithms.setup.preflight import sections_to_start
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.composite import CompositeEnvironment, combine
+from nemo_rl.environments.composite import CompositeEnvironment, contributions
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, format_reward
@@ -127,20 +127,16 @@ def test_a_combination_is_linear_whatever_the_order_and_closed_by_its_gates(rows
     gates = [p for p in parts if p.gate]
     is_open = all(values[p.name] > 0 for p in gates)
     want = math.fsum(p.weight * values[p.name] for p in (parts if is_open else gates))
-    found = combine(values, parts, normalize_weights=False)
-    assert found == pytest.approx(want, abs=1e-9)
-    shuffled = random.sample(parts, len(parts))
-    assert combine(values, shuffled, normalize_weights=False) == pytest.approx(found, abs=1e-9)
-    if all(weight > 0 for weight, _, _ in rows) and sum(weight for weight, _, _ in rows) > 1e-3:
-        clipped = {name: min(1.0, max(0.0, value)) for name, value in values.items()}
-        assert -1e-9 <= combine(clipped, parts, normalize_weights=True) <= 1 + 1e-9
-        ones = dict.fromkeys(values, 1.0)
-        assert combine(ones, parts, normalize_weights=True) == pytest.approx(1.0)
+    assert sum(contributions(values, parts)) == pytest.approx(want, abs=1e-9)
+    assert sum(contributions(values, random.sample(parts, len(parts)))) == pytest.approx(want, abs=1e-9)
 
 
-def test_a_gate_closes_the_others_and_may_weigh_nothing():
+def test_a_gate_closes_the_others_and_may_weigh_nothing_and_weights_may_be_normalised():
     environment = composite({**NUMBER, "gate": True, "weight": 0.0}, HALVES)
     assert environment.step([log("3"), log("0"), log("-1")], [{}] * 3).rewards.tolist() == [1.5, 0.0, 0.0]
+    several = composite(NUMBER, HALVES, normalize_weights=True, several_rewards=True)
+    assert several.step([log("3")], [{}]).rewards.tolist() == [[2 * 3 / 3, 1.5 / 3]]
+    assert composite(NUMBER, HALVES, normalize_weights=True).step([log("3")], [{}]).rewards.tolist() == [7.5 / 3]
 
 
 @pytest.mark.parametrize(
