@@ -148,11 +148,9 @@ class EnvironmentClient:
     async def _call(self, batch: list[_Request]) -> list[Outcome]:
         if self._ended_at is not None:  # a restart does not count as time of the step
             await self._restarted()
-        logs = [request.messages for request in batch]
-        ref = self.actor.step.remote(logs, [request.metadata for request in batch])
+        ref = self.actor.step.remote([one.messages for one in batch], [one.metadata for one in batch])
         try:
-            with BUSY.track(f"environment {self.name}"):
-                returned = await asyncio.wait_for(ref, self.step_timeout_s)
+            returned = await asyncio.wait_for(ref, self.step_timeout_s)
         except RayTaskError as error:  # first: Ray makes it an instance of the environment's exception as well
             raise StepRefused(f"environment {self.name!r} raised {error.cause!r}") from error
         except TimeoutError:
@@ -238,16 +236,13 @@ class EnvironmentPool:
         except EnvironmentFailure as failure:  # training can continue without these metrics
             logger.warning("%s", failure)
             return {}
-        told: dict[str, list[tuple[float, int]]] = {}  # metric -> (value, number of samples) of each actor
-        for metrics, of_actor in zip(found, rows.values(), strict=True):
-            for name, value in metrics.items():
-                told.setdefault(name, []).append((value, len(of_actor)))
-        return {
-            name: sum(value for value, _ in pairs)
-            if name.startswith("num_")
-            else sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
-            for name, pairs in told.items()
-        }
+        sizes = [len(of_actor) for of_actor in rows.values()]
+        joined = {}
+        for name in dict.fromkeys(itertools.chain.from_iterable(found)):
+            pairs = [(metrics[name], size) for metrics, size in zip(found, sizes, strict=True) if name in metrics]
+            total = sum(value if name.startswith("num_") else value * size for value, size in pairs)
+            joined[name] = total if name.startswith("num_") else total / sum(size for _, size in pairs)
+        return joined
 
 
 def _cause(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from nemo_rl.utils.registry import token_in
 MAX_ANSWER_BYTES = 256 << 20
 MAX_BACKOFF_S = 30.0
 MAX_QUOTED = 300  # characters
-BUSY = frozenset({408, 425, 429, 502, 503, 504})
+RETRY_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses after which the same request may be sent again: the server did not take it, or not in time."""
 
 
@@ -39,7 +39,7 @@ class JsonClient:
         self,
         cfg: LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig,
         token_key: str,
-        retry_statuses: frozenset[int] = BUSY,
+        retry_statuses: frozenset[int] = RETRY_STATUSES,
     ) -> None:
         """`token_key` is the key of the environment variable with the token. ValueError when the variable is empty."""
         variable = getattr(cfg, token_key)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.environments.client import excerpt
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
-from nemo_rl.environments.http_client import BUSY, HttpFailure, JsonClient
+from nemo_rl.environments.http_client import RETRY_STATUSES, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
@@ -28,8 +28,7 @@ from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score
 
 logger = logging.getLogger(__name__)
 
-SERVER_ERRORS = BUSY | {500, 529}  # a question has no side effects: it may be sent again after any of them
-COUNTS = ("num_replies_without_score", "num_request_retries", "num_failed")
+SERVER_ERRORS = RETRY_STATUSES | {500, 529}  # a question has no side effects: it may be sent again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +158,8 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Counts since the last call; `num_failed` are answers without a reward."""
-        counts = {name: float(self.counts[name]) for name in COUNTS}
+        names = ("num_replies_without_score", "num_request_retries", "num_failed")
+        counts = {name: float(self.counts[name]) for name in names}
         self.counts.clear()
         return batch, counts
 

@@ -25,9 +25,10 @@ from nemo_rl.environments.config import (
     gpus_per_actor,
     keys_of,
     own_python,
+    unknown_type,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
-from nemo_rl.utils.registry import find, import_object
+from nemo_rl.utils.registry import import_object
 
 HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
 OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
@@ -49,10 +50,9 @@ def find_env_class(env_type: str) -> Any:
 def env_class_path(env_type: str) -> str:
     """The import path behind a registry name, or `env_type` if it is one. ValueError for an unknown name."""
     check_supported(env_type)
-    path = ENV_REGISTRY.get(env_type, env_type)
-    if ":" not in path and "." not in path:
-        path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name
-    return path
+    if problem := unknown_type(env_type):
+        raise ValueError(problem)
+    return ENV_REGISTRY.get(env_type, env_type)
 
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
@@ -100,34 +100,21 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     mapping with keys that an environment of the library does not have in any form.
     """
     env_config = _checked(env_name, env_config)
-    py_executable = own_python(env_config)
-    env_class, arguments = class_and_arguments(env_name, env_config)
-    if py_executable is None:
-        # The worker process imports the class by name, so it needs the import paths of this process.
-        runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
-    else:
+    keys = keys_of(env_config)
+    env_type = keys.pop("type", env_name)
+    # The worker process imports the class by name, so it needs the import paths of this process.
+    runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
+    if (py_executable := own_python(env_config)) is not None:
         runtime_env = import_object(OWN_PYTHON, "function")(py_executable, f"env.{env_name}.py_executable")
-    if isinstance(env_class, ActorClass):
-        actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
-    else:
-        num_gpus = gpus_per_actor(env_config)
-        actor_class = ray.remote(env_class).options(
-            num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
-        )
-    return actor_class.remote(*arguments)
-
-
-def class_and_arguments(
-    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
-) -> tuple[Any, tuple[Any, ...]]:
-    """The class of a section's actors, and the arguments of its constructor."""
-    options = keys_of(env_config)
-    env_type = options.pop("type", env_name)
-    # An `AgentRunner` imports its agent by itself.
-    if own_python(env_config) is None or isinstance(env_config, AgentEnvironmentConfig):
-        return find_env_class(env_type), (options,)
-    # This process may be unable to import the class.
-    return import_object(HOSTED, "class"), (env_name, {**options, "type": env_class_path(env_type)})
+    if py_executable is None or isinstance(env_config, AgentEnvironmentConfig):
+        env_class, arguments = find_env_class(env_type), (keys,)  # an `AgentRunner` imports its agent by itself
+    else:  # this process may be unable to import the class
+        env_class, arguments = import_object(HOSTED, "class"), (env_name, {**keys, "type": env_class_path(env_type)})
+    options: dict[str, Any] = {"max_restarts": MAX_RESTARTS, "runtime_env": runtime_env}
+    if not isinstance(env_class, ActorClass):
+        env_class = ray.remote(env_class)
+        options |= {"num_cpus": 0, "num_gpus": gpus_per_actor(env_config)}
+    return env_class.options(**options).remote(*arguments)
 
 
 def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None:

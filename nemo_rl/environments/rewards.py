@@ -89,11 +89,8 @@ def format_reward(
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     marks = [f"<{think_tag}>", f"</{think_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
-    positions = [text.find(mark) for mark in marks]
-    once = all(text.count(mark) == 1 for mark in marks)
-    between = text[positions[1] + len(marks[1]) : positions[2]]
-    whole = text.startswith(marks[0]) and text.endswith(marks[3])
-    return float(once and whole and positions == sorted(positions) and not between.strip())
+    whole = r"{}.*{}\s*{}.*{}".format(*map(re.escape, marks))
+    return float(all(text.count(mark) == 1 for mark in marks) and re.fullmatch(whole, text, re.DOTALL) is not None)
 
 
 def exact_answer(

@@ -5,6 +5,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from nemo_rl.environments.client import EnvironmentStep, as_return
 from nemo_rl.environments.config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
@@ -46,30 +47,25 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
         self, message_log_batch: list[LLMMessageLogType], metadata: list[SlidingPuzzleMetadata]
     ) -> EnvironmentReturn[SlidingPuzzleMetadata]:
         """One move of each game. ValueError for a row without a board, of another size, or that cannot be solved."""
-        observations: list[dict[str, Any]] = []
-        after: list[SlidingPuzzleMetadata] = []
-        solved: list[bool] = []
-        ended: list[bool] = []
-        for log, known in zip(message_log_batch, metadata, strict=True):
-            board, problem = play(self._board(known), str(log[-1]["content"]))
-            num_moves, max_moves = known.get("num_moves", 0) + 1, known.get("max_moves", self.max_moves)
-            solved.append(is_solved(board))
-            ended.append(is_solved(board) or num_moves >= max_moves)
-            after.append(
-                {"game_state": {"grid": [[*row] for row in board]}, "num_moves": num_moves, "max_moves": max_moves}
-            )
-            end = [f"{'Solved' if solved[-1] else 'Not solved'} in {num_moves} moves."] if ended[-1] else []
-            content: Any = "\n".join([describe(board, problem), *end])
-            if self.picture:
-                text = "\n".join([problem, *end] if problem else end)
-                content = [picture_of(board), {"type": "text", "text": text}]
-            observations.append({"role": "environment", "content": content})
-        return EnvironmentReturn(
-            observations=observations,
-            metadata=after,
-            next_stop_strings=[[ACTION_END] for _ in after],
-            rewards=torch.tensor(solved, dtype=torch.float32),
-            terminateds=torch.tensor(ended),
+        return as_return([self._move(log, known) for log, known in zip(message_log_batch, metadata, strict=True)])
+
+    def _move(self, log: LLMMessageLogType, known: SlidingPuzzleMetadata) -> EnvironmentStep:
+        board, problem = play(self._board(known), str(log[-1]["content"]))
+        num_moves, max_moves = known.get("num_moves", 0) + 1, known.get("max_moves", self.max_moves)
+        solved = is_solved(board)
+        ended = solved or num_moves >= max_moves
+        end = [f"{'Solved' if solved else 'Not solved'} in {num_moves} moves."] if ended else []
+        content: Any = "\n".join([describe(board, problem), *end])
+        if self.picture:
+            text = "\n".join([problem, *end] if problem else end)
+            content = [picture_of(board), {"type": "text", "text": text}]
+        grid = [[*row] for row in board]
+        return EnvironmentStep(
+            observation={"role": "environment", "content": content},
+            reward=float(solved),
+            terminated=ended,
+            metadata={"game_state": {"grid": grid}, "num_moves": num_moves, "max_moves": max_moves},
+            next_stop_strings=[ACTION_END],
         )
 
     def _board(self, known: SlidingPuzzleMetadata) -> Board:

@@ -3,6 +3,8 @@
 `launcher(...)` gives the arguments of the process, which restricts itself and then becomes the command.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import resource
@@ -10,9 +12,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.environments.code.sandbox import isolation
+
+if TYPE_CHECKING:
+    from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 
 _ROOT = str(Path(__file__).parents[3])
 _CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_rl.environments.agents.launch import main; main()"
@@ -61,25 +66,17 @@ def _children(folder: str, without: set[str]) -> list[str]:
     return [path for name in sorted(os.listdir(folder)) if (path := os.path.join(folder, name)) not in without]
 
 
-def launcher(
-    command: Sequence[str],
-    *,
-    folder: str,
-    port: int,
-    isolate: bool,
-    network: bool,
-    paths: Sequence[str],
-    pythonpath: str,
-    memory_mib: int | None,
-) -> list[str]:
-    """The arguments of a process that becomes `command`. `port`: of the session, which it always reaches."""
-    options: dict[str, Any] = {"memory": None if memory_mib is None else memory_mib << 20}
-    if isolate:
-        ports = None if network else [port]
-        temporary = os.path.realpath(tempfile.gettempdir())
-        options["isolate"] = {"readable": readable(paths, pythonpath, temporary), "folder": folder, "ports": ports}
-        options["isolate"]["writable"] = list(paths)
-    return [sys.executable, "-I", "-S", "-c", _CODE, _ROOT, json.dumps(options), *command]
+def launcher(config: AgentEnvironmentConfig, *, folder: str, port: int, pythonpath: str) -> list[str]:
+    """The arguments of a process that becomes `config.command`. `port`: of the session, which it always reaches."""
+    assert config.command is not None
+    options: dict[str, Any] = {"memory": None if config.memory_mib is None else config.memory_mib << 20}
+    if config.isolate:
+        options["isolate"] = {
+            "readable": readable(config.paths, pythonpath, os.path.realpath(tempfile.gettempdir())),
+            "writable": [folder, *config.paths],
+            "ports": None if config.network else [port],
+        }
+    return [sys.executable, "-I", "-S", "-c", _CODE, _ROOT, json.dumps(options), *config.command]
 
 
 def main() -> None:
@@ -88,13 +85,7 @@ def main() -> None:
     command = sys.argv[2:]
     if (own := options.get("isolate")) is not None:
         isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
-        isolation.restrict_command(
-            abi=isolation.landlock_abi(),
-            readable=own["readable"],
-            writable=[own["folder"], *own["writable"]],
-            devices=_DEVICES,
-            ports=own["ports"],
-        )
+        isolation.restrict_command(abi=isolation.landlock_abi(), devices=_DEVICES, **own)
     if (memory := options["memory"]) is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:

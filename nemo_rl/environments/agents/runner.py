@@ -138,16 +138,8 @@ async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentO
             "AGENT_TASK": path,
             **config.env_vars,
         }
-        arguments = launcher(
-            config.command,
-            folder=folder,
-            port=urlsplit(task.base_url).port or 80,
-            isolate=config.isolate,
-            network=config.network,
-            paths=config.paths,
-            pythonpath=environment.get("PYTHONPATH", ""),
-            memory_mib=config.memory_mib,
-        )
+        port, pythonpath = urlsplit(task.base_url).port or 80, environment.get("PYTHONPATH", "")
+        arguments = launcher(config, folder=folder, port=port, pythonpath=pythonpath)
         # A pipe of ours: asyncio's would wait for every child that keeps it open, also after the command's end.
         ours, theirs = os.pipe()
         reader = asyncio.StreamReader()

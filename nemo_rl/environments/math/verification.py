@@ -106,28 +106,10 @@ ENGLISH_ANSWER = re.compile(
     r"(?i)answer\s*(?:is\s*)?(?::\s*)?[*(\[{$\\]*(?:(?:boxed|text|mathrm)\{)?\(?([A-Z])(?![A-Za-z])"
 )
 
-ANSWER_WORDS = (
-    r"answer(?:\s+is)?",
-    "antwort",
-    "réponse",
-    "respuesta",
-    "resposta",
-    "risposta",
-    "jawaban",
-    "jibu",
-    "ìdáhùn",
-    "idahun",
-    "答案是?",
-    "答え",
-    "回答",
-    "정답",
-    "답변",
-    "답",
-    "الإجابة",
-    "الجواب",
-    "उत्तर",
-    "উত্তর",
-)
+ANSWER_WORDS = r"""
+    answer(?:\s+is)? antwort réponse respuesta resposta risposta jawaban jibu ìdáhùn idahun 答案是? 答え 回答 정답 답변
+    답 الإجابة الجواب उत्तर উত্তর
+"""
 # Letters that stand for A, B, C, D elsewhere: Arabic, Bengali, Hindi.
 LETTERS = {
     **dict(zip("أبجد", "ABCD", strict=True)),
@@ -135,7 +117,7 @@ LETTERS = {
     **dict(zip("अबसड", "ABCD", strict=True)),
 }
 MULTILINGUAL_ANSWER = re.compile(
-    rf"(?i)(?:{'|'.join(ANSWER_WORDS)})\s*(?::\s*)?(?:[*(\[]+\s*)?([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
+    rf"(?i)(?:{'|'.join(ANSWER_WORDS.split())})\s*(?::\s*)?(?:[*(\[]+\s*)?([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
 )
 
 

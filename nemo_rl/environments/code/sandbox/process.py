@@ -26,16 +26,7 @@ from nemo_rl.environments.code.sandbox.program import LimitHit
 from nemo_rl.environments.code.sandbox.program import run as run_program
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-SYSTEM_FILES = (
-    "/lib",
-    "/lib64",
-    "/usr/lib",
-    "/usr/lib64",
-    "/usr/local/lib",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/usr/share/zoneinfo",
-)
+SYSTEM_FILES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /etc/localtime /usr/share/zoneinfo"
 FIRST_TICK_S, LONGEST_TICK_S = 0.001, 0.02
 PIPES = ("stdout", "stderr", "status")
 READ_BYTES = 1 << 16
@@ -52,7 +43,7 @@ class Server:
         self.limits = SimpleNamespace(**limits)
         self.directory = directory
         self.work = os.path.join(self.directory, "work")
-        self.readable = [*SYSTEM_FILES, *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
+        self.readable = [*SYSTEM_FILES.split(), *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # stays open: the namespace has no /proc
         self.namespaces = "namespaces" in mechanisms and in_child(self._enter_namespaces)
         if os.path.isdir(root := os.path.join(self.directory, "root")):  # left by the trial
