@@ -12,21 +12,24 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
 from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
-from nemo_rl.data.interfaces import BAD_ROW
+from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
 from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -67,24 +70,23 @@ MESSAGES = st.lists(
     | VALUES,
     max_size=3,
 )
+OF_VALUES = ("input", "output", "tools", "prompt", "problem", "expected_answer", "options", "answer")
 ROWS = st.fixed_dictionaries(
     {},
     optional={
-        "messages": MESSAGES | VALUES,
-        "input": VALUES,
-        "output": VALUES,
-        "tools": VALUES,
-        "prompt": VALUES,
-        "chosen": MESSAGES | VALUES,
-        "rejected": MESSAGES | VALUES,
-        "problem": VALUES,
-        "expected_answer": VALUES,
-        "options": VALUES,
-        "answer": VALUES,
-        "input_ids": st.lists(st.integers() | SCALARS, max_size=4),
-        "token_mask": st.lists(st.integers() | SCALARS, max_size=4),
+        **dict.fromkeys(OF_VALUES, VALUES),
+        **dict.fromkeys(("messages", "chosen", "rejected"), MESSAGES | VALUES),
+        **dict.fromkeys(("input_ids", "token_mask"), st.lists(st.integers() | SCALARS, max_size=4)),
     },
 )
+LAYOUTS: dict[str, Any] = {
+    "chat": chat_row,
+    "columns": partial(columns_row, input_key="input", output_key="output"),
+    "preference": partial(
+        keyed_row, prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", tool_key="tools"
+    ),
+    "none": dict,
+}
 
 
 @hostile
@@ -99,18 +101,10 @@ def test_lines_of_data_are_rows_or_marked(tmp_path: Path, line: bytes) -> None:
 
 
 @hostile
-@given(ROWS, st.sampled_from(["chat", "columns", "preference", "none"]))
+@given(ROWS, st.sampled_from(sorted(LAYOUTS)))
 def test_no_content_of_a_row_raises(row: dict[str, Any], layout: str) -> None:
     """Of an example: it has tokens, or a problem that is told."""
-    convert = {
-        "chat": chat_row,
-        "columns": lambda row: columns_row(row, input_key="input", output_key="output"),
-        "preference": lambda row: keyed_row(
-            row, prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", tool_key="tools"
-        ),
-        "none": dict,
-    }[layout]
-    found = MarkedRows([row], convert)[0]
+    found = MarkedRows([row], LAYOUTS[layout])[0]
     for processor in ("sft_processor", "preference_processor"):
         examples, meta = maker(processor)(prompt(found))
         assert meta.problem or all(len(example.token_ids) > 0 for example in examples)
@@ -119,9 +113,6 @@ def test_no_content_of_a_row_raises(row: dict[str, Any], layout: str) -> None:
 @hostile
 @given(ROWS, st.sampled_from(["math_hf_data_processor", "multichoice_qa_processor", "conversation_processor"]))
 def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
-    from nemo_rl.data.interfaces import TaskDataSpec
-    from nemo_rl.data.rows.processors import find_processor
-
     task = Task(spec=TaskDataSpec("t"), processor=find_processor(name), processor_name=name)
     try:
         datum = PromptProcessor({"t": task}, TOKENIZER, 256)(prompt(row))
@@ -134,10 +125,8 @@ def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("bad.jsonl", b'{"input": "a", "output": "\xff\xfe"}\n'),
         ("bad.csv", b"input,output\na,\xff\xfe\n"),
         ("bad.csv", b'input,output\n"a,b\n'),
-        ("types.jsonl", b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'),
         ("list.json", b"[1, 2"),
         ("cut.parquet", b"PAR1" + bytes(60)),
         ("nothing.json", b"[]"),
@@ -145,16 +134,17 @@ def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
         ("deep.jsonl", b'{"a":' * DEEP),
     ],
 )
-def test_files_of_data_are_read_or_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    kind = {"jsonl": "json"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
-    if name in ("bad.jsonl", "types.jsonl"):  # single rows
-        rows = MarkedRows(load_file_as(str(path), kind, str(tmp_path / "cache")), dict)
-        assert [BAD_ROW in rows[i] for i in range(len(rows))] == {"bad.jsonl": [True], "types.jsonl": [False] * 3}[name]
-        return
+def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="dataset"):
-        load_file_as(str(path), kind, str(tmp_path / "cache"))
+        load_file_as(str(tmp_path / name), name.rpartition(".")[2].removesuffix("l"), str(tmp_path / "cache"))
+
+
+def test_a_row_of_bytes_that_are_no_text_is_marked_and_types_may_differ(tmp_path: Path) -> None:
+    rows = b'{"input": "a", "output": "\xff\xfe"}\n{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    found = MarkedRows(load_file_as(str(tmp_path / "a.jsonl"), "json", str(tmp_path / "cache")), dict)
+    assert [BAD_ROW in found[i] for i in range(len(found))] == [True, False, False, False]
 
 
 def test_equal_ids_are_two_rows(tmp_path: Path) -> None:
@@ -184,14 +174,7 @@ def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> No
 
 class Echo(EnvironmentInterface[Any]):
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        size = len(message_log_batch)
-        return EnvironmentReturn(
-            [{"role": "environment", "content": log[-1]["content"]} for log in message_log_batch],
-            metadata,
-            [None] * size,
-            torch.ones(size),
-            torch.ones(size),
-        )
+        return one_turn([log[-1]["content"] for log in message_log_batch], metadata, torch.ones(len(metadata)))
 
     def global_post_process_and_metrics(self, batch: Any) -> Any:
         return batch, {"size": float(len(batch))}
@@ -208,21 +191,16 @@ METRICS = {"protocol": 1, "request_id": "b", "batch": {"rewards": [1.0, 2], "gro
 
 
 def post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)) as connection:
         connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 @hostile
 @given(
-    st.one_of(
-        st.tuples(st.just("/step"), damaged(json.dumps(STEP))),
-        st.tuples(st.just("/metrics"), damaged(json.dumps(METRICS))),
-    )
+    st.tuples(st.just("/step"), damaged(json.dumps(STEP)))
+    | st.tuples(st.just("/metrics"), damaged(json.dumps(METRICS)))
 )
 def test_an_environment_server_answers_whatever_is_sent(server: str, sent: tuple[str, bytes]) -> None:
     status, answer = post(server, *sent, {"Authorization": "Bearer secret"})
@@ -280,18 +258,10 @@ def test_what_an_environment_server_says_is_a_step_or_a_failure(
 
 
 CHAT_REQUEST = {
-    "model": "m",
+    **{"model": "m", "max_tokens": 5, "temperature": 0.5, "top_p": 1, "stop": ["x"], "seed": 3, "n": 2},
     "messages": [{"role": "user", "content": "a"}],
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "max_tokens": 5,
-    "temperature": 0.5,
-    "top_p": 1,
-    "stop": ["x"],
-    "seed": 3,
-    "n": 2,
 }
-
-
 RESPONSES_REQUEST = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "1"}]},
@@ -337,18 +307,13 @@ def test_the_openai_server_answers_whatever_is_asked(openai_url: str, sent: tupl
 def test_slow_clients_keep_no_one_waiting(server: str) -> None:
     """Connections that never finish their request: 1,000 by name. A whole request is answered beside them."""
     host, port = server.removeprefix("http://").split(":")
-    slow = []
-    try:
+    with contextlib.ExitStack() as slow:
         for _ in range(min(1000, 2 * CASES)):
-            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection = slow.enter_context(socket.create_connection((host, int(port)), timeout=10))
             connection.sendall(b"POST /step HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n")
-            slow.append(connection)
         started = time.monotonic()
         status, _ = post(server, "/step", json.dumps(STEP).encode(), {"Authorization": "Bearer secret"})
         assert status == 200 and time.monotonic() - started < 10
-    finally:
-        for connection in slow:
-            connection.close()
 
 
 # -- checkpoints
@@ -361,8 +326,8 @@ def trap(text: str) -> None:
 
 
 class Malicious:
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self.call = function, arguments
+    def __init__(self, *call: Any) -> None:
+        self.call = call
 
     def __reduce__(self) -> Any:
         return self.call
@@ -376,49 +341,43 @@ NESTED = CALL | st.lists(CALL, min_size=1, max_size=2) | CALL.map(lambda call: {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch.distributed.checkpoint as dcp
-
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """The folder of a checkpoint and its sound header, which tests damage."""
     folder = tmp_path_factory.mktemp("saved")
     dcp.save({"a": torch.ones(2, 3), "b": torch.zeros(4)}, checkpoint_id=str(folder), no_dist=True)
-    return folder
+    return folder, (folder / METADATA_NAME).read_bytes()
 
 
 @hostile
 @given(NESTED, st.integers(0, 5), st.data())
-def test_a_malicious_pickle_is_never_unpickled(saved: Path, nested: Any, protocol: int, data: st.DataObject) -> None:
+def test_a_malicious_pickle_is_never_unpickled(
+    saved: tuple[Path, bytes], nested: Any, protocol: int, data: st.DataObject
+) -> None:
     """In a header of torch's format, whole or in the middle of a sound one, and in the state of the data."""
-    sound = (saved / METADATA_NAME).read_bytes()
+    folder, sound = saved
     content = pickle.dumps(nested, protocol)
     at = data.draw(st.integers(2, len(sound) - 1))
-    try:
-        for header in (content, sound[:at] + content, sound[:at] + content[2:] + sound[at:]):
-            (saved / METADATA_NAME).write_bytes(header)
-            with contextlib.suppress(CheckpointError):
-                saved_tensors(saved)
-            assert not CALLED
-        path = saved / "state.pt"
-        path.write_bytes(content)
-        with pytest.raises(pickle.UnpicklingError):
-            torch.load(path, weights_only=True)
+    for header in (content, sound[:at] + content, sound[:at] + content[2:] + sound[at:]):
+        (folder / METADATA_NAME).write_bytes(header)
+        with contextlib.suppress(CheckpointError):
+            saved_tensors(folder)
         assert not CALLED
-    finally:
-        (saved / METADATA_NAME).write_bytes(sound)
+    (folder / "state.pt").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(folder / "state.pt", weights_only=True)
+    assert not CALLED
 
 
 @hostile
 @given(st.data())
-def test_damaged_headers_of_tensors_are_refused(saved: Path, data: st.DataObject) -> None:
-    sound = (saved / METADATA_NAME).read_bytes()
+def test_damaged_headers_of_tensors_are_refused(saved: tuple[Path, bytes], data: st.DataObject) -> None:
+    folder, sound = saved
     content = bytearray(sound)
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    (folder / METADATA_NAME).write_bytes(bytes(content))
     try:
-        (saved / METADATA_NAME).write_bytes(bytes(content))
-        try:
-            saved_tensors(saved)
-        except CheckpointError as error:
-            assert str(saved) in str(error)
-    finally:
-        (saved / METADATA_NAME).write_bytes(sound)
+        saved_tensors(folder)
+    except CheckpointError as error:
+        assert str(folder) in str(error)

@@ -1,10 +1,10 @@
 import asyncio
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -20,7 +20,7 @@ from nemo_rl.environments.client import (
 )
 from nemo_rl.environments.code.environment import CodeJaccardEnvironment
 from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentReturn, one_turn
 from nemo_rl.environments.registry import (
     ENV_REGISTRY,
     _check_gpus,
@@ -36,14 +36,9 @@ GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
 
 def echo(logs, metadata):
     """Reward 1 where the last message is the metadata."""
-    size = len(logs)
-    return EnvironmentReturn(
-        observations=[{"role": "environment", "content": f"saw {log[-1]['content']}"} for log in logs],
-        metadata=metadata,
-        next_stop_strings=[None] * size,
-        rewards=torch.tensor([float(log[-1]["content"] == m) for log, m in zip(logs, metadata, strict=True)]),
-        terminateds=torch.ones(size),
-    )
+    texts = [log[-1]["content"] for log in logs]
+    rewards = [float(text == known) for text, known in zip(texts, metadata, strict=True)]
+    return one_turn([f"saw {text}" for text in texts], metadata, torch.tensor(rewards))
 
 
 class Ready:
@@ -52,10 +47,11 @@ class Ready:
 
 
 class FakeActor:
-    """Stands for an actor handle: `step.remote(logs, metadata)` is awaitable and calls `behave`."""
+    """Stands for an actor handle. `step.remote(logs, metadata)` raises the next of `errors`, or calls `behave`."""
 
-    def __init__(self, behave=echo):
+    def __init__(self, behave=echo, *, errors=()):
         self.behave = behave
+        self.errors = list(errors)
         self.batches = []
         self.step = self
         self.__ray_ready__ = Ready()
@@ -66,6 +62,8 @@ class FakeActor:
 
     async def _answer(self, logs, metadata):
         await asyncio.sleep(0.01)
+        if self.errors:
+            raise self.errors.pop(0)
         return self.behave(logs, metadata)
 
 
@@ -76,13 +74,6 @@ def said(text):
 async def gathered(client: EnvironmentClient, texts: list[str]) -> list[Any]:
     steps = [client.step(said(text), "a", sample_id=f"0/0/d:1/{i}") for i, text in enumerate(texts)]
     return await asyncio.gather(*steps, return_exceptions=True)
-
-
-def raises(error):
-    def behave(logs, metadata):
-        raise error
-
-    return behave
 
 
 def test_one_conversation_may_fail_in_a_batch_that_is_answered():
@@ -110,9 +101,8 @@ def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
     steps = asyncio.run(run())
     assert actor.batches == [1, 3]
     assert [step.reward for step in steps] == [0.0, 1.0, 0.0, 1.0]
-    assert steps[1].observation == {"role": "environment", "content": "saw a"}
-    assert steps[1].terminated is True
-    assert steps[1].metadata == "a"
+    assert steps[1].observation == {"role": "environment", "content": "Environment: saw a"}
+    assert steps[1].terminated is True and steps[1].metadata == "a"
 
 
 def test_one_bad_conversation_fails_alone():
@@ -128,43 +118,31 @@ def test_one_bad_conversation_fails_alone():
 
 @pytest.mark.parametrize(("texts", "calls"), [(["a"], [1, 1]), (["a", "b"], [2, 1, 1])])
 def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_call(texts, calls):
-    def behave(logs, metadata):
-        if len(actor.batches) == 1:
-            raise RayTaskError("step", "traceback", OSError("a file was busy"))
-        return echo(logs, metadata)
-
-    actor = FakeActor(behave)
+    actor = FakeActor(errors=[RayTaskError("step", "traceback", OSError("a file was busy"))])
     results = asyncio.run(gathered(EnvironmentClient("maze", actor, 5), texts))
     assert [type(result).__name__ for result in results] == ["EnvironmentStep"] * len(texts)
     assert actor.batches == calls
 
 
 class Measuring(FakeActor):
-    """Its metrics are asked for as often as `errors` has entries, and fail with those that are not None."""
+    """Stands for an actor whose metrics are asked for."""
 
     def __init__(self, *errors):
-        super().__init__()
-        self.errors = list(errors)
+        super().__init__(lambda batch, _: {"accuracy": 0.5}, errors=errors)
         self.global_post_process_and_metrics = self
 
     def options(self, num_returns):
         return self
 
     def remote(self, batch):
-        return batch, self._measure()
-
-    async def _measure(self):
-        error = self.errors.pop(0)
-        if error is not None:
-            raise error
-        return {"accuracy": 0.5}
+        return batch, self._answer(batch, None)
 
 
 def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
     batch = BatchedDataDict({"metrics": [{"depth": 1.0}, {"depth": 2.0}]})
     error = RayTaskError("metrics", "traceback", OSError("a file was busy"))
     for first in (error, RayActorError()):
-        client = EnvironmentClient("maze", Measuring(first, None), 5)
+        client = EnvironmentClient("maze", Measuring(first), 5)
         assert asyncio.run(client.metrics(batch)) == {"accuracy": 0.5, "depth": 1.5}
     with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
         asyncio.run(EnvironmentClient("maze", Measuring(error, error), 5).metrics(batch))
@@ -200,19 +178,11 @@ def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_onl
 
 
 def test_a_dead_actor_is_asked_once_more_and_no_more():
-    actor = FakeActor(raises(RayActorError()))
+    actor = FakeActor(errors=[RayActorError(), RayActorError()])
     results = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a", "b"]))
     assert actor.batches == [2, 2]
     assert all(isinstance(result, EnvironmentFailure) and "twice" in str(result) for result in results)
-    answers = iter([RayActorError(), None])
-
-    def once(logs, metadata):
-        error = next(answers)
-        if error:
-            raise error
-        return echo(logs, metadata)
-
-    (step,) = asyncio.run(gathered(EnvironmentClient("e", FakeActor(once), 5), ["a"]))
+    [step] = asyncio.run(gathered(EnvironmentClient("e", FakeActor(errors=[RayActorError()]), 5), ["a"]))
     assert step.reward == 1.0
 
 
@@ -221,17 +191,14 @@ def test_a_dead_actor_is_asked_once_more_and_no_more():
     [
         ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], or \[1, n\], got \[3\]"),
         ({"rewards": torch.tensor([float("nan")])}, "rewards must be finite"),
-        ({"rewards": torch.zeros(1, 3, 2)}, r"rewards must have shape \[1\], or \[1, n\], got \[1, 3, 2\]"),
         ({"rewards": torch.zeros(1, 0)}, r"rewards must have shape \[1\], or \[1, n\], got \[1, 0\]"),
         ({"rewards": "high"}, "rewards must be a tensor"),
         ({"terminateds": torch.zeros(1, 2)}, r"terminateds must have shape \[1\]"),
         ({"observations": []}, "observations must be a list of 1, got a list of 0"),
         ({"observations": ["text"]}, "an observation needs role and content"),
         ({"metadata": None}, "metadata must be a list of 1, got a NoneType"),
-        ({"answers": ["a", "b"]}, "answers must be a list of 1"),
-        ({"metrics": [{"score": "high"}]}, "metrics"),
-        ({"metrics": ["score"]}, "metrics"),
-        ({"metrics": [{}, {}]}, "metrics"),
+        ({"metrics": [{"score": "high"}]}, "metrics of a conversation are numbers by name"),
+        ({"metrics": [{}, {}]}, "metrics must be a list of 1"),
     ],
 )
 def test_a_wrong_return_names_environment_and_field(change, message):
@@ -251,35 +218,31 @@ def test_registry_names_what_is_missing():
     del ENV_REGISTRY["of this test"]
 
 
-TROUBLE = textwrap.dedent(
-    """
-    import os, time
-    import ray, torch
-    from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+TROUBLE = """
+import os, time
+import ray, torch
+from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 
-    class Plain(EnvironmentInterface):
-        def __init__(self, cfg):
-            self.flag = cfg["flag"]
+class Plain(EnvironmentInterface):
+    def __init__(self, cfg):
+        self.flag = cfg["flag"]
 
-        def step(self, message_log_batch, metadata):
-            text = message_log_batch[0][-1]["content"]
-            if text == "die once" and not os.path.exists(self.flag):
-                open(self.flag, "w").close()
-                os._exit(1)
-            if text == "sleep":
-                time.sleep(60)
-            if text == "raise":
-                raise TimeoutError("of the environment itself")
-            n = len(message_log_batch)
-            observations = [{"role": "environment", "content": "ok"}] * n
-            return EnvironmentReturn(observations, metadata, [None] * n, torch.ones(n), torch.ones(n), None)
+    def step(self, message_log_batch, metadata):
+        text = message_log_batch[0][-1]["content"]
+        if text == "die once" and not os.path.exists(self.flag):
+            open(self.flag, "w").close()
+            os._exit(1)
+        if text == "sleep":
+            time.sleep(60)
+        if text == "raise":
+            raise TimeoutError("of the environment itself")
+        return one_turn(["ok"] * len(metadata), metadata, torch.ones(len(metadata)))
 
-        def global_post_process_and_metrics(self, batch):
-            return batch, {}
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
 
-    Decorated = ray.remote(Plain)
-    """
-)
+Decorated = ray.remote(Plain)
+"""
 
 
 @pytest.fixture
@@ -290,20 +253,15 @@ def import_folder(tmp_path, monkeypatch):
 
 @pytest.mark.over_20s("actors start again, and a hanging one is waited for")
 def test_real_actors_die_hang_and_raise(ray_local, import_folder):
-    import ray
-
     (import_folder / "trouble.py").write_text(TROUBLE)
     actor = create_env("trouble", {"type": "trouble:Decorated", "flag": str(import_folder / "flag")})
 
     async def run():
-        client = EnvironmentClient("trouble", actor, 60)
-        assert (await client.step(said("die once"), None, sample_id="0/0/d:1/0")).reward == 1.0
-        with pytest.raises(EnvironmentFailure, match="of the environment itself"):
-            await client.step(said("raise"), None, sample_id="0/0/d:1/0")
-        hasty = EnvironmentClient("trouble", actor, 1)
-        with pytest.raises(EnvironmentFailure, match="within 1 s"):
-            await hasty.step(said("sleep"), None, sample_id="0/0/d:1/0")
-        assert (await client.step(said("hello"), None, sample_id="0/0/d:1/0")).reward == 1.0
+        client, hasty = (EnvironmentClient("trouble", actor, limit) for limit in (60, 1))
+        [died], [raised] = await gathered(client, ["die once"]), await gathered(client, ["raise"])
+        [late], [after] = await gathered(hasty, ["sleep"]), await gathered(client, ["hello"])
+        assert died.reward == after.reward == 1.0
+        assert "of the environment itself" in str(raised) and "within 1 s" in str(late)
 
     asyncio.run(run())
     ray.kill(actor)
@@ -319,14 +277,12 @@ class NotBookedYet(RayVirtualCluster):
         return []
 
 
-def reward_model(num_gpus):
-    section = {"model_name": "rm", "tokenizer": {"name": "rm"}, "resources": {"gpus_per_node": num_gpus}}
-    return RewardModelEnvironmentConfig.model_validate(section)
-
-
 def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_local):
-    cluster = NotBookedYet([1])
-    env = {"one": reward_model(1), "two": reward_model(1), "three": reward_model(0)}
+    section, cluster = {"model_name": "rm", "tokenizer": {"name": "rm"}}, NotBookedYet([1])
+    env = {
+        name: RewardModelEnvironmentConfig.model_validate({**section, "resources": {"gpus_per_node": number}})
+        for name, number in (("one", 1), ("two", 1), ("three", 0))
+    }
     told = r"env\.one\.resources.*env\.two\.resources.*: 2 GPU\(s\) wanted beside those of cluster, 0 left"
     with pytest.raises(ValueError, match=told):
         create_envs(env, cluster)
@@ -339,8 +295,6 @@ def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_loca
 
 
 def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
-    import ray
-
     class Judge:
         pass
 
@@ -357,16 +311,12 @@ def blocks_of_the_guide():
 
 
 def test_a_script_starts_an_environment_by_itself(ray_local):
-    import ray
-
     actor = CodeJaccardEnvironment.options(num_cpus=0).remote({})
     assert ray.get(actor.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
     ray.kill(actor)
 
 
 def test_the_environment_of_the_guide_runs(ray_local, import_folder):
-    import ray
-
     source = blocks_of_the_guide()["guess.py"]
     (import_folder / "guess.py").write_text(source)
     assert len([line for line in source.split("class ")[1].splitlines() if line.strip()]) <= 20
