@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import torch
@@ -53,14 +53,6 @@ class Vote:
     replies: list[Reply] = field(default_factory=list)
 
 
-class Judge(Protocol):
-    """A model that replies to questions."""
-
-    def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
-        """A reply to the prompt of each vote, or the reason why there is none, e.g. that `time_limit_s` is over."""
-        ...
-
-
 class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     """Scores the turns that follow `metadata["messages"]`; `metadata["ground_truth"]` is the reference, if any.
 
@@ -71,14 +63,12 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     `spread_of_votes` if there are several.
     """
 
-    def __init__(self, cfg: LLMJudgeEnvironmentConfig | Mapping[str, Any], judge: Judge | None = None) -> None:
+    def __init__(self, cfg: LLMJudgeEnvironmentConfig | Mapping[str, Any]) -> None:
         """ValueError when the judge's model cannot be loaded, or the key of its server is not set."""
         self.cfg = LLMJudgeEnvironmentConfig.model_validate(cfg)
         file = self.cfg.prompt_file
         self.template = DEFAULT_TEMPLATE if file is None else Path(file).read_text(encoding="utf-8")
-        if judge is None:
-            judge = ServerJudge(self.cfg) if self.cfg.base_url is not None else ModelJudge(self.cfg)
-        self.judge = judge
+        self.judge = ServerJudge(self.cfg) if self.cfg.base_url is not None else ModelJudge(self.cfg)
         self.counts: Counter[str] = Counter()  # since the last call of the metrics
 
     def step(
@@ -179,6 +169,8 @@ class ServerJudge:
         self.client = JsonClient(cfg, "api_key_env", SERVER_ERRORS)
 
     def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
+        """A reply to the prompt of each vote, or the reason why there is none, e.g. that `time_limit_s` is over."""
+
         async def replies() -> list[Reply | str]:
             slots = asyncio.Semaphore(self.cfg.concurrency)
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.cfg.concurrency)) as session:
@@ -249,7 +241,7 @@ class ModelJudge:
         self.max_length: int | None = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
 
     def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
-        """Batches of prompts of similar lengths."""
+        """As `ServerJudge.ask`, in batches of prompts of similar lengths."""
         deadline = time.monotonic() + time_limit_s
         rows = [self._tokenize(vote.prompt) for vote in votes]
         no_time = "no time was left for this answer (time_limit_s)"

@@ -16,6 +16,8 @@ from nemo_rl.environments.judge import LLMJudgeEnvironment, ModelJudge, Reply, V
 from nemo_rl.utils.task_formats import fence, fill, find_score
 from tests.unit.environments.http_servers import Scripted, served
 
+LOG: list[Any] = [{"role": "user", "content": "<|user|>1+1?"}, {"role": "assistant", "content": "2"}]
+KNOWN: dict[str, Any] = {"messages": [{"role": "user", "content": "1+1?"}]}
 SCORE = LLMJudgeEnvironmentConfig(base_url="http://x", model="m").score_pattern
 
 
@@ -23,28 +25,23 @@ def completion(text: str) -> str:
     return json.dumps({"choices": [{"message": {"content": text}}], "usage": {"total_tokens": 7}})
 
 
-def log(answer: str, question: str = "1+1?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": f"<|user|>{question}"}, {"role": "assistant", "content": answer}]
-
-
-def known(question: str = "1+1?", **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}], **more}
-
-
-def ask(script: list[Any], answers: list[str], wrap: Any = completion, **options: Any) -> tuple[Any, Scripted, Any]:
-    """What a step returns for these answers when the server follows the script; the server; the environment."""
+def ask(
+    script: list[Any], metadata: list[Any] | None = None, wrap: Any = completion, **options: Any
+) -> tuple[Any, Scripted, Any]:
+    """What a step returns for the answer "2" to each row when the server follows the script; the server; the judge."""
     server = Scripted(script, wrap)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.handle)
+    metadata = metadata or [KNOWN]
     with served(app) as url:
         keys = {"backoff_s": 0.01, "max_retries": 2, **options}
         environment = LLMJudgeEnvironment({"base_url": f"{url}/v1", "model": "judge", **keys})
-        return environment.step([log(answer) for answer in answers], [known() for _ in answers]), server, environment
+        return environment.step([LOG] * len(metadata), metadata), server, environment
 
 
 def test_the_score_of_the_reply_is_the_reward(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    returned, server, environment = ask(["Good. Score: 7"], ["2"], api_key_env="JUDGE_KEY", extra_body={"top_p": 0.5})
+    returned, server, environment = ask(["Good. Score: 7"], api_key_env="JUDGE_KEY", extra_body={"top_p": 0.5})
     assert returned.rewards.tolist() == [0.7] and returned.failures == [None]
     assert returned.terminateds.tolist() == [1.0]
     [request] = server.requests
@@ -57,21 +54,15 @@ def test_the_score_of_the_reply_is_the_reward(monkeypatch):
     assert environment.global_post_process_and_metrics({})[1]["num_failed"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("script", "retries"),
-    [([429, "Score: 5"], 1), ([500, 503, "Score: 5"], 2), ([3.0, "Score: 5"], 1), (["{", "Score: 5"], 1)],
-    ids=["busy", "broken", "slow", "no JSON"],
-)
-def test_a_server_in_trouble_is_asked_again(script, retries):
+def test_a_server_in_trouble_is_asked_again():
     def wrap(text: str) -> str:
         return text if text == "{" else completion(text)
 
-    limit = {"timeout_s": 1.0} if script[0] == 3.0 else {}
-    returned, server, environment = ask(script, ["2"], wrap, **limit)
+    script = [429, 503, 500, "{", 60.0, "Score: 5"]  # busy, broken, no JSON, slow
+    returned, server, environment = ask(script, None, wrap, timeout_s=2.0, max_retries=5)
     assert returned.rewards.tolist() == [0.5] and returned.failures == [None]
-    assert len(server.requests) == retries + 1
-    _, metrics = environment.global_post_process_and_metrics({})
-    assert metrics["num_request_retries"] == retries
+    assert len(server.requests) == 6
+    assert environment.global_post_process_and_metrics({})[1]["num_request_retries"] == 5
 
 
 @pytest.mark.parametrize(
@@ -87,7 +78,7 @@ def test_a_server_in_trouble_is_asked_again(script, retries):
 )
 def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(script, message, requests):
     limit = {"timeout_s": 0.05} if script == [1.0] else {}
-    returned, server, _ = ask(script, ["2"], lambda text: text, **limit)
+    returned, server, _ = ask(script, None, lambda text: text, **limit)
     [failure] = returned.failures
     assert failure is not None and "that ends '2'" in failure
     assert len(server.requests) == requests
@@ -95,23 +86,23 @@ def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(script,
 
 
 def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():
-    returned, server, environment = ask(["I like it", "Score: 99", "Score: 4"], ["2"], max_score_retries=2)
+    returned, server, environment = ask(["I like it", "Score: 99", "Score: 4"], max_score_retries=2)
     assert returned.rewards.tolist() == [0.4]
     assert [request["temperature"] for request in server.requests] == [0.0, 0.7, 0.7]
     assert len({request["seed"] for request in server.requests}) == 3
     _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_replies_without_score"] == 2.0
-    returned, _, _ = ask(["I like it"], ["2"], max_score_retries=1)
+    returned, _, _ = ask(["I like it"], max_score_retries=1)
     assert "no score from 0 to 10 in 2 replies of the judge, the last of them 'I like it'" in returned.failures[0]
 
 
 def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
-    returned, server, _ = ask(["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1)
+    returned, server, _ = ask(["Score: 2", "Score: 4", "Score: 9"], num_votes=3, temperature=1.0, concurrency=1)
     assert returned.rewards.tolist() == [pytest.approx(0.5)]
     assert len({request["seed"] for request in server.requests}) == 3, "equal seeds would be one vote three times"
     [metrics] = returned.metrics
     assert metrics["spread_of_votes"] == pytest.approx(0.7) and metrics["tokens"] == 21.0
-    returned, _, _ = ask(["Score: 2", 400], ["2"], num_votes=2, temperature=1.0, concurrency=1)
+    returned, _, _ = ask(["Score: 2", 400], num_votes=2, temperature=1.0, concurrency=1)
     assert returned.failures[0] is not None
 
 
@@ -125,33 +116,21 @@ def test_the_key_is_never_repeated(monkeypatch):
     app.router.add_post("/chat/completions", echo)
     with served(app) as url:
         environment = LLMJudgeEnvironment({"base_url": url, "model": "m", "api_key_env": "JUDGE_KEY"})
-        [failure] = environment.step([log("2")], [known()]).failures
+        [failure] = environment.step([LOG], [KNOWN]).failures
     assert "status 401" in failure and "sesame" not in failure
-
-
-class Recorded:
-    """A judge that gives every answer the same reply."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.prompts: list[str] = []
-
-    def ask(self, votes: Any, temperature: float, time_limit_s: float) -> list[Reply | str]:
-        self.prompts += [vote.prompt for vote in votes]
-        return [Reply(text=self.text, seconds=0.1, tokens=3) for _ in votes]
 
 
 def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
     (tmp_path / "prompt.txt").write_text("{question} / {reference} / {answer}")
-    cfg = {"base_url": "http://x", "model": "m", "prompt_file": str(tmp_path / "prompt.txt")}
-    environment = LLMJudgeEnvironment(cfg, Recorded("Score: 10"))
-    metadata = [{}, known(), known(ground_truth=2), known(num_images=1), known(num_images=1, ground_truth=2)]
-    returned = environment.step([log("2")] * 5, metadata)
+    more: list[Any] = [{}, {"ground_truth": 2}, {"num_images": 1}, {"num_images": 1, "ground_truth": 2}]
+    metadata = [{}, *({**KNOWN, **keys} for keys in more)]
+    returned, server, _ = ask(["Score: 10"], metadata, prompt_file=str(tmp_path / "prompt.txt"))
     assert "processor: conversation_processor" in returned.failures[0]
     assert "{reference}" in returned.failures[1]
     assert returned.failures[2] is None and returned.rewards[2] == 1.0
     assert "the row has 1 image(s)" in returned.failures[3] and returned.failures[4] is None
-    assert environment.judge.prompts == [f"1+1? / 2 / {fence('2')}"] * 2
+    prompts = [request["messages"][0]["content"] for request in server.requests]
+    assert prompts == [f"1+1? / 2 / {fence('2')}"] * 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,8 +168,6 @@ def test_the_last_score_of_a_reply_counts_where_it_is_in_range(reply, score):
         ({"base_url": "http://x", "model": "m", "model_name": "n"}, "either a server"),
         ({"base_url": "http://x"}, "name the model"),
         ({"model_name": "n", "api_key_env": "K"}, "belongs to a server"),
-        ({"model_name": "n", "score_pattern": "("}, "no regular expression"),
-        ({"model_name": "n", "score_pattern": "\\d"}, "has no group"),
         ({"model_name": "n", "min_score": 10.0}, "not below max_score=10"),
         ({"model_name": "n", "num_votes": 3}, "greedy"),
         ({"model_name": "n", "prompt_file": "nowhere.txt"}, "there is no file"),

@@ -36,16 +36,15 @@ class Counting(EnvironmentInterface[Any]):
             time.sleep(0.4)
         if "raise" in said:
             raise RuntimeError("no such move")
-        rewards = torch.tensor([float("nan") if text == "nan" else float(len(text)) for text in said])
-        for state in metadata:
+        after = []
+        for text, state in zip(said, metadata, strict=True):
             state["turn"] += 1
+            after.append({**state, "bad": {1}} if text == "set" else state)
         return EnvironmentReturn(
             observations=[{"role": "tool", "content": text.upper()} for text in said],
-            metadata=[
-                {**state, "bad": {1}} if text == "set" else state for text, state in zip(said, metadata, strict=True)
-            ],
+            metadata=after,
             next_stop_strings=[["</a>"] if state["turn"] < 2 else None for state in metadata],
-            rewards=rewards,
+            rewards=torch.tensor([float("nan") if text == "nan" else float(len(text)) for text in said]),
             terminateds=torch.tensor([state["turn"] >= 2 for state in metadata]),
             answers=[text if text.isdigit() else None for text in said],
             metrics=[{"length": float(len(text))} for text in said],
@@ -71,9 +70,7 @@ def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
         assert first.answers == ["12", None] and first.rewards.tolist() == [2.0, 1.0]
         assert first.observations[0] == {"role": "tool", "content": "12"} and first.failures == [None, None]
         assert remote.step([log("x")], first.metadata[:1]).terminateds.tolist() == [True]
-        batch = BatchedDataDict(
-            {"message_log": [log("12"), log("b")], "rewards": first.rewards, "group_id": ["a", "b"]}
-        )
+        batch = BatchedDataDict({"message_log": [log("12"), log("b")], "rewards": first.rewards})
         assert remote.global_post_process_and_metrics(batch)[1] == {"mean": 1.5, "n": 2}
 
 
@@ -84,7 +81,6 @@ def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
         ("nan", {"turn": 0}, "rewards must be finite"),
         ("set", {"turn": 0}, r"no JSON: metadata\['bad'\] is a set"),
         ("a", {"turn": 0, "image": b"x"}, r"metadata must be JSON, and metadata\['image'\] is a bytes"),
-        ("a", {"turn": 0, 3: 4}, "the key 3, which is no text"),
     ],
 )
 def test_one_conversation_fails_alone_and_says_why(trouble, state, message):
@@ -92,7 +88,6 @@ def test_one_conversation_fails_alone_and_says_why(trouble, state, message):
         returned = remote.step([log("ab"), log(trouble), log("c")], [{"turn": 0}, state, {"turn": 0}])
         assert [failure is None for failure in returned.failures] == [True, False, True]
         assert returned.rewards.tolist() == [2.0, 0.0, 1.0]
-
         assert re.search(message, returned.failures[1]), returned.failures[1]
         assert remote.connection.url in returned.failures[1]
 
@@ -135,30 +130,27 @@ def test_the_run_waits_for_the_server_and_then_says_how_to_start_one():
 @pytest.mark.parametrize(("host", "token"), [("0.0.0.0", None), ("10.0.0.1", ""), ("example.org", None), ("::", None)])
 def test_nothing_is_served_to_others_without_a_token(host, token):
     with pytest.raises(ValueError, match="--token-env"):
-        check_address(host, token)
-    with pytest.raises(ValueError, match="--token-env"):
         asyncio.run(serve(Counting(), name="env", host=host, token=token))
-    for own in ("127.0.0.1", "::1", "localhost"):
-        check_address(own, None)
-    check_address(host, "sesame")
+    for own, given in (("127.0.0.1", None), ("::1", None), ("localhost", None), (host, "sesame")):
+        check_address(own, given)
 
 
 def test_the_server_refuses_what_is_no_request():
     good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
-    refused = [
-        ("text/plain", json.dumps(good), 415, "application/json"),
-        ("application/json", "{", 400, ""),
-        ("application/json", json.dumps({**good, "protocol": 7}), 400, "protocol 7"),
-        ("application/json", json.dumps({**good, "request_id": None}), 400, ""),
-        ("application/json", json.dumps({**good, "batch": []}), 400, ""),
-        ("application/json", json.dumps({**good, "batch": [{"messages": log("a")}]}), 400, ""),
-        ("application/json", json.dumps({**good, "batch": [{"messages": "hi", "metadata": 1}]}), 400, "batch[0]"),
+    refused: list[tuple[str, dict[str, Any], int, str]] = [
+        ("text/plain", {}, 415, "application/json"),
+        ("application/json", {"protocol": 7}, 400, "protocol 7"),
+        ("application/json", {"request_id": None}, 400, "request_id None"),
+        ("application/json", {"batch": []}, 400, "batch []"),
+        ("application/json", {"batch": [{"messages": log("a")}]}, 400, "batch[0].metadata"),
+        ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
     ]
 
     async def ask(url: str) -> None:
         async with aiohttp.ClientSession() as session:
-            for kind, body, status, message in refused:
-                async with session.post(f"{url}/step", data=body, headers={"Content-Type": kind}) as response:
+            for kind, change, status, message in refused:
+                body, headers = json.dumps({**good, **change}), {"Content-Type": kind}
+                async with session.post(f"{url}/step", data=body, headers=headers) as response:
                     assert response.status == status and message in (await response.json())["error"]
 
     with served(EnvironmentServer(Counting(), "env", None).app()) as url:
@@ -166,14 +158,9 @@ def test_the_server_refuses_what_is_no_request():
 
 
 GOOD = {
-    "protocol": 1,
+    **{key: [None] for key in ("metadata", "next_stop_strings", "answers", "failures")},
+    **{"protocol": 1, "rewards": [1], "terminateds": [True]},
     "observations": [{"role": "environment", "content": "ok"}],
-    "metadata": [None],
-    "rewards": [1],
-    "terminateds": [True],
-    "next_stop_strings": [None],
-    "answers": [None],
-    "failures": [None],
 }
 
 
@@ -181,12 +168,8 @@ GOOD = {
     ("change", "message"),
     [
         ({"rewards": [1, 2]}, "'rewards' must be a list of 1, got a list of 2"),
-        ({"rewards": ["1"]}, "reward[0] '1'"),
         ({"rewards": [[1, None]]}, "reward[1] None"),
-        ({"terminateds": [1]}, "terminated 1"),
         ({"observations": ["ok"]}, "observation 'ok'"),
-        ({"next_stop_strings": ["x"]}, "next_stop_strings 'x'"),
-        ({"answers": [3]}, "answer 3"),
         ({"metrics": [{"score": "high"}]}, "metrics.score 'high'"),
         ({"protocol": 3}, "protocol 3"),
         ({"failures": ["fell over"]}, "fell over"),

@@ -54,56 +54,38 @@ def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, gr
     certain = exact_integer(response, ground_truth)
     if certain is not None:
         assert certain[0] == hf_math_verify(response, ground_truth)[0]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.one_of(small, large))
-def test_the_exact_path_decides_plain_answers(number):
-    assert exact_integer(f"\\boxed{{{number}}}", str(number)) == (True, str(number))
-    assert exact_integer(f"\\boxed{{{number - 1 if number > 0 else number + 1}}}", str(number))[0] is False
+    assert exact_integer("\\boxed{-12}", "-12") == (True, "-12") and exact_integer("\\boxed{12}", "-12") == (
+        False,
+        "12",
+    )
 
 
 @pytest.mark.parametrize(
-    ("response", "ground_truth", "correct"),
+    ("verifier", "response", "ground_truth", "correct"),
     [
-        ("so \\boxed{\\frac{1}{2}}", "0.5", True),
-        ("the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
-        ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
-        ("46", "46", True),
-        ("\\boxed{46", "46", False),
-        ("\\boxed{47}", "46", False),
-        ("no idea", "46", False),
+        (hf_math_verify, "so \\boxed{\\frac{1}{2}}", "0.5", True),
+        (hf_math_verify, "the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
+        (hf_math_verify, "\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
+        (hf_math_verify, "46", "46", True),
+        (hf_math_verify, "\\boxed{46", "46", False),
+        (hf_math_verify, "\\boxed{47}", "46", False),
+        (dapo_math_verify, "Thus\nAnswer: 34", "34", True),
+        (dapo_math_verify, "Answer: 33\nAnswer: $\\boxed{1{,}024}$.", "1024", True),
+        (dapo_math_verify, "Answer: x = \\text{even}", "even", True),
+        (dapo_math_verify, "Answer: \\dfrac 12", "\\frac{1}{2}", True),
+        (dapo_math_verify, "34", "34", False),
+        (dapo_math_verify, "Answer: 34" + "." * 400, "34", False),
     ],
 )
-def test_math_verify(response, ground_truth, correct):
-    assert hf_math_verify(response, ground_truth)[0] is correct
-
-
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "correct"),
-    [
-        ("Thus\nAnswer: 34", "34", True),
-        ("Answer: 33\nAnswer: $\\boxed{1{,}024}$.", "1024", True),
-        ("Answer: x = \\text{even}", "even", True),
-        ("Answer: \\dfrac 12", "\\frac{1}{2}", True),
-        ("34", "34", False),
-        ("Answer: 34" + "." * 400, "34", False),
-    ],
-)
-def test_dapo_rule(response, ground_truth, correct):
-    assert dapo_math_verify(response, ground_truth)[0] is correct
+def test_mathematics_is_compared_by_value_or_by_normalised_text(verifier, response, ground_truth, correct):
+    assert verifier(response, ground_truth)[0] is correct
 
 
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
-        ("Answer: B", "B"),
-        ("answer is (c).", "C"),
-        ("**Answer:** A", "A"),
-        ("Answer: \\boxed{D}", "D"),
-        ("Answer: A\n... no. Answer: B", "B"),
-        ("Answer: Because", None),
-        ("B", None),
+        *[("Answer: B", "B"), ("answer is (c).", "C"), ("**Answer:** A", "A"), ("Answer: \\boxed{D}", "D")],
+        *[("Answer: A\n... no. Answer: B", "B"), ("Answer: Because", None), ("B", None)],
     ],
 )
 def test_english_multiple_choice(response, letter):
@@ -111,8 +93,7 @@ def test_english_multiple_choice(response, letter):
 
 
 @pytest.mark.parametrize(
-    "response",
-    ["Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "정답: B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)"],
+    "response", ["Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)"]
 )
 def test_multilingual_multiple_choice(response):
     assert multilingual_multichoice(response, "B") == (True, "B")
@@ -131,8 +112,7 @@ def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     assert time.monotonic() - started < 30
     assert [result.correct for result in results] == [i != 3 for i in range(8)]
     assert results[3].failure in ("timeout", "died")
-    results = pool.run(jobs[:3])
-    assert [result.correct for result in results] == [True] * 3
+    assert all(result.correct for result in pool.run(jobs[:3]))
 
 
 def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs():
@@ -150,8 +130,7 @@ def test_step_gives_the_contract():
     returned = pickle.loads(pickle.dumps(env.step(logs, [{"ground_truth": "12"}] * 3)))  # as to the rollout worker
     env.shutdown()
     assert returned.rewards.tolist() == [1.0, 0.0, 1.0] and returned.terminateds.tolist() == [1.0] * 3
-    told = [observation["content"] for observation in returned.observations]
-    assert told == ["Environment: correct", "Environment: incorrect", "Environment: correct"]
+    assert [said["content"].split()[1] for said in returned.observations] == ["correct", "incorrect", "correct"]
     assert returned.answers[:2] == ["12", "13"] and returned.next_stop_strings == [None] * 3
 
 
@@ -174,46 +153,28 @@ class FailingPool:
     def run(self, jobs):
         return [VerificationResult(correct=False, failure=job.response) for job in jobs]
 
-    def close(self):
-        pass
 
-
-def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_long_is_counted():
+def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_samples_and_verifications():
     env = MathEnvironment({"num_workers": 1})
     env.pool.close()
     env.pool = FailingPool()
     logs = [[{"role": "assistant", "content": kind}] for kind in ("died", "timeout")]
     died, late = split_return(env.step(logs, [{"ground_truth": "12"}] * 2), 2, "math")
-    assert isinstance(died, EnvironmentFailure)
-    assert "verifier 'hf_math_verify' ended its process twice" in str(died)
-    assert not isinstance(late, EnvironmentFailure)
-    assert late.reward == 0.0
-    counts = [env.global_post_process_and_metrics(finished())[1]["num_verifications_timed_out"] for _ in range(2)]
-    assert counts == [1.0, 0.0]
-
-
-def test_metrics_of_a_batch():
-    env = MathEnvironment({"num_workers": 1})
+    assert isinstance(died, EnvironmentFailure) and "verifier 'hf_math_verify' ended its process twice" in str(died)
+    assert not isinstance(late, EnvironmentFailure) and late.reward == 0.0
     batch, metrics = env.global_post_process_and_metrics(finished())
-    env.shutdown()
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert metrics == {
-        "accuracy": 0.25,
-        "pass@samples_per_prompt": 0.5,
-        "fraction_of_samples_properly_ended": 0.75,
-        "num_problems_in_batch": 4.0,
-        "num_verifications_timed_out": 0.0,
-        "generation_lengths": 7.0,
-        "prompt_lengths": 2.5,
-        "correct_solution_generation_lengths": 4.0,
+        **{"accuracy": 0.25, "pass@samples_per_prompt": 0.5, "fraction_of_samples_properly_ended": 0.75},
+        **{"num_problems_in_batch": 4.0, "num_verifications_timed_out": 1.0, "prompt_lengths": 2.5},
+        **{"generation_lengths": 7.0, "correct_solution_generation_lengths": 4.0},
     }
+    assert env.global_post_process_and_metrics(finished())[1]["num_verifications_timed_out"] == 0.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(number):
-    pool = VerifierPool(1, timeout_s=1.0)
+def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(pool):
     job = check("dapo_math_verify", "Answer: 7", "7")
     assert pool.run([job])[0].correct
-    os.kill(pool.pids()[0], number)
-    assert pool.run([job])[0].correct
-    pool.close()
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        os.kill(pool.pids()[0], number)
+        assert pool.run([job])[0].correct
