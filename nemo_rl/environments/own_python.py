@@ -103,7 +103,7 @@ def ensure_overlay(path: Path, text: str, file: Path | None, folder: Path, key: 
     """Make the overlay on this machine unless it is up to date. Returns the path of its Python."""
     # Name -> version of every package of this process; the first one on sys.path counts.
     found = [(canonicalize_name(each.metadata["Name"]), each.version) for each in importlib.metadata.distributions()]
-    installed = dict(reversed(found))
+    installed = dict[str, str](reversed(found))
     versions = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
     stamp = {"requirements": text, "python": sys.version, "below": hashlib.sha256(versions.encode()).hexdigest()}
     uv = partial(

@@ -13,14 +13,11 @@ SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
 
 @pytest.fixture(scope="module")
 def environments():
-    made = {
-        "all": CodeEnvironment({"num_workers": 2, "sandbox": SANDBOX}),
-        "fraction": CodeEnvironment(
-            {"num_workers": 1, "sandbox": SANDBOX, "test_reward": "fraction", "terminate_on_evaluation": False}
-        ),
-    }
+    """By all tests, and by their fraction."""
+    by_fraction = {"test_reward": "fraction", "terminate_on_evaluation": False}
+    made = [CodeEnvironment({"num_workers": 2, "sandbox": SANDBOX, **more}) for more in ({}, by_fraction)]
     yield made
-    for environment in made.values():
+    for environment in made:
         environment.shutdown()
 
 
@@ -47,9 +44,8 @@ def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
     double = "<code>n = int(input())\nprint(2 * n)</code>"
     function = "```python\ndef f(x):\n    return x + 1\n```"
     cases = [
-        (double, {"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "8\n"}]}, 1.0, 1.0),
         (double, {"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "9"}]}, 0.0, 0.5),
-        (double, {"tests": '[{"input": "3", "output": "6"}]'}, 1.0, 1.0),
+        (double, {"tests": '[{"input": "3", "output": "6\\n"}]'}, 1.0, 1.0),
         (function, {"tests": ["assert f(1) == 2", "assert f(1) == 3", "assert f(0) == 1"]}, 0.0, 2 / 3),
         (function, {"tests": ["assert f(1) == 2"]}, 1.0, 1.0),
         ("<code>print(12)</code>", {"ground_truth": "12"}, 1.0, 1.0),
@@ -59,31 +55,30 @@ def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
         ("12", {"ground_truth": "12"}, 0.0, 0.0),
     ]
     logs, rows = [said(text) for text, *_ in cases], [row for _, row, *_ in cases]
-    all_pass, fraction = (environments[name].step(logs, rows) for name in ("all", "fraction"))
+    all_pass, fraction = (environment.step(logs, rows) for environment in environments)
     assert all_pass.rewards.tolist() == [reward for *_, reward, _ in cases]
     assert fraction.rewards.tolist() == pytest.approx([part for *_, part in cases])
     assert all_pass.terminateds.all()
-    assert fraction.terminateds.tolist() == [
-        reward == 1.0 or ("<code>" not in t and "```" not in t) for t, _, reward, _ in cases
-    ]
-    assert all_pass.answers is not None and all_pass.answers[5:7] == ["12", "13"]
+    assert fraction.terminateds.tolist() == [reward == 1.0 or text == "12" for text, _, reward, _ in cases]
+    assert all_pass.answers is not None and all_pass.answers[4:6] == ["12", "13"]
 
 
 def test_a_forged_finish_passes_no_test_of_input_and_output(environments) -> None:
     forged = (
         "<code>import os, sys\nframe = sys._getframe()\n"
-        "while 'status' not in frame.f_locals:\n    frame = frame.f_back\n"
-        "frame.f_locals['status'].tell(finished=True)\nos._exit(0)</code>"
+        "while 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "frame.f_locals['report'](finished=True)\nos._exit(0)</code>"
     )
-    returned = environments["all"].step([said(forged)], [{"tests": [{"input": "3", "output": "6"}]}])
-    assert returned.rewards.tolist() == [0.0]
+    rows = [{"tests": [test]} for test in ({"input": "3", "output": "6"}, "assert f(1) == 2")]
+    returned = environments[0].step([said(forged)] * 2, rows)
+    assert returned.rewards.tolist() == [0.0, 1.0], "assertions share the program's process"
 
 
 def test_a_program_sees_what_it_printed_and_never_what_is_expected(environments) -> None:
     rows = [{"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "777"}]}]
-    result = environments["fraction"].step([said("<code>print(2 * int(input()))</code>")], rows)
+    result = environments[1].step([said("<code>print(2 * int(input()))</code>")], rows)
     assert result.observations[0]["content"] == "<result>\n1 of 2 tests passed. Output of test 2:\n8\n</result>"
-    result = environments["fraction"].step([said("<code>while True: print('x')</code>")], [{"ground_truth": "1"}])
+    result = environments[1].step([said("<code>while True: print('x')</code>")], [{"ground_truth": "1"}])
     assert "printed more than 65536 bytes" in result.observations[0]["content"]
     assert len(result.observations[0]["content"]) < 2200
 
@@ -92,7 +87,7 @@ def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
     metadata = [{"tests": ["assert f(1) == 2", "assert f(2) == 4"]}]
     rewards = []
     for body in ("x + 1", "x - 1", "2 * x"):
-        result = environments["fraction"].step([said(f"<code>def f(x): return {body}</code>")], metadata)
+        result = environments[1].step([said(f"<code>def f(x): return {body}</code>")], metadata)
         metadata = result.metadata
         rewards.append(result.rewards.item())
     assert rewards == [0.5, 0.0, 0.5]
@@ -107,13 +102,9 @@ def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
 
 def test_mathematics_with_three_rewards() -> None:
     environment: Any = new_environment("math_multi_reward", {"num_workers": 1, "stop_strings": None})
-    texts = [
-        "<think>x</think> <answer>42</answer>",
-        "<answer>42.0</answer>",
-        "<think>x</think> <answer>41</answer>",
-        "\\boxed{42}",
-    ]
-    result = environment.step([said(text) for text in texts], [{"ground_truth": "42"}] * 4)
+    thought = "<think>x</think> <answer>{}</answer>".format
+    logs = [said(text) for text in (thought(42), "<answer>42.0</answer>", thought(41), "\\boxed{42}")]
+    result = environment.step(logs, [{"ground_truth": "42"}] * 4)
     environment.shutdown()
     assert result.rewards.tolist() == [[1, 1, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert result.metrics[1] == {"correct": 1.0, "integer": 0.0, "format": 0.0}

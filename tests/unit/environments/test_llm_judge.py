@@ -144,21 +144,11 @@ def test_an_answer_cannot_leave_its_fence_nor_fill_a_placeholder(answer, questio
         assert line not in text
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("Score: 7", 0.7),
-        ("**Score:** 10/10", 1.0),
-        ("score = 0", 0.0),
-        ("The answer says Score: 10.\nScore: 2.5", 0.25),
-        ("Score: -1", None),
-        ("Score: 11", None),
-        ("Score: high", None),
-        ("", None),
-    ],
-)
-def test_the_last_score_of_a_reply_counts_where_it_is_in_range(reply, score):
-    assert find_score(reply, SCORE, 0.0, 10.0) == score
+def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
+    scores = {"Score: 7": 0.7, "**Score:** 10/10": 1.0, "score = 0": 0.0, "It says Score: 10.\nScore: 2.5": 0.25}
+    none = dict.fromkeys(("Score: -1", "Score: 11", "Score: high", ""))
+    for reply, score in {**scores, **none}.items():
+        assert find_score(reply, SCORE, 0.0, 10.0) == score, reply
 
 
 @pytest.mark.parametrize(
@@ -179,9 +169,8 @@ def test_a_mistake_is_named(keys, message):
 
 
 def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path):
-    recipe = TinyModelRecipe(max_position_embeddings=96)
     tokenizer = build_tiny_tokenizer()
-    build_untrained_model(recipe, tokenizer).save_pretrained(tmp_path)
+    build_untrained_model(TinyModelRecipe(max_position_embeddings=96), tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     cfg = {"model_name": str(tmp_path), "precision": "float32", "max_new_tokens": 8}
     votes = [Vote("x" * size, seed=0) for size in (3, 20, 1, 7)]

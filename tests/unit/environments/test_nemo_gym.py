@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestServer
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.registry import all_rows
 from nemo_rl.environments.agents.interfaces import AgentTask
-from nemo_rl.environments.agents.nemo_gym import GymError, play
+from nemo_rl.environments.agents.nemo_gym import play
+from nemo_rl.environments.agents.runner import AgentFailed
 
 ROW: dict[str, Any] = {
     "responses_create_params": {
@@ -74,18 +75,9 @@ def played(servers: Servers, path: Path, way: str) -> Any:
     async def main() -> Any:
         async with TestServer(servers.app) as server:
             url = str(server.make_url("")).rstrip("/")
-            task = AgentTask(
-                base_url=f"{url}/v1",
-                api_key="k",
-                model="tiny",
-                reward_url="",
-                row=row,
-                messages=row["messages"],
-                metadata=None,
-                seed=0,
-                episode="g/0",
-            )
-            return await play(task, **{way: url})
+            session = {"base_url": f"{url}/v1", "api_key": "k", "model": "tiny", "reward_url": ""}
+            episode: Any = {"messages": row["messages"], "metadata": None, "seed": 0, "episode": "g/0"}
+            return await play(AgentTask(row=row, **session, **episode), **{way: url})
 
     return asyncio.run(main())
 
@@ -109,5 +101,5 @@ def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
 def test_a_verifier_without_a_reward_is_an_error(tmp_path: Path):
     servers = Servers()
     servers.reward = None
-    with pytest.raises(GymError, match="no reward"):
+    with pytest.raises(AgentFailed, match="no reward"):
         played(servers, tmp_path, "resources_url")

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import ray
 import six
 import torch
 
@@ -24,17 +25,14 @@ ENVIRONMENT = """
 import nowhere_else
 import six
 import torch
-
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-
+from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 
 class Mine(EnvironmentInterface[dict]):
     def __init__(self, cfg):
         self.scale = cfg["scale"]
 
     def step(self, logs, metadata):
-        said = [{"role": "environment", "content": f"{nowhere_else.WORD} {six.__version__}"} for _ in logs]
-        return EnvironmentReturn(said, metadata, [None], torch.tensor([self.scale]), torch.ones(1))
+        return one_turn([f"{nowhere_else.WORD} {six.__version__}"], metadata, torch.tensor([self.scale]))
 
     def global_post_process_and_metrics(self, batch):
         return batch, {"scale": self.scale}
@@ -77,16 +75,10 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": [f"./{lone.name}", f"./{other.name}"]}
     actor = create_env("mine", EnvironmentConfig.model_validate(section))
     wait_for_envs({"mine": [actor]}, 60)
-    import ray
-
-    returned, (_, metrics) = ray.get(
-        [
-            actor.step.remote([[{"role": "user", "content": "1"}]], [{}]),
-            actor.global_post_process_and_metrics.remote({}),
-        ],
-        timeout=240,
-    )
-    assert returned.observations[0]["content"] == "found 99.1"
+    log = [{"role": "user", "content": "1"}]
+    asked = [actor.step.remote([log], [{}]), actor.global_post_process_and_metrics.remote({})]
+    returned, (_, metrics) = ray.get(asked, timeout=240)
+    assert returned.observations[0]["content"] == "Environment: found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
     assert importlib.metadata.version("six") != "99.1"
 
@@ -112,19 +104,17 @@ def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
 
 
 def test_mistakes_name_the_key(folder: Path) -> None:
-    with pytest.raises(ValueError, match=rf"^{KEY}: there is no file .*judge.txt$"):
-        python_of("judge.txt", KEY)
-    with pytest.raises(ValueError, match=rf"^{KEY}: there are no requirements"):
-        python_of([], KEY)
-    with pytest.raises(ValueError, match=rf"^{KEY}: /no/python does not exist"):
-        python_of("/no/python", KEY)
-    with pytest.raises(ValueError, match=rf"^{KEY}: .* has no extra 'jugde'"):
-        python_of("jugde", KEY)
-    with pytest.raises(ValueError, match=rf"^{KEY}: torch<2, and the run has torch .*, which actors share"):
-        python_of(["torch<2"], KEY)
-    wheel(folder, "old", "1.0", "", "ray<1")
-    with pytest.raises(VenvBuildError, match=rf"{KEY}: old 1.0 asks for ray<1, and the run has ray "):
-        python_of(["./old-1.0-py3-none-any.whl"], KEY)
-    with pytest.raises(VenvBuildError, match=rf"(?s)environment of {KEY} .*What to do: .*uv pip compile"):
-        python_of(["nowhere-to-be-found==7"], KEY)
+    old = wheel(folder, "old", "1.0", "", "ray<1").name
+    mistakes: list[tuple[str | list[str], str]] = [
+        ("judge.txt", rf"^{KEY}: there is no file .*judge.txt$"),
+        ([], rf"^{KEY}: there are no requirements"),
+        ("/no/python", rf"^{KEY}: /no/python does not exist"),
+        ("jugde", rf"^{KEY}: .* has no extra 'jugde'"),
+        (["torch<2"], rf"^{KEY}: torch<2, and the run has torch .*, which actors share"),
+        ([f"./{old}"], rf"{KEY}: old 1.0 asks for ray<1, and the run has ray "),
+        (["nowhere-to-be-found==7"], rf"(?s)environment of {KEY} .*What to do: .*uv pip compile"),
+    ]
+    for given, message in mistakes:
+        with pytest.raises((ValueError, VenvBuildError), match=message):
+            python_of(given, KEY)
     assert python_of(sys.executable, KEY) == sys.executable

@@ -1,6 +1,5 @@
 import json
 import math
-import re
 from itertools import pairwise
 
 import pytest
@@ -29,27 +28,18 @@ from tests.unit.config.run_configs import build
 WORDS = ["red", "green", "blue", "fox", "dog", "the", "of"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "cache"))
-
-
-def index_of(texts, folder, **changes):
-    return PassageIndex(texts, corpus("nowhere.jsonl", **changes), folder)
-
-
 def corpus(name, **keys):
     return RetrievalEnvironmentConfig(dataset_name=str(name), **keys)
 
 
 def bm25(texts, query, k1, b):
     """Scores by the formula of Lucene, from scratch."""
-    documents = [re.findall(r"\w+", text.lower()) for text in texts]
+    documents = [text.split() for text in texts]
     mean_length = sum(map(len, documents)) / len(documents)
     scores = []
     for document in documents:
         total = 0.0
-        for word in re.findall(r"\w+", query.lower()):
+        for word in query.split():
             having = sum(word in other for other in documents)
             idf = math.log(1 + (len(documents) - having + 0.5) / (having + 0.5))
             count = document.count(word)
@@ -58,15 +48,14 @@ def bm25(texts, query, k1, b):
     return scores
 
 
-texts_strategy = st.lists(
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".join), min_size=2, max_size=9
-)
+TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".join), min_size=2, max_size=9)
 
 
 @settings(max_examples=25, deadline=None)
-@given(texts_strategy, st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=3).map(" ".join), st.integers(1, 5))
+@given(TEXTS, st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=3).map(" ".join), st.integers(1, 5))
 def test_the_ranking_is_that_of_the_formula_and_ties_go_by_number(tmp_path_factory, texts, query, k):
-    found = index_of(texts, tmp_path_factory.mktemp("index"), k1=1.2, b=0.5).search(query, k)
+    folder = tmp_path_factory.mktemp("index")
+    found = PassageIndex(texts, corpus("nowhere.jsonl", k1=1.2, b=0.5), folder).search(query, k)
     scores = bm25(texts, query, 1.2, 0.5)
     matching = [number for number in range(len(texts)) if scores[number] > 0]
     assert len(found) == min(k, len(matching))
@@ -90,18 +79,12 @@ def test_a_corpus_from_a_file(tmp_path, suffix):
         load_corpus(corpus(path))
 
 
-@pytest.mark.parametrize(
-    ("turn", "action"),
-    [
-        ("let me see <retrieve> red fox </retrieve>", Action(query="red fox")),
-        ("<answer>9</answer><retrieve>x</retrieve>", Action(answer="9")),
-        ("<retrieve>x</retrieve><answer>9</answer>", Action(query="x")),
-        ("so \\boxed{1}, no: \\boxed{2}", Action(answer="2")),
-        ("<answer>cut of", Action()),
-    ],
-)
-def test_what_a_turn_asks_for(turn, action):
-    assert find_action(turn) == action
+def test_what_a_turn_asks_for():
+    assert find_action("let me see <retrieve> red fox </retrieve>") == Action(query="red fox")
+    assert find_action("<answer>9</answer><retrieve>x</retrieve>") == Action(answer="9")
+    assert find_action("<retrieve>x</retrieve><answer>9</answer>") == Action(query="x")
+    assert find_action("so \\boxed{1}, no: \\boxed{2}") == Action(answer="2")
+    assert find_action("<answer>cut of") == Action()
 
 
 def test_answers_are_compared_by_their_words():
@@ -112,11 +95,6 @@ def test_answers_are_compared_by_their_words():
     assert mentions("The code is 482.", "482") and not mentions("The code is 4820.", "482")
     with pytest.raises(ValueError, match="no right answer"):
         accepted_answers([])
-
-
-def environment(**changes):
-    settings = {"dataset_name": "nemo_rl.data.datasets.lookup:corpus", "num_results": 2, "max_searches": 2}
-    return RetrievalEnvironment({**settings, **changes})
 
 
 def play(env, turns, truth):
@@ -132,8 +110,10 @@ def play(env, turns, truth):
     return told, returned.metrics[0]
 
 
-def test_an_episode_searches_reads_and_answers():
-    env = environment()
+def test_an_episode_searches_reads_and_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
+    settings = {"dataset_name": "nemo_rl.data.datasets.lookup:corpus", "num_results": 2, "max_searches": 2}
+    env = RetrievalEnvironment(settings)
     code = lookup.code_of("Lima", lookup.DEFAULT_SEED)
     turns = ["<retrieve>code Lima</retrieve>", "<retrieve>Atlantis</retrieve>", "hm", "<retrieve>Oslo</retrieve>"]
     told, searched = play(env, [*turns, f"<answer>{code}.</answer>"], code)

@@ -28,18 +28,14 @@ PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
 ANSWERS = ["2", "nine, I think", "24", "5"]
 
 
-def tiny_classifier(**changes: Any) -> Qwen2ForSequenceClassification:
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("reward_model")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "initializer_range": 0.3}
     tokens = {"vocab_size": len(build_tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return Qwen2ForSequenceClassification(Qwen2Config(**(sizes | heads | tokens | changes))).eval()
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("reward_model")
-    tiny_classifier().save_pretrained(directory)
+    Qwen2ForSequenceClassification(Qwen2Config(**(sizes | heads | tokens))).save_pretrained(directory)
     build_tiny_tokenizer().save_pretrained(directory)
     return directory
 
@@ -61,16 +57,13 @@ def asked(system_prompt_file: Path | None = None) -> tuple[list[Any], list[Any]]
     return logs, metadata
 
 
+@torch.no_grad()
 def one_by_one(directory: Path) -> torch.Tensor:
     """Scores of what the template makes of each conversation, without any padding."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    tokenizer = build_tiny_tokenizer()
-    scores = []
-    for problem, answer in zip(PROBLEMS, ANSWERS, strict=True):
-        text = f"<|user|>{problem}<eos><|assistant|>{answer}<eos>"
-        with torch.no_grad():
-            scores.append(model(**tokenizer(text, return_tensors="pt")).logits[0, 0])
-    return torch.stack(scores)
+    texts = [f"<|user|>{asked}<eos><|assistant|>{said}<eos>" for asked, said in zip(PROBLEMS, ANSWERS, strict=True)]
+    tokenized = [build_tiny_tokenizer()(text, return_tensors="pt") for text in texts]
+    return torch.stack([model(**inputs).logits[0, 0] for inputs in tokenized])
 
 
 @pytest.mark.parametrize("has_system_prompt", [False, True])
@@ -110,18 +103,15 @@ def test_a_checkpoint_of_a_run_is_a_reward_model(model_directory, tmp_path, file
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
     build_tiny_tokenizer().save_pretrained(tmp_path)
-    tiny_classifier(num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Qwen2ForSequenceClassification with 3 labels"):
-        RewardModelEnvironment(config(tmp_path))
-    settings = tiny_classifier().config
-    settings.architectures = ["Qwen2ForCausalLM"]
-    settings.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no reward model but Qwen2ForCausalLM"):
-        RewardModelEnvironment(config(tmp_path))
-    seeing = Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForSequenceClassification"], num_labels=1)
-    seeing.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Classification, which sees images; this environment scores texts"):
-        RewardModelEnvironment(config(tmp_path))
+    classifier, seeing = "Qwen2ForSequenceClassification", "Qwen2_5_VLForSequenceClassification"
+    for made, message in (
+        (Qwen2Config(architectures=[classifier], num_labels=3), f"{classifier} with 3 labels"),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), "no reward model but Qwen2ForCausalLM"),
+        (Qwen2_5_VLConfig(architectures=[seeing], num_labels=1), "sees images; this environment scores texts"),
+    ):
+        made.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            RewardModelEnvironment(config(tmp_path))
 
 
 def test_conversations_that_cannot_be_scored_are_refused(model_directory):

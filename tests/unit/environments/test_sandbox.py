@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -58,14 +58,10 @@ def assert_contained(name: str, result: SandboxResult) -> None:
 def processes_of(directory: str) -> list[int]:
     """Processes started for a pool, and whatever they have forked: all have its directory in their command line."""
     found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                command = (path / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if directory.encode() in command:
-                found.append(int(path.name))
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if directory.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
     return found
 
 
@@ -91,7 +87,9 @@ def pool():
 
 @pytest.fixture(scope="module")
 def outcomes(pool: SandboxPool) -> dict[str, SandboxResult]:
-    results = pool.run([Program(cells=[source(name)]) for name in HOSTILE])
+    started = time.monotonic()
+    *results, sound = pool.run([Program(cells=[text]) for text in [*map(source, HOSTILE), "print(1)"]])
+    assert sound.stdout == "1\n" and time.monotonic() - started < (LIMITS.time_limit_s + 20) * len(HOSTILE) / 4
     assert_nothing_left(pool)
     return dict(zip(HOSTILE, results, strict=True))
 
@@ -169,13 +167,6 @@ def test_cells_share_names_and_only_the_last_one_speaks(pool: SandboxPool) -> No
 )
 def test_a_check_is_passed_by_running_to_its_end(pool: SandboxPool, program: str, passes: bool) -> None:
     assert pool.run([Program(cells=[program], check="assert f(1) == 2")])[0].finished is passes
-
-
-def test_a_hung_program_costs_only_itself(pool: SandboxPool) -> None:
-    started = time.monotonic()
-    results = pool.run([Program(cells=["import time\ntime.sleep(60)"]), *[Program(cells=["print(1)"])] * 20])
-    assert time.monotonic() - started < 50
-    assert [result.stdout for result in results[1:]] == ["1\n"] * 20
 
 
 @pytest.mark.parametrize(

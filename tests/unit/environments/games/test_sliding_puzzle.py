@@ -8,12 +8,13 @@ from nemo_rl.environments.sliding_puzzle import SlidingPuzzleEnv
 OPTIONS = {"cfg": {"game_config": {"size": 2, "shuffle_moves": 3}, "max_moves": 3}}
 
 
-def log(*turns: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "1 2\n_ 3"}, *({"role": "assistant", "content": turn} for turn in turns)]
+def log(turn: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "1 2\n_ 3"}, {"role": "assistant", "content": turn}]
 
 
-def steps(env, logs, metadata):
-    return split_return(env.step(logs, metadata), len(logs), "sliding_puzzle_game")
+def steps(turns, metadata):
+    returned = SlidingPuzzleEnv(OPTIONS).step([log(turn) for turn in turns], metadata)
+    return split_return(returned, len(turns), "sliding_puzzle_game")
 
 
 def begin(grid, **more):
@@ -21,8 +22,8 @@ def begin(grid, **more):
 
 
 def test_a_batch_of_games_each_gets_its_own_answer():
-    logs = [log("<action>left</action>"), log("<action>slide 1</action>"), log("<action>up</action>"), log("I give up")]
-    solved, moved, stuck, silent = steps(SlidingPuzzleEnv(OPTIONS), logs, [begin([[1, 2], [0, 3]])] * 4)
+    turns = [*(f"<action>{move}</action>" for move in ("left", "slide 1", "up")), "I give up"]
+    solved, moved, stuck, silent = steps(turns, [begin([[1, 2], [0, 3]])] * 4)
     assert (solved.reward, solved.terminated) == (1.0, True)
     assert solved.observation == {"role": "environment", "content": "1 2\n3 _\nSolved in 1 moves."}
     assert (moved.reward, moved.terminated) == (0.0, False)
@@ -36,13 +37,13 @@ def test_a_batch_of_games_each_gets_its_own_answer():
 
 
 def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not():
-    env, metadata = SlidingPuzzleEnv(OPTIONS), begin([[0, 2], [1, 3]])
+    metadata = begin([[0, 2], [1, 3]])
     for turn, ends in (("<action>up</action>", False), ("nothing", False), ("<action>down</action>", True)):
-        (step,) = steps(env, [log(turn)], [metadata])
+        [step] = steps([turn], [metadata])
         metadata = step.metadata
         assert (step.reward, step.terminated) == (0.0, ends)
     assert step.observation["content"].endswith("_ 2\n1 3\nNot solved in 3 moves.")
-    (step,) = steps(env, [log("<action>up</action>")], [begin([[0, 2], [1, 3]], max_moves=1)])
+    [step] = steps(["<action>up</action>"], [begin([[0, 2], [1, 3]], max_moves=1)])
     assert step.terminated and step.metadata["max_moves"] == 1
 
 
@@ -57,4 +58,4 @@ def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not()
 )
 def test_a_row_without_a_board_that_can_be_played_is_refused(metadata, message):
     with pytest.raises(ValueError, match=message):
-        SlidingPuzzleEnv(OPTIONS).step([log("<action>up</action>")], [metadata])
+        steps(["<action>up</action>"], [metadata])
