@@ -151,9 +151,8 @@ def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
         assert find_score(reply, SCORE, 0.0, 10.0) == score, reply
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_a_mistake_is_named():
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({}, "either a server"),
         ({"base_url": "http://x", "model": "m", "model_name": "n"}, "either a server"),
         ({"base_url": "http://x"}, "name the model"),
@@ -161,11 +160,10 @@ def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
         ({"model_name": "n", "min_score": 10.0}, "not below max_score=10"),
         ({"model_name": "n", "num_votes": 3}, "greedy"),
         ({"model_name": "n", "prompt_file": "nowhere.txt"}, "there is no file"),
-    ],
-)
-def test_a_mistake_is_named(keys, message):
-    with pytest.raises(ValueError, match=message):
-        LLMJudgeEnvironmentConfig(**keys)
+    ]
+    for keys, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            LLMJudgeEnvironmentConfig(**keys)
 
 
 def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path):

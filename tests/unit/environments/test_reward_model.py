@@ -130,17 +130,9 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
         RewardModelEnvironment(strict).step(logs, metadata)
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("{model_name: rm, dtensor_cfg: {tensor_parallel_size: 2}}", r"env\.reward_model\.dtensor_cfg"),
-        ("{model_name: rm, resources: {gpus_per_node: 2}}", r"gpus_per_node: .*less than or equal to 1"),
-        ("{precision: float32}", r"env\.reward_model\.model_name: is required"),
-    ],
-)
-def test_its_section_is_read_and_what_cannot_be_is_refused_by_name(section, message):
-    good = "+env.reward_model={model_name: rm, enabled: true, dtensor_cfg: {tensor_parallel_size: 1}}"
-    loaded = load_config(GRPOMasterConfig, CPU_CONFIG, [good]).env["reward_model"]
+def test_its_section_is_read_and_what_cannot_be_is_refused_by_name():
+    section = "+env.reward_model={{model_name: rm, enabled: true, dtensor_cfg: {{tensor_parallel_size: {}}}}}".format
+    loaded = load_config(GRPOMasterConfig, CPU_CONFIG, [section(1)]).env["reward_model"]
     assert isinstance(loaded, RewardModelEnvironmentConfig) and loaded.tokenizer.name == "rm"
-    with pytest.raises(ConfigError, match=message):
-        load_config(GRPOMasterConfig, CPU_CONFIG, [f"+env.reward_model={section}"])
+    with pytest.raises(ConfigError, match=r"env\.reward_model\.dtensor_cfg"):
+        load_config(GRPOMasterConfig, CPU_CONFIG, [section(2)])
