@@ -216,8 +216,7 @@ def read_batch(batch: Mapping[str, list[Any]]) -> BatchedDataDict[Any]:
 
 # -- the side of the run
 
-HEALTH_PAUSE_S = 0.5
-HEALTH_TIMEOUT_S = 10.0
+HEALTH_PAUSE_S, HEALTH_TIMEOUT_S = 0.5, 10.0
 
 
 class _Connection:
@@ -240,8 +239,7 @@ class _Connection:
                     check_version(answer)
                     return
                 except (HttpFailure, ProtocolError) as error:
-                    is_final = isinstance(error, ProtocolError | FinalHttpFailure)
-                    if is_final or time.monotonic() > deadline:
+                    if isinstance(error, ProtocolError | FinalHttpFailure) or time.monotonic() > deadline:
                         raise ValueError(
                             f"base_url: no environment server answers at {self.url}: {error}. Start one with "
                             "examples/environment_server.py, or correct base_url or token_env"

@@ -262,11 +262,10 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "box_overlap": box_overlap,
     "box_giou": box_giou,
     "vqa_agreement": vqa_agreement,
-    **{
-        "exact_alnum": exact_answer_alphanumeric,
-        "math_expr": math_expression,
-        "bbox_giou": box_giou,
-    },  # NeMo RL's names
+    # Names of NeMo RL.
+    "exact_alnum": exact_answer_alphanumeric,
+    "math_expr": math_expression,
+    "bbox_giou": box_giou,
 }
 
 

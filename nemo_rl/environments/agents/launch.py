@@ -26,14 +26,12 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _PROC = tuple(
     f"/proc/{name}" for name in ("self", "cpuinfo", "meminfo", "stat", "sys", "version", "filesystems", "uptime")
 )
-_MIN_ABI, _MIN_ABI_OF_PORTS = 1, 4
 
 
 def check(*, network: bool) -> None:
     """ValueError if this machine cannot keep commands apart."""
-    abi = isolation.landlock_abi()
-    if abi < (_MIN_ABI if network else _MIN_ABI_OF_PORTS):
-        what = "Landlock (Linux 5.13)" if network else "Landlock with ports (Linux 6.7)"
+    version, what = (1, "Landlock (Linux 5.13)") if network else (4, "Landlock with ports (Linux 6.7)")
+    if isolation.landlock_abi() < version:
         raise ValueError(f"isolate: this machine has no {what}; set isolate: false if you trust the command")
 
 

@@ -71,7 +71,13 @@ class AgentRunner:
 
     async def _run(self, task: AgentTask) -> AgentOutcome:
         async with self._slots:
-            return await self._limited(self._play(task))
+            if self.agent is not None:
+                program = self._call(self.agent, task)
+            elif self.config.command is not None:
+                program = run_command(self.config, task)
+            else:
+                program = post_task(str(self.config.url), task)
+            return await self._limited(program)
 
     async def verify(self, task: AgentTask, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> AgentOutcome:
         """The reward that the verifier gives an episode. `conversations`: the messages of each of its rows."""
@@ -94,14 +100,6 @@ class AgentRunner:
         finally:
             running.cancel()
             await asyncio.wait([running], timeout=1.0)  # so that a command is gone
-
-    async def _play(self, task: AgentTask) -> AgentOutcome:
-        if self.agent is not None:
-            return await self._call(self.agent, task)
-        if self.config.command is not None:
-            return await run_command(self.config, task)
-        assert self.config.url is not None
-        return await post_task(self.config.url, task)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
         thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # a callable that hangs holds up no other
@@ -213,20 +211,14 @@ def outcome(returned: Any) -> AgentOutcome:
 
     `"rewards": {role: number}` are those of single roles. Raises TypeError or ValueError for anything else.
     """
-    metrics: Any = {}
-    rewards: Any = {}
-    reward = returned
-    if isinstance(returned, Mapping):
-        unknown = returned.keys() - {"reward", "rewards", "metrics"}
-        if unknown:
-            raise ValueError(
-                f"an agent returns reward, rewards and metrics, not {', '.join(sorted(map(str, unknown)))}"
-            )
-        reward, rewards, metrics = returned.get("reward"), returned.get("rewards", {}), returned.get("metrics", {})
+    given = returned if isinstance(returned, Mapping) else {"reward": returned}
+    if unknown := given.keys() - {"reward", "rewards", "metrics"}:
+        raise ValueError(f"an agent returns reward, rewards and metrics, not {', '.join(sorted(map(str, unknown)))}")
+    reward = given.get("reward")
     if reward is not None and not math.isfinite(reward := float(reward)):
         raise ValueError(f"an agent's reward must be finite, got {reward}")
-    of_roles = {str(role): float(value) for role, value in rewards.items()}
-    if not all(map(math.isfinite, of_roles.values())):
-        raise ValueError(f"an agent's rewards must be finite, got {of_roles}")
-    numbers = {str(name): float(value) for name, value in metrics.items()}
-    return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=of_roles, metrics=numbers)
+    rewards = {str(role): float(value) for role, value in given.get("rewards", {}).items()}
+    if not all(map(math.isfinite, rewards.values())):
+        raise ValueError(f"an agent's rewards must be finite, got {rewards}")
+    metrics = {str(name): float(value) for name, value in given.get("metrics", {}).items()}
+    return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=rewards, metrics=metrics)

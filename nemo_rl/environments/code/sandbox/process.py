@@ -160,7 +160,13 @@ class _Watch:
         for fd, _ in ready:
             if fd == 0:
                 raise EOFError
-            self._read(fd)
+            data = os.read(fd, READ_BYTES)
+            self.output[self.names[fd]] += data
+            if not data:
+                self._close(fd)
+        printed = len(self.output["stdout"]) + len(self.output["stderr"])
+        if printed > self.limits.max_output_bytes or len(self.output["status"]) > READ_BYTES:
+            self.limit = LimitHit.OUTPUT
         return bool(ready)
 
     def _has_ended(self) -> bool:
@@ -168,16 +174,6 @@ class _Watch:
         if pid == self.pid:
             self.status, self.usage = status, usage
         return self.status is not None
-
-    def _read(self, fd: int) -> None:
-        data = os.read(fd, READ_BYTES)
-        if not data:
-            self._close(fd)
-            return
-        self.output[self.names[fd]] += data
-        printed = len(self.output["stdout"]) + len(self.output["stderr"])
-        if printed > self.limits.max_output_bytes or len(self.output["status"]) > READ_BYTES:
-            self.limit = LimitHit.OUTPUT
 
     def _close(self, fd: int) -> None:
         self.poll.unregister(fd)

@@ -9,7 +9,6 @@ import builtins
 import contextlib
 import errno
 import gc
-import io
 import json
 import linecache
 import os
@@ -109,12 +108,7 @@ def run(request: dict[str, Any], status_fd: int) -> None:
     os.environ.update({"HOME": os.getcwd(), "TMPDIR": os.getcwd(), "PATH": "", "LANG": "C.UTF-8"})
     sys.argv = ["program.py"]
     sys.stdin, sys.stdout, sys.stderr = (
-        io.TextIOWrapper(buffer, "utf-8", "replace")
-        for buffer in (
-            io.BufferedReader(io.FileIO(0, "r", closefd=False)),
-            io.BufferedWriter(io.FileIO(1, "w", closefd=False)),
-            io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
-        )
+        os.fdopen(fd, mode, encoding="utf-8", errors="replace", closefd=False) for fd, mode in enumerate("rww")
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     random.seed(SEED)
