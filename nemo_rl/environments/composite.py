@@ -20,7 +20,7 @@ from nemo_rl.types import LLMMessageLogType
 
 
 def contributions(values: Mapping[str, float], parts: Sequence[RewardFunctionConfig]) -> list[float]:
-    """weight * value of each part; 0 for all but the gates if one of them is not above 0."""
+    """weight * value of each part. If the value of a gate is not above 0, parts that are no gates give 0."""
     is_open = all(values[part.name] > 0 for part in parts if part.gate)
     return [part.weight * values[part.name] if part.gate or is_open else 0.0 for part in parts]
 

@@ -108,7 +108,7 @@ MathVerifier = Literal["hf_math_verify", "dapo_math_verify"]
 
 
 class CodeEnvironmentConfig(ProgramsConfig):
-    """Programs that the model writes, run in a sandbox and judged by tests or by what they print."""
+    """Programs that the model writes. A sandbox runs them; tests or their output decide the reward."""
 
     type: Literal["code"] = "code"
     """Registry name of the environment."""
@@ -316,7 +316,10 @@ class RetrievalEnvironmentConfig(ActorsConfig):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.dataset_kwargs and ":" not in self.dataset_name:
-            yield "dataset_kwargs", "are for a function: dataset_name is none (pkg.module:function); remove them"
+            yield (
+                "dataset_kwargs",
+                "are arguments of a function, and dataset_name names none (pkg.module:function); remove them",
+            )
 
 
 class SlidingPuzzleGameConfig(StrictModel):
@@ -384,7 +387,9 @@ class RewardFunctionConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.env is None and ":" not in self.function:  # import paths are tried before the run starts
-            rewards = import_module("nemo_rl.environments.rewards")  # with the verifiers; other runs need none of them
+            rewards = import_module(
+                "nemo_rl.environments.rewards"
+            )  # it imports the verifiers, which only composites need
             key = "name" if self.reward is None else "reward"
             try:
                 function = rewards.find_reward_function(self.function)
@@ -553,7 +558,7 @@ class EnvironmentConfig(BaseModel):
     """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
 
     num_actors: int = Field(default=1, ge=1)
-    """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
+    """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
 
     py_executable: PyExecutable | None = None
     """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
@@ -593,7 +598,7 @@ OURS: dict[str, type[StrictModel]] = {
 }
 """`type` of each environment of the library -> its section."""
 
-McpEnvironmentConfig.model_rebuild()  # its key `environment` is any of them
+McpEnvironmentConfig.model_rebuild()  # its key `environment` may be any section
 
 EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
 """The section `env`: name of an environment -> its configuration."""
@@ -642,7 +647,7 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
             other = listening.setdefault(config.session.port, name)
             if other != name:
                 fix = "set another, or 0 for any free one"
-                yield f"env.{name}.session.port", f"{config.session.port} is that of env.{other} too; {fix}"
+                yield f"env.{name}.session.port", f"env.{other} has the port {config.session.port} too; {fix}"
         if isinstance(config, CompositeEnvironmentConfig):
             yield from _part_problems(name, config, env)
         judge = config.environment if isinstance(config, AgentEnvironmentConfig) else None
@@ -686,7 +691,7 @@ def _part_problems(
             yield key, f"env.{part.env} {NO_PARTS[type(env[part.env])]}"
         elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
             remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
-            yield key, f"env.{part.env}.py_executable is not that of the composite; {remedy}"
+            yield key, f"env.{part.env} has another py_executable than the composite; {remedy}"
     on_gpus = [f"env.{part}" for part in _parts(config) if part in env and gpus_per_actor(env[part])]
     if len(on_gpus) > 1:
         remedy = f"set {on_gpus[-1]}.resources.gpus_per_node=0"
@@ -695,8 +700,8 @@ def _part_problems(
 
 
 def environment_gpus(env: Mapping[str, Any]) -> dict[str, int]:
-    """Name of each environment with GPUs of its own, beside those of `cluster` -> their number. Environments outside
-    the library do not count. Composites are as `sections_of` returns them."""
+    """Name of each environment that needs GPUs in addition to `cluster` -> number of GPUs. Environments outside the
+    library do not count. Composites are as `sections_of` returns them."""
     actors = {name: config.num_actors if isinstance(config, ActorsConfig) else 1 for name, config in env.items()}
     return {name: gpus * actors[name] for name, config in env.items() if (gpus := gpus_per_actor(config))}
 

@@ -143,7 +143,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
         for vote in waiting:
             vote.failure = (
                 f"no score from {self.cfg.min_score:g} to {self.cfg.max_score:g} in {len(vote.replies)} replies of "
-                f"the judge, the last of them {vote.replies[-1].text[-200:]!r}"
+                f"the judge; the last is {vote.replies[-1].text[-200:]!r}"
             )
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:

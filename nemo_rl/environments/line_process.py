@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 class LineProcess:
-    """A process and its two pipes, used by one thread at a time. `options` are those of `subprocess.Popen`."""
+    """A process and its two pipes, used by one thread at a time. `subprocess.Popen` gets `options`."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)

@@ -34,7 +34,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.registry import find_env_class, new_environment
 from nemo_rl.types import LLMMessageLogType
 
-# What the client raises when a server is gone: its own errors, those of its streams, and of the process or the network.
+# The client raises these when a server has ended: its own errors, and errors of its streams, process and network.
 _LOST = (mcp.MCPError, OSError, EOFError, RuntimeError, ExceptionGroup)
 _GOODBYE_S = 10.0  # for a server that is told to end
 _CANCELLED_S = 5.0  # for the process of one that did not
@@ -89,7 +89,7 @@ class McpEnvironment(EnvironmentInterface[Any]):
         )
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
-        """Those of the environment, the calls since the last time, and the share of them that were errors."""
+        """The environment's metrics, the number of calls since the last time, and the share of calls that failed."""
         batch, metrics = self.environment.global_post_process_and_metrics(batch)
         own = {"tool_calls": float(self.num_calls), "tool_error_rate": self.num_errors / max(1, self.num_calls)}
         self.num_calls = self.num_errors = 0

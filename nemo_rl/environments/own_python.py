@@ -2,7 +2,7 @@
 
 A list of requirements becomes an overlay: a small virtual environment that has only the packages that the run's own
 environment lacks or has in another version, and shows the run's packages below them. torch, Ray and this library are
-always those of the run, because both processes exchange their objects.
+always the same as in the run, because both processes exchange their objects.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
         VenvBuildError: uv cannot make it.
     """
     python = python_of(py_executable, key)
-    # The driver's import paths, but not its packages: they would come before those of the actor's environment.
+    # The driver's import paths without its packages, which would come before the packages of the actor's environment.
     library = os.path.realpath(sysconfig.get_path("stdlib"))
     # Folders inside the packages too: setuptools adds one of its own when it is imported.
     taken = [library, *map(os.path.realpath, _package_folders())]

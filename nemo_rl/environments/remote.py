@@ -55,7 +55,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Rewards = Annotated[
     list[Number], Field(min_length=1), BeforeValidator(lambda sent: sent if isinstance(sent, list) else [sent])
 ]
-"""A number, or a list of them: several rewards, as many in every entry."""
+"""A number, or a list of numbers for several rewards; every entry has equally many."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -284,7 +284,7 @@ class _Connection:
         return [EnvironmentFailure(f"{reason} ({excerpt(log)})") for log in logs]
 
     async def metrics(self, batch: dict[str, Any]) -> dict[str, float]:
-        """RuntimeError naming the URL when there are none."""
+        """The server's metrics. RuntimeError naming the URL for an answer without metrics."""
         async with aiohttp.ClientSession() as session:
             answer = await self._post(session, "metrics", batch)
         try:

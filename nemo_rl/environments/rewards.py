@@ -135,7 +135,7 @@ def find_answers(response: str, answer_tag: str = "answer") -> list[str]:
 
 
 def as_boxed(answer: str) -> str:
-    """An expression as an answer that the parser finds, whatever stands in it."""
+    """An expression in the form of an answer that the parser finds."""
     answer = answer.strip().strip("$")
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 

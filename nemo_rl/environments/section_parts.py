@@ -1,4 +1,4 @@
-"""What sections of `env` share: actors, the programs that they run, and types of keys."""
+"""Keys that several sections of `env` share: actors, devices, limits of programs, and types of keys."""
 
 import re
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ class ActorsConfig(StrictModel):
     """Base of the sections of environments that may run as several actors."""
 
     num_actors: int = Field(default=1, ge=1)
-    """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
+    """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
 
     py_executable: PyExecutable | None = None
     """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
@@ -35,7 +35,7 @@ class DeviceConfig(StrictModel):
     """The device that the model of an environment runs on."""
 
     gpus_per_node: int = Field(default=0, ge=0, le=1)
-    """1: a GPU of its own, beside those of `cluster`; 0: the CPU."""
+    """1: one GPU in addition to the GPUs of `cluster`; 0: the CPU."""
 
     num_nodes: Literal[1] = 1
     """Always 1."""
@@ -51,7 +51,7 @@ class SandboxConfig(StrictModel):
     """CPU seconds of one program, over all its threads."""
 
     memory_mib: int = Field(default=512, ge=64)
-    """Address space of one program in MiB; the interpreter takes about 40 of them."""
+    """Address space of one program in MiB; the interpreter takes about 40 MiB."""
 
     max_output_bytes: int = Field(default=65536, ge=1)
     """Bytes of its output and error output together; beyond them it is ended, and the first bytes are kept."""
@@ -78,7 +78,7 @@ class SandboxConfig(StrictModel):
     """Programs may import the packages of this Python environment."""
 
     allow_weaker: list[Literal["network", "writes", "reads", "processes", "signals"]] = Field(default_factory=list)
-    """Guarantees that need not hold, for trusted programs on machines that cannot keep them. The log lists them."""
+    """Guarantees that may be missing, for trusted programs on machines that cannot give them. The log lists them."""
 
 
 class ProgramsConfig(ActorsConfig):

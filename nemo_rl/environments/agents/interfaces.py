@@ -1,4 +1,4 @@
-"""What an agent is given and what it hands back. An agent is a program of its own that calls the model over HTTP."""
+"""The input and the result of an agent: a program that the user writes, which calls the model over HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class AgentEnd(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOutcome:
-    """What a runner knows when an agent has ended."""
+    """The result of an agent that has ended."""
 
     end: AgentEnd
     reward: float | None = None  # that it returned

@@ -36,7 +36,7 @@ async def play(
     if (resources_url is None) == (agent_url is None):
         raise ValueError("give resources_url, for the tools and the verifier of tasks, or agent_url, for their agent")
     if "gym" not in task.row:
-        raise ValueError("the row is none of NeMo Gym: set dataset_name: nemo_gym")
+        raise ValueError("the row is no task of NeMo Gym: set dataset_name: nemo_gym")
     row: Mapping[str, Any] = task.row["gym"]
     # One of its own for each episode: a resources server knows its session by a cookie, also at an IP address.
     jar = aiohttp.CookieJar(unsafe=True)

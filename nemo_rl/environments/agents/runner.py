@@ -65,7 +65,7 @@ class AgentRunner:
         return running.result()
 
     async def stop(self, base_url: str) -> None:
-        """End an episode that nobody waits for, by the URL of its session."""
+        """Cancel an episode whose caller has stopped waiting, by the URL of its session."""
         if base_url in self._running:
             self._running[base_url].cancel()
 
@@ -99,7 +99,7 @@ class AgentRunner:
             return running.result()
         finally:
             running.cancel()
-            await asyncio.wait([running], timeout=1.0)  # so that a command is gone
+            await asyncio.wait([running], timeout=1.0)  # until the process of a command has ended
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> AgentOutcome:
         thread = ThreadPoolExecutor(1, thread_name_prefix="agent")  # a callable that hangs holds up no other
@@ -114,7 +114,7 @@ class AgentRunner:
 
 
 async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentOutcome:
-    """Run the command of one episode, in a new folder that is removed. Its output is its own affair.
+    """Run the command of one episode in a new folder, which is removed afterwards. The output is only quoted in errors.
 
     Its environment has OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, which clients read by themselves,
     AGENT_REWARD_URL, and AGENT_TASK: the path of a JSON file with the whole `AgentTask`.
@@ -172,7 +172,7 @@ async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentO
 
 
 async def _tail(reader: asyncio.StreamReader) -> bytes:
-    """The end of what is written until the other side is closed."""
+    """The last MAX_OUTPUT_BYTES bytes that are written until the other end of the pipe is closed."""
     kept = b""
     while chunk := await reader.read(MAX_OUTPUT_BYTES):
         kept = (kept + chunk)[-MAX_OUTPUT_BYTES:]
@@ -209,7 +209,7 @@ async def post_json(
 def outcome(returned: Any) -> AgentOutcome:
     """What a callable returned: nothing, a number, or `{"reward": number, "metrics": {name: number}}`.
 
-    `"rewards": {role: number}` are those of single roles. Raises TypeError or ValueError for anything else.
+    `"rewards": {role: number}` gives single roles their own reward. TypeError or ValueError for anything else.
     """
     given = returned if isinstance(returned, Mapping) else {"reward": returned}
     if unknown := given.keys() - {"reward", "rewards", "metrics"}:

@@ -235,7 +235,7 @@ def _parse(text: str) -> ToolCall:
 
 
 def problem_of(call: ToolCall, specs: Mapping[str, Mapping[str, Any]]) -> str:
-    """The problem of a call, by the specifications of the tools in OpenAI's format; empty if there is none."""
+    """What is wrong with a call, by the specifications of the tools in OpenAI's format; "" for a valid call."""
     if call.problem:
         return call.problem
     if call.name not in specs:

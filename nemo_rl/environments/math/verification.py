@@ -148,7 +148,7 @@ VERIFIERS: dict[str, Callable[[str, str], Verdict]] = {
 
 START_TIMEOUT_S = 120.0
 MAX_SENT = 4  # jobs that a process has at a time, so that it need not wait for the next one
-MAX_SENT_BYTES = 1 << 15  # of them together: a process that hangs has room for them in its pipe
+MAX_SENT_BYTES = 1 << 15  # of these jobs together: they fit into the pipe of a process that hangs
 MAX_LOGGED_CHARACTERS = 200
 
 
@@ -187,7 +187,9 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
         self.timeout_s = timeout_s
 
     def run_all(self, jobs: deque[tuple[int, Verification]]) -> Iterator[tuple[int, VerificationResult]]:
-        sent: deque[tuple[int, Verification, int]] = deque()  # with its bytes; the process works on the first of them
+        sent: deque[tuple[int, Verification, int]] = (
+            deque()
+        )  # with its size in bytes; the process works on the first job
         while True:
             while len(sent) < MAX_SENT and (taken := next_job(jobs)) is not None:
                 number, job = taken
@@ -270,7 +272,7 @@ class VerifierPool(WorkerPool[Verification, VerificationResult]):
 MEMORY_LIMIT_BYTES = 4 << 30
 # Errors of the parser on text that is not mathematics, or of a number too large to be written: a wrong answer.
 WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-GRACE_S = 2.0  # the pool kills first; this is for a pool that is gone
+GRACE_S = 2.0  # the pool kills earlier, unless its own process has ended
 
 
 def main() -> None:

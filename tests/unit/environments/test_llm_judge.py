@@ -93,7 +93,7 @@ def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():
     _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_replies_without_score"] == 2.0
     returned, _, _ = ask(["I like it"], max_score_retries=1)
-    assert "no score from 0 to 10 in 2 replies of the judge, the last of them 'I like it'" in returned.failures[0]
+    assert "no score from 0 to 10 in 2 replies of the judge; the last is 'I like it'" in returned.failures[0]
 
 
 def test_votes_are_averaged_and_one_that_fails_fails_the_sample():

@@ -227,7 +227,7 @@ def _restrict(rules: Sequence[tuple[str, int]], *, abi: int, ports: Sequence[int
     for path, rights in rules:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except FileNotFoundError:  # not every system has every one of them
+        except FileNotFoundError:  # not every system has all of these paths
             continue
         if not os.path.isdir(path):
             rights &= _READ_FILE | _WRITE_FILE | _EXECUTE | _TRUNCATE | _IOCTL_DEV

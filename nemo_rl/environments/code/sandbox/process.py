@@ -307,7 +307,7 @@ def can_become(uid: int) -> bool:
 def disk_use(directory: str, max_files: int) -> tuple[int, int]:
     """(bytes on disk, number of entries) below a directory; counting stops beyond `max_files` entries.
 
-    Its owner is still running: an entry that is gone counts as empty, a hidden one as beyond `max_files`.
+    The program may still write: an entry that has disappeared counts as empty, a hidden one as beyond `max_files`.
     """
     size = entries = 0
     waiting = [directory]
@@ -328,7 +328,7 @@ def disk_use(directory: str, max_files: int) -> tuple[int, int]:
 
 
 def remove_tree(directory: str, *, keep: bool = False) -> None:
-    """Remove a directory, or with `keep` only its contents, whatever its links, depth and modes.
+    """Remove a directory, or with `keep` only its contents. Links, depth and modes inside do not matter.
 
     No other process may use it. Links are not followed. Directories inside directories are moved up and emptied there,
     so that paths stay short.
@@ -358,7 +358,7 @@ def remove_tree(directory: str, *, keep: bool = False) -> None:
 
 def main() -> None:
     """`preload`: modules to import before programs start. `library_paths`: where programs may import from, besides the
-    standard library; the first one is this package's and is for the server only. Other keys are those of `Server`."""
+    standard library; the first path leads to this package and is for the server only. Other keys: see `Server`."""
     config = json.loads(sys.argv[1])
     own, *others = config.pop("library_paths")
     sys.path[:] = [path for path in sys.path if path not in ("", own)] + others

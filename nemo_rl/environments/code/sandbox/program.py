@@ -28,7 +28,7 @@ class Guarantee(StrEnum):
 
     NETWORK = "network"  # no connection and no socket to anything outside the process
     WRITES = "writes"  # writes, removes and changes nothing outside the program's own directory
-    READS = "reads"  # reads no files but those of Python and the system's libraries
+    READS = "reads"  # reads only files of Python and of the system's libraries
     PROCESSES = "processes"  # one process: it starts no other, and none outlives it
     SIGNALS = "signals"  # sends no signal to another process, and does not read its memory
 

@@ -167,7 +167,7 @@ def _remove_when_quiet(directory: str) -> None:
 
 
 class SandboxPool(WorkerPool[Program, SandboxResult]):
-    """`num_workers` servers, started at once; `mechanisms` are the ones that may be used.
+    """`num_workers` servers, which start at once. `mechanisms`: the mechanisms of isolation that may be used.
 
     SandboxUnavailable when this machine cannot give a guarantee that is not in `cfg.allow_weaker`.
     """
