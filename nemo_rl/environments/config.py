@@ -10,12 +10,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
-from nemo_rl.environments.section_parts import ActorsConfig, DeviceConfig, HttpAddress, ProgramsConfig, PyExecutable
+from nemo_rl.environments.section_parts import (
+    Actors,
+    ActorsConfig,
+    DeviceConfig,
+    HttpAddress,
+    ProgramsConfig,
+    PyExecutable,
+)
 from nemo_rl.models.policy.config import TokenizerConfig
 
 ENV_REGISTRY: dict[str, str] = {
@@ -549,21 +556,13 @@ class McpEnvironmentConfig(ActorsConfig):
             yield "environment.type", problem
 
 
-class EnvironmentConfig(BaseModel):
+class EnvironmentConfig(Actors):
     """Any other environment: `type`, and its own keys, which its constructor gets as a dictionary."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     type: Annotated[str, accepted_by(check_supported)]
     """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
-
-    num_actors: int = Field(default=1, ge=1)
-    """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
-
-    py_executable: PyExecutable | None = None
-    """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
-    file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
-    """
 
 
 def _variant(value: Any) -> str:
@@ -670,7 +669,7 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
 
 def own_python(config: Any) -> PyExecutable | None:
     """`py_executable` of a section; null for one that has no such key."""
-    return config.py_executable if isinstance(config, ActorsConfig | EnvironmentConfig) else None
+    return config.py_executable if isinstance(config, Actors) else None
 
 
 NO_PARTS = {

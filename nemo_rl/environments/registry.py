@@ -15,10 +15,8 @@ from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
-    ActorsConfig,
     AgentEnvironmentConfig,
     AnyEnvironmentConfig,
-    EnvironmentConfig,
     EnvSection,
     check_supported,
     environment_gpus,
@@ -28,6 +26,7 @@ from nemo_rl.environments.config import (
     unknown_type,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.environments.section_parts import Actors
 from nemo_rl.utils.registry import import_object
 
 HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
@@ -75,7 +74,7 @@ def create_envs(
     _check_gpus(environment_gpus(env), ray.available_resources().get("GPU", 0.0))
     actors: dict[str, list[Any]] = {}
     for name, config in env.items():
-        num_actors = config.num_actors if isinstance(config, ActorsConfig | EnvironmentConfig) else 1
+        num_actors = config.num_actors if isinstance(config, Actors) else 1
         actors[name] = [create_env(name, config) for _ in range(num_actors)]
     return actors
 

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from nemo_rl.config.rules import StrictModel, accepted_by
 
@@ -19,8 +19,8 @@ HttpAddress = Annotated[str, accepted_by(_http_address)]
 PyExecutable = str | list[str]
 
 
-class ActorsConfig(StrictModel):
-    """Base of the sections of environments that may run as several actors."""
+class Actors(BaseModel):
+    """Keys of environments that may run as several actors."""
 
     num_actors: int = Field(default=1, ge=1)
     """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
@@ -29,6 +29,10 @@ class ActorsConfig(StrictModel):
     """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
     file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
     """
+
+
+class ActorsConfig(Actors, StrictModel):
+    """Base of the sections of environments of the library that may run as several actors."""
 
 
 class DeviceConfig(StrictModel):

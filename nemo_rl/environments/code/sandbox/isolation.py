@@ -68,12 +68,8 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 def numbers(table: str, machine: str) -> dict[str, int]:
     """Name -> number, for the calls of a table that this architecture has."""
     column = ARCHITECTURES[machine][0]
-    found: dict[str, int] = {}
-    for word in table.split():
-        name, *columns = word.split(":")
-        if columns[column] != "-":
-            found[name] = int(columns[column])
-    return found
+    rows = (word.split(":") for word in table.split())
+    return {name: int(columns[column]) for name, *columns in rows if columns[column] != "-"}
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

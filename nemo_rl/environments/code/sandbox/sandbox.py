@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,10 +237,8 @@ def sweep() -> None:
         except OSError:  # being made, or being removed
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            remove_tree(str(directory))
+            with suppress(BlockingIOError):  # its pool runs
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(str(directory))
         finally:
             os.close(lock)
