@@ -35,7 +35,7 @@ from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
-from tests.unit.environments.http_servers import served
+from tests.unit.environments.http_servers import answering, served
 from tests.unit.rollouts.test_openai_server import TEMPLATE, Engine, settings
 from tests.unit.rollouts.test_openai_server import TOKENIZER as SERVED_TOKENIZER
 from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile
@@ -207,11 +207,9 @@ def test_an_environment_server_answers_whatever_is_sent(server: str, sent: tuple
     assert status in (200, 400) and ("error" in answer) == (status == 400), (status, answer)
 
 
-@hostile
-@given(st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=30))
-def test_no_header_is_taken_for_the_token(server: str, token: str) -> None:
-    status, _ = post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})
-    assert status == 401
+def test_no_other_header_is_taken_for_the_token(server: str) -> None:
+    for token in ("", "secret", "Bearer", "Bearer secret2", "Bearer \xe9", "Basic secret"):
+        assert post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})[0] == 401
 
 
 ANSWER: dict[str, Any] = {
@@ -235,14 +233,8 @@ def liar() -> Iterator[tuple[RemoteEnvironment, list[bytes]]]:
     async def step(request: web.Request) -> web.Response:
         return web.Response(body=said[0], content_type="application/json")
 
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"protocol": 1})
-
-    app = web.Application()
-    app.router.add_post("/step", step)
-    app.router.add_get("/health", health)
-    with served(app) as url:
-        yield RemoteEnvironment({"base_url": url, "backoff_s": 0.0, "max_retries": 0, "start_timeout_s": 5.0}), said
+    with answering(step, backoff_s=0.0, max_retries=0) as environment:
+        yield environment, said
 
 
 @hostile

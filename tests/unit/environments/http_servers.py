@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from nemo_rl.environments.remote import RemoteEnvironment
 
 
 @contextmanager
@@ -31,6 +33,20 @@ def served(app: web.Application) -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+@contextmanager
+def answering(step: Callable[[web.Request], Awaitable[web.Response]], **options: Any) -> Iterator[RemoteEnvironment]:
+    """A remote environment whose server is sound but for its answers to /step."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"protocol": 1})
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_post("/step", step)
+    with served(app) as url:
+        yield RemoteEnvironment({"base_url": url, "start_timeout_s": 5.0, **options})
 
 
 @dataclass

@@ -71,9 +71,14 @@ def said(text):
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "token_ids": [1, 2]}]
 
 
-async def gathered(client: EnvironmentClient, texts: list[str]) -> list[Any]:
+async def gathered(client: EnvironmentClient, *texts: str) -> list[Any]:
     steps = [client.step(said(text), "a", sample_id=f"0/0/d:1/{i}") for i, text in enumerate(texts)]
     return await asyncio.gather(*steps, return_exceptions=True)
+
+
+def asked(actor: FakeActor, *texts: str) -> list[Any]:
+    """The steps and failures of conversations that end with these texts, in an environment called "maze"."""
+    return asyncio.run(gathered(EnvironmentClient("maze", actor, 5), *texts))
 
 
 def test_one_conversation_may_fail_in_a_batch_that_is_answered():
@@ -82,9 +87,10 @@ def test_one_conversation_may_fail_in_a_batch_that_is_answered():
         return echo(logs, metadata)._replace(failures=failures, metrics=[{"score": 1}] * len(logs))
 
     actor = FakeActor(behave)
-    good, bad = asyncio.run(gathered(EnvironmentClient("env", actor, 5.0), ["a", "bad"]))
+    good, bad = asked(actor, "a", "bad")
     assert good.reward == 1.0 and good.metrics == {"score": 1.0}
-    assert isinstance(bad, EnvironmentFailure) and str(bad) == "environment 'env': the judge is gone (sample 0/0/d:1/1)"
+    assert isinstance(bad, EnvironmentFailure)
+    assert str(bad) == "environment 'maze': the judge is gone (sample 0/0/d:1/1)"
     assert actor.batches == [2], "nothing is asked twice"
 
 
@@ -95,7 +101,7 @@ def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
         client = EnvironmentClient("e", actor, 5)
         first = asyncio.create_task(client.step(said("x"), "a", sample_id="0/0/d:1/9"))
         await asyncio.sleep(0.005)  # the first call is in flight
-        rest = await gathered(client, ["a", "b", "a"])
+        rest = await gathered(client, "a", "b", "a")
         return [await first, *rest]
 
     steps = asyncio.run(run())
@@ -111,16 +117,15 @@ def test_one_bad_conversation_fails_alone():
             raise RayTaskError("step", "traceback", ValueError("cannot read poison"))
         return echo(logs, metadata)
 
-    results = asyncio.run(gathered(EnvironmentClient("maze", FakeActor(behave), 5), ["a", "poison", "b"]))
-    assert [type(result).__name__ for result in results] == ["EnvironmentStep", "EnvironmentFailure", "EnvironmentStep"]
-    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(results[1]))
+    first, poisoned, last = asked(FakeActor(behave), "a", "poison", "b")
+    assert (first.reward, last.reward) == (1.0, 0.0) and isinstance(poisoned, EnvironmentFailure)
+    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(poisoned))
 
 
-@pytest.mark.parametrize(("texts", "calls"), [(["a"], [1, 1]), (["a", "b"], [2, 1, 1])])
+@pytest.mark.parametrize(("texts", "calls"), [("a", [1, 1]), ("ab", [2, 1, 1])])
 def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_call(texts, calls):
     actor = FakeActor(errors=[RayTaskError("step", "traceback", OSError("a file was busy"))])
-    results = asyncio.run(gathered(EnvironmentClient("maze", actor, 5), texts))
-    assert [type(result).__name__ for result in results] == ["EnvironmentStep"] * len(texts)
+    assert [step.reward for step in asked(actor, *texts)] == [1.0, 0.0][: len(texts)]
     assert actor.batches == calls
 
 
@@ -170,17 +175,15 @@ def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_onl
 
 def test_a_dead_actor_is_asked_once_more_and_no_more():
     actor = FakeActor(errors=[RayActorError(), RayActorError()])
-    results = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a", "b"]))
+    assert all(isinstance(one, EnvironmentFailure) and "twice" in str(one) for one in asked(actor, "a", "b"))
     assert actor.batches == [2, 2]
-    assert all(isinstance(result, EnvironmentFailure) and "twice" in str(result) for result in results)
-    [step] = asyncio.run(gathered(EnvironmentClient("e", FakeActor(errors=[RayActorError()]), 5), ["a"]))
-    assert step.reward == 1.0
+    assert asked(FakeActor(errors=[RayActorError()]), "a")[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], or \[1, n\], got \[3\]"),
+        ({"rewards": torch.zeros(3)}, r"'maze': rewards must have shape \[1\], or \[1, n\], got \[3\]"),
         ({"rewards": torch.tensor([float("nan")])}, "rewards must be finite"),
         ({"rewards": torch.zeros(1, 0)}, r"rewards must have shape \[1\], or \[1, n\], got \[1, 0\]"),
         ({"rewards": "high"}, "rewards must be a tensor"),
@@ -193,10 +196,8 @@ def test_a_dead_actor_is_asked_once_more_and_no_more():
     ],
 )
 def test_a_wrong_return_names_environment_and_field(change, message):
-    actor = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(**change))
-    (failure,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
-    assert isinstance(failure, EnvironmentFailure)
-    assert re.search(message, str(failure))
+    [failure] = asked(FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(**change)), "a")
+    assert isinstance(failure, EnvironmentFailure) and re.search(message, str(failure))
 
 
 def test_registry_names_what_is_missing():
@@ -249,8 +250,8 @@ def test_real_actors_die_hang_and_raise(ray_local, import_folder):
 
     async def run():
         client, hasty = (EnvironmentClient("trouble", actor, limit) for limit in (60, 1))
-        [died], [raised] = await gathered(client, ["die once"]), await gathered(client, ["raise"])
-        [late], [after] = await gathered(hasty, ["sleep"]), await gathered(client, ["hello"])
+        [died], [raised] = await gathered(client, "die once"), await gathered(client, "raise")
+        [late], [after] = await gathered(hasty, "sleep"), await gathered(client, "hello")
         assert died.reward == after.reward == 1.0
         assert "of the environment itself" in str(raised) and "within 1 s" in str(late)
 

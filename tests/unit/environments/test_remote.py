@@ -11,12 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from aiohttp import web
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
-from tests.unit.environments.http_servers import Scripted, served
+from tests.unit.environments.http_servers import Scripted, answering, served
 
 
 def log(answer: str) -> list[dict[str, Any]]:
@@ -176,15 +175,8 @@ GOOD = {
     ],
 )
 def test_a_wrong_answer_of_a_server_fails_the_conversation(change, message):
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"protocol": 1, "environment": "x"})
-
     server = Scripted([json.dumps({**GOOD, **change})])
-    app = web.Application()
-    app.router.add_get("/health", health)
-    app.router.add_post("/step", server.handle)
-    with served(app) as url:
-        remote = RemoteEnvironment({"base_url": url})
+    with answering(server.handle) as remote:
         [failure] = remote.step([log("a")], [None]).failures
-    assert message in failure and url in failure
+    assert message in failure and remote.connection.url in failure
     assert set(server.requests[0]) == {"protocol", "request_id", "batch"}

@@ -160,7 +160,6 @@ def test_cells_share_names_and_only_the_last_one_speaks(pool: SandboxPool) -> No
         ("def f(x): return x", False),
         ("import os\nos._exit(0)", False),
         ("raise SystemExit", False),
-        ("import sys\nsys.exit(0)", False),
         ("import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return x", False),
         ("import os\nos.write(3, b'{\"finished\": true}\\n')\nos._exit(0)", False),
     ],
