@@ -347,22 +347,15 @@ Request = StepRequest | MetricsRequest
 class EnvironmentServer:
     """Serves one environment: one call at a time, as an actor does. Conversations that it cannot answer fail alone.
 
-    A request that comes again within `REMEMBERED_S` seconds of `clock` gets its first answer.
+    A request that comes again within `REMEMBERED_S` seconds gets its first answer.
     """
 
-    def __init__(
-        self,
-        environment: EnvironmentInterface[Any],
-        name: str,
-        token: str | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, environment: EnvironmentInterface[Any], name: str, token: str | None) -> None:
         self.environment = environment
         self.name = name
         self.token = token
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="request")
         self._environment = ThreadPoolExecutor(1, thread_name_prefix="environment")  # all its calls are in one thread
-        self._clock = clock
         # By path and request id, the oldest first: the time of arrival, and the answer.
         self._answers: dict[str, tuple[float, asyncio.Task[Answer]]] = {}
 
@@ -406,7 +399,7 @@ class EnvironmentServer:
 
     def _answered_once(self, key: str, answer: Callable[[], dict[str, Any]]) -> asyncio.Task[Answer]:
         """The answer to a request id, made once while it is remembered."""
-        now = self._clock()
+        now = time.monotonic()
         while self._answers:
             oldest, (arrived, task) = next(iter(self._answers.items()))
             is_wanted = now - arrived <= REMEMBERED_S and len(self._answers) <= MAX_REMEMBERED_ANSWERS
