@@ -141,10 +141,14 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: 
 
 
 def test_a_row_of_bytes_that_are_no_text_is_marked_and_types_may_differ(tmp_path: Path) -> None:
-    rows = b'{"input": "a", "output": "\xff\xfe"}\n{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'
-    (tmp_path / "a.jsonl").write_bytes(rows)
-    found = MarkedRows(load_file_as(str(tmp_path / "a.jsonl"), "json", str(tmp_path / "cache")), dict)
-    assert [BAD_ROW in found[i] for i in range(len(found))] == [True, False, False, False]
+    files = {
+        "bytes": (b'{"input": "a", "output": "\xff\xfe"}\n', [True]),
+        "types": (b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n', [False] * 3),
+    }
+    for name, (content, marked) in files.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+        rows = MarkedRows(load_file_as(str(tmp_path / f"{name}.jsonl"), "json", str(tmp_path / "cache")), dict)
+        assert [BAD_ROW in rows[i] for i in range(len(rows))] == marked
 
 
 def test_equal_ids_are_two_rows(tmp_path: Path) -> None:
