@@ -100,8 +100,8 @@ def settings(environment: Any, turns: int) -> RolloutWorkerSettings:
     task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor, env_name="e")
     return worker_settings(
         PromptProcessor({"t": task}, build_tiny_tokenizer(), 4096),
-        {"e": [environment]},
-        {"e": MathEnvironmentConfig()},  # not read: the environment is there already
+        environments={"e": [environment]},
+        env={"e": MathEnvironmentConfig()},  # not read: the environment is there already
         limits=EpisodeLimits(max_turns=turns, max_total_tokens=100_000),
         env_step_timeout_s=60,
         worker_timeout_s=600,

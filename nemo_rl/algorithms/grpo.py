@@ -32,7 +32,7 @@ class GRPOTrainer(RolloutTrainer):
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
             self.source = import_object(ASYNC_GROUPS, "grpo.async_grpo")(self.requests, self.rollouts, grpo)
-        self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
+        self.uses_reference = grpo.uses_reference
         # With a single optimizer step the policy does not change before its loss: the forward pass of training gives
         # the previous logprobs too. The other conditions need them before that pass, or computed without dropout.
         self.needs_previous_logprobs = (

@@ -93,7 +93,7 @@ class PPOTrainer(RolloutTrainer):
         """Previous and reference logprobs, and values, kept with the samples on the workers."""
         with self.phase("policy_and_reference_logprobs"):
             self.policy.compute(Logprobs(), "prev_logprobs")
-            if not self.config.ppo.skip_reference_policy_logprobs_calculation:
+            if self.config.ppo.uses_reference:
                 self.policy.compute_reference_logprobs()
         with self.phase("values"):
             self.value.compute(Scalars(), "values")

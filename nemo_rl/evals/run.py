@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.setup.launch import run_command, start_cluster
+from nemo_rl.algorithms.setup.launch import run_command, start_devices
 from nemo_rl.algorithms.setup.preflight import (
     check_environments,
     check_prompts,
@@ -33,7 +33,6 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
@@ -207,8 +206,8 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
     """The running collector and the number of engines. Everything ends with the stack."""
     machines = config.cluster
-    cluster = start_cluster(machines, stack, COLOCATED_GROUPS, "eval")
-    accelerator = Accelerator(exclusive=machines.use_gpus)
+    devices = start_devices(machines, stack, COLOCATED_GROUPS, "eval", take_turns=True)
+    cluster, accelerator = devices.cluster, devices.accelerator
     # Created first, so that they start while the model loads.
     environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
     generation = VllmGeneration(
@@ -228,8 +227,8 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     wait_for_envs(environments, machines.worker_timeout_s)
     settings = worker_settings(
         inputs.process,
-        environments,
-        config.env,
+        environments=environments,
+        env=config.env,
         limits=EpisodeLimits(
             max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.vllm_cfg.max_model_len
         ),

@@ -148,6 +148,11 @@ class RolloutConfig(LoopConfig):
     """Folder of recorded rollouts to train from: no engine and no environment is started; null: sample."""
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether a step asks a reference policy for logprobs."""
+        return False
+
+    @property
     def num_samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
@@ -179,6 +184,10 @@ class ScoredRolloutConfig(RolloutConfig):
 
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """Linear map of rewards."""
+
+    @property
+    def uses_reference(self) -> bool:
+        return not self.skip_reference_policy_logprobs_calculation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from transformers import PreTrainedTokenizerFast
@@ -12,17 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
+from nemo_rl.algorithms.setup.launch import start_devices, start_policy
 from nemo_rl.algorithms.setup.preflight import ModelInputs, prepare_model
-from nemo_rl.algorithms.setup.rollouts import (
-    RolloutInputs,
-    RolloutSetup,
-    build_rollouts,
-    prepare_rollouts,
-    start_trainer,
-)
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import (
     TEACHER_STATES,
@@ -33,6 +26,7 @@ from nemo_rl.models.policy.head.distillation import (
     TopKLogits,
     TopKLogprobs,
 )
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import SamplingParams
 
@@ -62,7 +56,7 @@ class DistillationInputs(RolloutInputs):
 
 def run_distillation(config: DistillationMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare, build=build)
+    return run_rollouts(config, partial(make_trainer, config), prepare)
 
 
 def prepare(config: DistillationMasterConfig) -> DistillationInputs:
@@ -218,69 +212,42 @@ def _warn_of_differences(student: PreTrainedTokenizerFast, teacher: PreTrainedTo
 # -- starting
 
 
-def build(
-    config: DistillationMasterConfig, stack: ExitStack, tools: RunTools, inputs: DistillationInputs
+def make_trainer(
+    config: DistillationMasterConfig, tools: RunTools, setup: RolloutSetup[DistillationInputs]
 ) -> DistillationTrainer:
-    """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
-    is_apart = config.distillation.teacher_resources is not None
-    setup = build_rollouts(
-        config,
-        stack,
-        inputs,
-        init_reference_model=False,
-        num_further_groups=0 if is_apart else len(inputs.teachers),
-    )
-    if (k := config.distillation.topk_logits_k) is not None:
-        student_task, column = TopKLogprobs(k), TEACHER_TOPK
-    else:
-        (teacher,) = inputs.teachers.values()  # several teachers need `topk_logits_k`: the student stores one head
-        head = StoredHead.of(teacher.model.config, teacher.model.model_path, teacher.config.precision)
-        student_task, column = FullKL(head, teacher.vocab_size), TEACHER_STATES
-    trainer = DistillationTrainer(
-        config,
-        tools,
-        setup.parts,
-        _start_teachers(config, stack, setup, inputs),
-        student_task=student_task,
-        column=column,
-    )
-    return start_trainer(trainer, config, stack, tools, inputs, setup)
-
-
-def _start_teachers(
-    config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: DistillationInputs
-) -> list[Teacher]:
-    machines, cluster, accelerator = config.training_cluster, setup.training.cluster, setup.training.accelerator
+    """Start the teachers: on machines of their own, or on the student's."""
+    inputs, devices, k = setup.inputs, setup.training, config.distillation.topk_logits_k
     if config.distillation.teacher_resources is not None:
-        machines = config.teacher_cluster
-        cluster = start_cluster(machines, stack, len(inputs.teachers), "teachers")
-        accelerator = Accelerator(exclusive=machines.use_gpus)
+        num_teachers = len(inputs.teachers)
+        devices = start_devices(config.teacher_cluster, setup.stack, num_teachers, "teachers", take_turns=True)
     # The student samples from its distribution at this temperature, so the teacher's is taken at the same.
     sampling = SamplingParams(max_new_tokens=1, temperature=config.policy.generation.temperature)
+    student_task: HeadTask
+    if k is not None:
+        student_task, column = TopKLogprobs(k), TEACHER_TOPK
+    else:
+        (only,) = inputs.teachers.values()  # several teachers need `topk_logits_k`: the student stores one head
+        head = StoredHead.of(only.model.config, only.model.model_path, only.config.precision)
+        student_task, column = FullKL(head, only.vocab_size), TEACHER_STATES
     teachers = []
     for key, teacher in inputs.teachers.items():
         policy = start_policy(
             config,
             teacher.config,
-            stack,
+            setup.stack,
             teacher.model,
-            cluster,
-            accelerator,
-            seed=config.distillation.seed,
+            devices,
             sampling=sampling,
             name=key.replace("teachers.", "teacher-"),
             init_optimizer=False,
-            machines=machines,
         )
-        k, hidden_size = config.distillation.topk_logits_k, teacher.model.config.get_text_config().hidden_size
-        states = LastStates(hidden_size, teacher.config.precision)
-        batching = Batching.of(teacher.config, **teacher.model.flops.cost_weights)
+        states = LastStates(teacher.model.config.get_text_config().hidden_size, teacher.config.precision)
         teachers.append(
             Teacher(
                 policy=policy,
-                batching=batching.of_scoring(),
+                batching=Batching.of(teacher.config, **teacher.model.flops.cost_weights).of_scoring(),
                 task=states if k is None else TopKLogits(k, teacher.vocab_size),
                 tasks=teacher.tasks,
             )
         )
-    return teachers
+    return DistillationTrainer(config, tools, setup.parts, teachers, student_task=student_task, column=column)

@@ -4,8 +4,9 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
@@ -38,25 +39,33 @@ MONITOR = "nemo_rl.distributed.meters:UsageMonitor"  # imported when it is neede
 logger = logging.getLogger(__name__)
 
 
-class Prepared(Protocol):
-    """The result of `prepare`: the checked parts of a run that need no worker."""
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """The checked parts of a run that need no worker."""
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """A run that continues a checkpoint must have the same."""
-        ...
+    model: ModelInputs
+    identity: dict[str, Any]  # a run that continues a checkpoint must have the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Bundles of machines, and the object that decides which worker group uses them."""
+
+    machines: ClusterConfig
+    cluster: RayVirtualCluster
+    accelerator: Accelerator
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
-PreparedT = TypeVar("PreparedT", bound=Prepared)
 InputsT = TypeVar("InputsT")
+RunInputsT = TypeVar("RunInputsT", bound=RunInputs)
 
 
 def launch(
     config: ConfigT,
     *,
-    prepare: Callable[[ConfigT], PreparedT],
-    build: Callable[[ConfigT, ExitStack, RunTools, PreparedT], Trainer],
+    prepare: Callable[[ConfigT], RunInputsT],
+    build: Callable[[ConfigT, ExitStack, RunTools, RunInputsT], Trainer],
 ) -> int:
     """Train: prepare, start everything, run the loop, shut everything down. Returns the exit status.
 
@@ -68,15 +77,18 @@ def launch(
 
     recorders: list[RunRecorder] = []  # one, once the run has a folder
 
-    def train(prepared: PreparedT, run_dir: Path, console: RunConsole) -> str:
+    def train(inputs: RunInputsT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
-            monitor = usage_monitor(config)
+            monitor = None
+            if config.logger.monitor_gpus:  # ValueError if NVML is not installed
+                interval = config.logger.gpu_monitoring.collection_interval
+                monitor = import_object(MONITOR, "logger.monitor_gpus")(interval, gpus=config.cluster.use_gpus)
             tools = RunTools(
                 logger=Logger(config.logger, run_dir, runs_to_resume(config)),
                 console=console,
                 checkpointing=config.checkpointing,
                 resolved_config_yaml=dump_config(config),
-                identity=prepared.identity,
+                identity=inputs.identity,
                 profile=config.performance.profile,
                 monitor=monitor,
                 alarms=LearningAlarms(config.logger.alarms),
@@ -90,7 +102,7 @@ def launch(
             stack.callback(shutdown_ray)
             if monitor is not None:
                 stack.enter_context(monitor)
-            trainer = build(config, stack, tools, prepared)
+            trainer = build(config, stack, tools, inputs)
             for recorder in recorders:
                 recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
             gc.freeze()  # what is there now stays: without this every collection would look at it
@@ -118,14 +130,6 @@ def runs_to_resume(config: RunConfig) -> dict[str, str]:
     latest = CheckpointManager(config.checkpointing).latest_finished()
     info = CheckpointManager.load_training_info(latest)
     return info.get(TRACKER_RUNS, {}) if info is not None else {}
-
-
-def usage_monitor(config: RunConfig) -> Any:
-    """The meters of `logger.monitor_gpus`, not started yet. Raises ValueError if NVML is not installed."""
-    if not config.logger.monitor_gpus:
-        return None
-    monitor = import_object(MONITOR, "logger.monitor_gpus")
-    return monitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
 
 
 def run_command(
@@ -169,17 +173,22 @@ def run_command(
     return console.end(0)
 
 
-def start_cluster(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:
-    """The bundles of the run or of a part of it: one per GPU, or per CPU worker."""
-    return stack.enter_context(
-        RayVirtualCluster(
-            [cluster.workers_per_node] * cluster.num_nodes,
-            use_gpus=cluster.use_gpus,
-            max_colocated_worker_groups=groups_per_bundle,
-            num_gpus_per_node=cluster.gpus_per_node,
-            name=name,
-        )
+def start_devices(
+    machines: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str, *, take_turns: bool
+) -> Devices:
+    """The bundles of the run or of a part of it: one per GPU, or per CPU worker. They end with the stack.
+
+    `take_turns`: the worker groups on a GPU use it one after the other.
+    """
+    cluster = RayVirtualCluster(
+        [machines.workers_per_node] * machines.num_nodes,
+        use_gpus=machines.use_gpus,
+        max_colocated_worker_groups=groups_per_bundle,
+        num_gpus_per_node=machines.gpus_per_node,
+        name=name,
     )
+    accelerator = Accelerator(exclusive=take_turns and machines.use_gpus)
+    return Devices(machines=machines, cluster=stack.enter_context(cluster), accelerator=accelerator)
 
 
 def start_policy(
@@ -187,35 +196,30 @@ def start_policy(
     config: PolicyConfig,
     stack: ExitStack,
     model: ModelInputs,
-    cluster: RayVirtualCluster,
-    accelerator: Accelerator,
+    devices: Devices,
     *,
-    seed: int,
     sampling: SamplingParams | None = None,
     name: str = "policy",
     init_optimizer: bool = True,
     init_reference_model: bool = False,
-    machines: ClusterConfig | None = None,
     policy_class: type[Policy] = Policy,
 ) -> Policy:
     """Start the workers of a policy, of a critic (`value`) or of a teacher. They end with the stack.
 
-    Args:
-        sampling: logprobs are computed with its temperature, top-p and top-k; None: with temperature 1.
-        machines: the cluster configuration, if this policy does not run on the training cluster.
+    `sampling`: logprobs are computed with its temperature, top-p and top-k; None: with temperature 1.
     """
-    machines = machines or run.training_cluster
+    machines, accelerator = devices.machines, devices.accelerator
     if accelerator.awake is not None:
         accelerator.release(accelerator.awake)  # the new workers need the memory
     policy = policy_class(
-        cluster,
+        devices.cluster,
         config,
         model.tokenizer,
         accelerator,
         PolicyWorkerSettings(
             model_path=model.model_path,
             sampling=sampling or SamplingParams(max_new_tokens=1),
-            seed=seed,
+            seed=run.loop.seed,
             use_gpu=machines.use_gpus,
             workers_per_node=machines.workers_per_node,
             folder=name,

@@ -13,7 +13,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.setup.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
@@ -403,7 +403,6 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             sequences=cfg.sequences_per_row,
             uses_reference=isinstance(cfg, DPOMasterConfig) and not cfg.dpo.precompute_reference_logprobs,
         )
-    own = cfg.rollout
     taking_turns = [further for further in cfg.further_models if not further.is_apart]
     phases = predict_memory(
         cfg.policy,
@@ -411,7 +410,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
         machine,
         num_ranks=cfg.training_cluster.num_workers,
         budgets=_budgets(policy),
-        uses_reference=isinstance(own, ScoredRolloutConfig) and not own.skip_reference_policy_logprobs_calculation,
+        uses_reference=cfg.rollout.uses_reference,
         num_colocated=len(taking_turns),
     )
     # While one is awake, the policy and the others sleep, and the engine if it is on the same device.

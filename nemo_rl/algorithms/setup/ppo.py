@@ -1,13 +1,12 @@
 """From a configuration to a run of PPO."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
-from nemo_rl.algorithms.setup.launch import launch, start_policy
+from nemo_rl.algorithms.setup.launch import start_policy
 from nemo_rl.algorithms.setup.preflight import ModelInputs, check_saved_weights, prepare_model
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts, start_trainer
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
 from nemo_rl.algorithms.trainers.trainer import RunTools
 
 VALUE = "value"
@@ -22,7 +21,13 @@ class PPOInputs(RolloutInputs):
 
 def run_ppo(config: PPOMasterConfig) -> int:
     """Train; returns the exit status (see `run_command`)."""
-    return launch(config, prepare=prepare, build=build)
+
+    def make_trainer(tools: RunTools, setup: RolloutSetup[PPOInputs]) -> PPOTrainer:
+        model = setup.inputs.value
+        value = start_policy(config, config.value, setup.stack, model, setup.training, name=VALUE)
+        return PPOTrainer(config, tools, setup.parts, value, model.flops)
+
+    return run_rollouts(config, make_trainer, prepare)
 
 
 def prepare(config: PPOMasterConfig) -> PPOInputs:
@@ -37,21 +42,3 @@ def prepare(config: PPOMasterConfig) -> PPOInputs:
         )
     check_saved_weights(config.checkpointing, config.value, value.config, VALUE)
     return PPOInputs(**vars(rollouts), value=value)
-
-
-def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PPOInputs) -> PPOTrainer:
-    """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
-    uses_reference = not config.ppo.skip_reference_policy_logprobs_calculation
-    setup = build_rollouts(config, stack, inputs, init_reference_model=uses_reference, num_further_groups=1)
-    value = start_policy(
-        config,
-        config.value,
-        stack,
-        inputs.value,
-        setup.training.cluster,
-        setup.training.accelerator,
-        seed=config.ppo.seed,
-        name=VALUE,
-    )
-    trainer = PPOTrainer(config, tools, setup.parts, value, inputs.value.flops)
-    return start_trainer(trainer, config, stack, tools, inputs, setup)

@@ -29,9 +29,9 @@ ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mappi
 
 def worker_settings(
     process: PromptProcessor,
+    *,
     environments: Mapping[str, Sequence[Any]],
     env: Mapping[str, AnyEnvironmentConfig],
-    *,
     limits: EpisodeLimits,
     env_step_timeout_s: float,
     worker_timeout_s: float,

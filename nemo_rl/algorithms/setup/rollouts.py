@@ -1,15 +1,15 @@
 """From a configuration to the running parts of an algorithm that samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.setup.launch import start_cluster, start_policy
+from nemo_rl.algorithms.setup.launch import Devices, RunInputs, launch, start_devices, start_policy
 from nemo_rl.algorithms.setup.preflight import (
     DRAFT_CONFIG,
     ModelInputs,
@@ -30,8 +30,6 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
-from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -41,12 +39,11 @@ from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
-TrainerT = TypeVar("TrainerT", bound=RolloutTrainer)
+ConfigT = TypeVar("ConfigT", bound=RolloutMasterConfig)
 # Imported in runs whose policy generates.
 SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"
 SELF_GENERATING = "nemo_rl.models.policy.generate:SelfGeneratingPolicy"
@@ -58,15 +55,27 @@ _RENDEZVOUS_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutInputs:
+class RolloutInputs(RunInputs):
     """The checked parts of a run that samples."""
 
-    model: ModelInputs
     data: DataSetup
     process: PromptProcessor
     prompts: PromptDataLoader
     sampling: SamplingParams  # in training
-    identity: dict[str, Any]
+
+
+InputsT = TypeVar("InputsT", bound=RolloutInputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetup(Generic[InputsT]):
+    """Running parts, which end with the stack, and the devices on which further worker groups can start."""
+
+    stack: ExitStack
+    inputs: InputsT
+    parts: RolloutParts
+    training: Devices
+    generation: Devices
 
 
 def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any] | None = None) -> RolloutInputs:
@@ -119,85 +128,99 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     return RolloutInputs(model=model, data=data, process=process, prompts=prompts, sampling=sampling, identity=identity)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """Bundles, and the object that decides which worker group uses their devices."""
+def run_rollouts(
+    config: ConfigT,
+    make_trainer: Callable[[RunTools, RolloutSetup[InputsT]], RolloutTrainer],
+    prepare: Callable[[ConfigT], InputsT],
+) -> int:
+    """Train with this trainer, resumed if there is a checkpoint; returns the exit status (see `run_command`)."""
 
-    cluster: RayVirtualCluster
-    accelerator: Accelerator
+    def build(config: ConfigT, stack: ExitStack, tools: RunTools, inputs: InputsT) -> RolloutTrainer:
+        setup = build_rollouts(config, stack, inputs)
+        trainer = make_trainer(tools, setup)
+        trainer.start()
+        if config.policy.generation.vllm_cfg.expose_http_server:
+            import_object(OPENAI_SERVER, "server")(config, tools, setup)
+        return trainer
+
+    return launch(config, prepare=prepare, build=build)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutSetup:
-    """Running parts, and the devices on which further worker groups can start."""
-
-    parts: RolloutParts
-    training: Devices
-    generation: Devices
-
-
-def build_rollouts(
-    config: RolloutMasterConfig,
-    stack: ExitStack,
-    inputs: RolloutInputs,
-    *,
-    init_reference_model: bool,
-    num_further_groups: int = 0,
-) -> RolloutSetup:
-    """Start cluster, environments, engines, policy and rollout worker. All end with the stack.
-
-    Args:
-        num_further_groups: worker groups that will start later on every bundle that trains.
-    """
-    rollout, model = config.rollout, inputs.model
+def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: InputsT) -> RolloutSetup[InputsT]:
+    """Start cluster, environments, engines, policy and rollout worker. All end with the stack."""
+    rollout, model, sampled = config.rollout, inputs.model, config.policy.generation
+    # On each bundle that generates: engine, rollout worker and, if it is enabled, the HTTP server.
+    num_generating = 3 if sampled.vllm_cfg.expose_http_server else 2
     # The worker that reads a record runs beside the policy, as colocated generation does.
-    is_colocated = config.policy.generation.colocated.enabled or rollout.replay_from is not None
-    num_groups = 1 + (num_generation_groups(config) if is_colocated else 0) + num_further_groups
-    cluster = start_cluster(config.training_cluster, stack, num_groups, config.section)
-    training = generation_on = Devices(cluster=cluster, accelerator=Accelerator(exclusive=config.cluster.use_gpus))
+    is_colocated = sampled.colocated.enabled or rollout.replay_from is not None
+    num_groups = 1 + num_generating * is_colocated + sum(not further.is_apart for further in config.further_models)
+    training = generation_on = start_devices(
+        config.training_cluster, stack, num_groups, config.section, take_turns=True
+    )
     start_own_policy = partial(
         start_policy,
         config,
         config.policy,
         stack,
         model,
-        cluster,
-        training.accelerator,
-        seed=rollout.seed,
+        training,
         sampling=inputs.sampling,
-        init_reference_model=init_reference_model,
-        policy_class=import_object(SELF_GENERATING, "policy") if config.policy.generation.is_by_policy else Policy,
+        init_reference_model=rollout.uses_reference,
     )
-    settings = partial(_worker_settings, config, inputs)
+    settings = partial(
+        worker_settings,
+        inputs.process,
+        env=config.env,
+        limits=EpisodeLimits(
+            max_turns=rollout.max_rollout_turns,
+            max_total_tokens=sampled.vllm_cfg.max_model_len,
+            timeout_s=rollout.episode_timeout_s,
+            image_token_id=image_token_id(model.config),
+        ),
+        env_step_timeout_s=rollout.env_step_timeout_s,
+        worker_timeout_s=config.cluster.worker_timeout_s,
+        seed=rollout.seed,
+        model_name=config.policy.model_name,
+        vocab_size=model.config.get_text_config().vocab_size,
+        vllm=sampled.vllm_cfg,
+    )
     timeout_s = config.cluster.worker_timeout_s
     if rollout.replay_from is not None:
-        policy, generation = start_own_policy(policy_class=Policy), None
+        policy, generation = start_own_policy(), None
         refit = import_object(f"{REPLAY}:NoWeightSync", "grpo.replay_from")()
         rollouts: RolloutCollector = import_object(f"{REPLAY}:RecordedRollouts", "grpo.replay_from")(
-            cluster, settings({}), training.accelerator, root=Path(rollout.replay_from), timeout_s=timeout_s
+            training.cluster,
+            settings(environments={}),
+            training.accelerator,
+            root=Path(rollout.replay_from),
+            timeout_s=timeout_s,
         )
     else:
-        generation_on = generation_devices(config, stack, training)
+        if not sampled.colocated.enabled:
+            generation_on = start_devices(
+                config.generation_cluster, stack, num_generating, "generation", take_turns=False
+            )
+            generation_on.cluster.bundles()
         # Created first, so that they start while the models load.
-        environments = create_envs(sections_to_start(config.env, inputs.data.task_to_env.values()), cluster)
-        start = start_self_generation if config.policy.generation.is_by_policy else start_vllm_generation
-        for devices in (training, generation_on):
-            devices.cluster.bundles()  # booked once, before worker groups start in parallel
+        sections = sections_to_start(config.env, inputs.data.task_to_env.values())
+        environments = create_envs(sections, training.cluster)
+        training.cluster.bundles()  # booked once, before worker groups start in parallel
         with ThreadPoolExecutor(max_workers=1) as threads:
             starting = threads.submit(
                 RolloutCollector,
                 generation_on.cluster,
-                settings(environments),
+                settings(environments=environments),
                 [],
                 generation_on.accelerator,
                 timeout_s=timeout_s,
             )
+            start = start_self_generation if sampled.is_by_policy else start_vllm_generation
             policy, generation, refit = start(config, stack, model, start_own_policy, training, generation_on)
         wait_for_envs(environments, timeout_s)
         rollouts = starting.result()
         rollouts.use_generation(generation.workers)
     stack.callback(rollouts.shutdown)
-    sampled, validation = config.policy.generation, inputs.data.validation if rollout.validates else None
+    validation = inputs.data.validation if rollout.validates else None
     parts = RolloutParts(
         policy=policy,
         generation=generation,
@@ -211,59 +234,7 @@ def build_rollouts(
         ),
         flops=model.flops,
     )
-    return RolloutSetup(parts=parts, training=training, generation=generation_on)
-
-
-def start_trainer(
-    trainer: TrainerT,
-    config: RolloutMasterConfig,
-    stack: ExitStack,
-    tools: RunTools,
-    inputs: RolloutInputs,
-    setup: RolloutSetup,
-) -> TrainerT:
-    """Resume if there is a checkpoint; then start the OpenAI-compatible server if the configuration enables it."""
-    trainer.start()
-    if config.policy.generation.vllm_cfg.expose_http_server:
-        import_object(OPENAI_SERVER, "server")(config, stack, tools, inputs, setup)
-    return trainer
-
-
-def _worker_settings(
-    config: RolloutMasterConfig, inputs: RolloutInputs, environments: Mapping[str, Sequence[Any]]
-) -> RolloutWorkerSettings:
-    rollout, vllm = config.rollout, config.policy.generation.vllm_cfg
-    return worker_settings(
-        inputs.process,
-        environments,
-        config.env,
-        limits=EpisodeLimits(
-            max_turns=rollout.max_rollout_turns,
-            max_total_tokens=vllm.max_model_len,
-            timeout_s=rollout.episode_timeout_s,
-            image_token_id=image_token_id(inputs.model.config),
-        ),
-        env_step_timeout_s=rollout.env_step_timeout_s,
-        worker_timeout_s=config.cluster.worker_timeout_s,
-        seed=rollout.seed,
-        model_name=config.policy.model_name,
-        vocab_size=inputs.model.config.get_text_config().vocab_size,
-        vllm=vllm,
-    )
-
-
-def num_generation_groups(config: RolloutMasterConfig) -> int:
-    """Worker groups on each bundle that generates: engine, rollout worker and, if it is enabled, the HTTP server."""
-    return 3 if config.policy.generation.vllm_cfg.expose_http_server else 2
-
-
-def generation_devices(config: RolloutMasterConfig, stack: ExitStack, training: Devices) -> Devices:
-    """The devices of engines and rollout worker: the devices of the training, or bundles that are booked here."""
-    if config.policy.generation.colocated.enabled:
-        return training
-    cluster = start_cluster(config.generation_cluster, stack, num_generation_groups(config), "generation")
-    cluster.bundles()
-    return Devices(cluster=cluster, accelerator=Accelerator(exclusive=False))  # generation uses them alone
+    return RolloutSetup(stack=stack, inputs=inputs, parts=parts, training=training, generation=generation_on)
 
 
 def start_vllm_generation(
@@ -351,12 +322,12 @@ def start_self_generation(
     config: RolloutMasterConfig,
     stack: ExitStack,
     model: ModelInputs,
-    start_own_policy: Callable[[], Policy],
+    start_own_policy: Callable[..., Policy],
     training: Devices,
     devices: Devices,
 ) -> tuple[Policy, Any, Any]:
     """Start a policy that generates with its own workers. Its weights need no transfer: generation is its own sync."""
-    policy = start_own_policy()
+    policy = start_own_policy(policy_class=import_object(SELF_GENERATING, "policy"))
     assert devices is training
     generation = import_object(SELF_GENERATION, "generation")(
         training.cluster,

@@ -3,12 +3,10 @@
 `diagnose` names the reason why training and generation disagree on a checkpoint. `collect_rollouts` records rollouts.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.launch import launch
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts, start_trainer
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
 from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate
 from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
@@ -16,6 +14,13 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.utils.config import CheckpointingConfig
 
 NUM_PROMPTS = 8  # at least
+UNTRAINED = {
+    "val_period": 0,
+    "val_at_start": False,
+    "val_at_end": False,
+    "skip_reference_policy_logprobs_calculation": True,
+}
+"""Keys of `grpo` in these runs: no validation, no reference policy."""
 
 
 class DiagnosticRun(RolloutTrainer):
@@ -60,21 +65,19 @@ def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
     Returns 0 if they agree, 1 if a cause is named, else the exit status of `launch`.
     """
     num_prompts = -(-NUM_PROMPTS // config.training_cluster.num_workers) * config.training_cluster.num_workers
-    loop = {"val_period": 0, "val_at_start": False, "val_at_end": False, "max_num_steps": 1}
-    size = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": 1}
+    size = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": 1, "max_num_steps": 1}
     update = {
-        "grpo": config.grpo.model_copy(update=loop | size),
+        "grpo": config.grpo.model_copy(update=UNTRAINED | size),
         "policy": config.policy.model_copy(update={"train_global_batch_size": num_prompts}),
         "checkpointing": CheckpointingConfig(enabled=False),
     }
     found: list[Diagnosis] = []
+    config = config.model_copy(update=update)
 
-    def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs) -> DiagnosticRun:
-        setup = build_rollouts(config, stack, inputs, init_reference_model=False)
-        run = DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)
-        return start_trainer(run, config, stack, tools, inputs, setup)
+    def make_trainer(tools: RunTools, setup: RolloutSetup[RolloutInputs]) -> DiagnosticRun:
+        return DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)
 
-    status = launch(config.model_copy(update=update), prepare=prepare_rollouts, build=build)
+    status = run_rollouts(config, make_trainer, prepare_rollouts)
     return status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))
 
 
@@ -95,15 +98,6 @@ class RolloutCollection(RolloutTrainer):
 def collect_rollouts(config: GRPOMasterConfig) -> int:
     """Collect and record `grpo.max_num_steps` batches; returns the exit status (see `run_command`)."""
     record = config.grpo.rollout_record.model_copy(update={"enabled": True})
-    loop = {"val_period": 0, "val_at_start": False, "val_at_end": False}
-    grpo = config.grpo.model_copy(update={"rollout_record": record, **loop})
+    grpo = config.grpo.model_copy(update={"rollout_record": record, **UNTRAINED})
     config = config.model_copy(update={"grpo": grpo, "checkpointing": CheckpointingConfig(enabled=False)})
-    return launch(config, prepare=prepare_rollouts, build=_build_collection)
-
-
-def _build_collection(
-    config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs
-) -> RolloutCollection:
-    setup = build_rollouts(config, stack, inputs, init_reference_model=False)
-    collection = RolloutCollection(config, tools, setup.parts)
-    return start_trainer(collection, config, stack, tools, inputs, setup)
+    return run_rollouts(config, lambda tools, setup: RolloutCollection(config, tools, setup.parts), prepare_rollouts)

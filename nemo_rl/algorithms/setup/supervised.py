@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -19,8 +18,8 @@ from nemo_rl.algorithms.config.supervised import (
 from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
-from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
-from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, image_reader, prepare_model
+from nemo_rl.algorithms.setup.launch import RunInputs, launch, start_devices, start_policy
+from nemo_rl.algorithms.setup.preflight import check_outputs, image_reader, prepare_model
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.chat.images import ImageReader
@@ -29,7 +28,6 @@ from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_exampl
 from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
-from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
@@ -41,14 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedInputs:
-    """What a run that learns from rows is made from, checked."""
+class SupervisedInputs(RunInputs):
+    """The checked parts of a run that learns from rows."""
 
-    model: ModelInputs
     data: ExampleSetup
     make: ExampleMaker
     prompts: PromptSource
-    identity: dict[str, Any]
 
 
 def run_sft(config: SFTMasterConfig) -> int:
@@ -164,20 +160,13 @@ def _start(
         timeout_s=config.cluster.worker_timeout_s,
     )
     stack.callback(pool.shutdown)
-    cluster = start_cluster(config.training_cluster, stack, groups_per_bundle=1, name=config.section)
+    devices = start_devices(config.training_cluster, stack, 1, config.section, take_turns=False)
     validation = {}
     for name, rows in inputs.data.validation.items() if loop.validates else ():
         num = len(rows) if loop.max_val_rows is None else min(loop.max_val_rows, len(rows))
         validation[name] = pool.start([rows[index] for index in range(num)])
     policy = start_policy(
-        config,
-        config.policy,
-        stack,
-        inputs.model,
-        cluster,
-        Accelerator(exclusive=False),  # no other group uses the devices
-        seed=loop.seed,
-        init_reference_model=init_reference_model,
+        config, config.policy, stack, inputs.model, devices, init_reference_model=init_reference_model
     )
     parts = SupervisedParts(
         policy=policy,

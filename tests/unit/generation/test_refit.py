@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.rollouts import Devices, _make_refit
+from nemo_rl.algorithms.setup.launch import Devices
+from nemo_rl.algorithms.setup.rollouts import _make_refit
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
@@ -175,7 +176,7 @@ def test_from_training_to_a_sync_only_the_optimizer_moves():
     accelerator.register("policy", policy.onload, policy.offload, is_awake=True)
     accelerator.register("generation", engines.onload, engines.sleep)
     config = load_config(GRPOMasterConfig, CONFIGS / "grpo_math_1B.yaml")
-    devices = Devices(cluster=engines, accelerator=accelerator)
+    devices = Devices(machines=config.cluster, cluster=engines, accelerator=accelerator)
     assert _make_refit(config, policy, engines, devices, devices).bucket_bytes == 512 << 20
     for name in (REFIT, "generation", REFIT, "generation", "policy"):
         accelerator.acquire(name)
