@@ -41,9 +41,7 @@ def main() -> int:
     try:
         config = load_run_config(arguments.config, overrides)
         inputs = preview_inputs(config, arguments.dataset, max(arguments.rows, arguments.num))
-        console = Console(highlight=False)
-        rows = {"num_shown": arguments.num, "total": inputs.total, "note": inputs.note}
-        show_rows(console, inputs.prompts, inputs.make, inputs.tokenizer, **rows)
+        show_rows(Console(highlight=False), inputs, arguments.num)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -23,13 +24,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.setup.preflight import image_reader
+from nemo_rl.algorithms.setup.preflight import image_reader, spread_rows
 from nemo_rl.algorithms.setup.supervised import example_maker
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.rows.dataloader import PromptDataset
-from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
+from nemo_rl.data.rows.setup import PromptProcessor, StreamedRows, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.pretrained import read_model_config
@@ -56,7 +57,7 @@ class PreviewInputs:
     """What a preview is made from."""
 
     prompts: list[Prompt]
-    total: int | None  # rows of the dataset; None: a stream
+    total: int | None  # number of rows of the dataset; None: a stream
     make: MakeExample
     tokenizer: PreTrainedTokenizerFast
     note: str = ""  # shown below the rows
@@ -90,32 +91,28 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
     tokenizer_path = resolve_model(settings.name)
     tokenizer = get_tokenizer(settings.model_copy(update={"name": tokenizer_path}))
     model = read_model_config(config.policy, resolve_model(config.policy.model_name))
-    processor_path = tokenizer_path if sees_images(model) else None
-    dataset: PromptDataset | None
+    images = partial(image_reader, tokenizer_path if sees_images(model) else None)
+    dataset: PromptDataset | Sequence[StreamedRows] | None
     if isinstance(config, SupervisedMasterConfig):
         setup = setup_examples(config.examples)
-        make: MakeExample = example_maker(
-            config, setup, tokenizer, image_reader(processor_path, config.examples.max_images)
-        )
+        make: MakeExample = example_maker(config, setup, tokenizer, images(config.examples.max_images))
         parts = [part for validation in setup.validation.values() for part in validation.parts]
-        dataset = PromptDataset(parts) if parts else None
-        if kind == "train" and not isinstance(setup.train, PromptDataset):
-            rows = (prompt for batch in StreamedPrompts(setup.train, 1, shuffle=False) for prompt in batch)
-            return PreviewInputs(prompts=list(islice(rows, num_rows)), total=None, make=make, tokenizer=tokenizer)
-        if kind == "train":
-            assert isinstance(setup.train, PromptDataset)
-            dataset = setup.train
+        dataset = setup.train if kind == "train" else PromptDataset(parts) if parts else None
     else:
         data = setup_data(config.data, config.env)
-        images = image_reader(processor_path, config.data.max_images)
-        make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length, images))
+        process = PromptProcessor(
+            data.tasks, tokenizer, config.data.max_input_seq_length, images(config.data.max_images)
+        )
+        make = PromptPreview(process)
         dataset = data.train if kind == "train" else data.validation
         note = "These are prompts: the answers that are sampled to them carry the loss."
     if dataset is None:
         raise ValueError("the configuration has no validation data: set data.validation, or take --dataset train")
-    total = len(dataset)
-    indices = np.linspace(0, total - 1, min(total, num_rows)).round().astype(int)
-    prompts = [dataset[int(index)] for index in indices]
+    if isinstance(dataset, PromptDataset):
+        prompts, total = spread_rows(dataset, num_rows), len(dataset)
+    else:
+        rows = (prompt for batch in StreamedPrompts(dataset, 1, shuffle=False) for prompt in batch)
+        prompts, total = list(islice(rows, num_rows)), None
     return PreviewInputs(prompts=prompts, total=total, make=make, tokenizer=tokenizer, note=note)
 
 
@@ -223,24 +220,15 @@ def show_summary(console: Console, metas: Sequence[ExampleMeta], total: int | No
         console.print(Text(f"  {number} {kind}, e.g. {first[kind]}", style="yellow"), soft_wrap=True)
 
 
-def show_rows(
-    console: Console,
-    prompts: Sequence[Prompt],
-    make: MakeExample,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_shown: int,
-    total: int | None,
-    note: str = "",
-) -> None:
-    """Print the first `num_shown` rows token by token, then a summary of all `prompts` and the `note`.
+def show_rows(console: Console, inputs: PreviewInputs, num_shown: int) -> None:
+    """Print the first `num_shown` rows token by token, then a summary of all of them and the note.
 
     Raises:
-        ValueError: if a row lacks something and `make` does not count that as a problem (`PromptPreview`).
+        ValueError: a row lacks what its processor needs, and `inputs.make` does not count that as a problem.
     """
     metas = []
-    for number, prompt in enumerate(prompts):
-        examples, meta = make(prompt)
+    for number, prompt in enumerate(inputs.prompts):
+        examples, meta = inputs.make(prompt)
         metas.append(meta)
         if number >= num_shown:
             continue
@@ -255,8 +243,8 @@ def show_rows(
             console.print(Text(f"{example.sample_id}: {counts}{margin}{images}", style="bold"), soft_wrap=True)
             for pixels in example.pixels.values() if console.is_terminal else ():
                 console.print(picture(pixels[PREVIEW]))
-            console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)
+            console.print(token_text(example, inputs.tokenizer, coloured=console.is_terminal), soft_wrap=True)
     console.rule()
-    show_summary(console, metas, total)
-    if note:
-        console.print(Text(note))
+    show_summary(console, metas, inputs.total)
+    if inputs.note:
+        console.print(Text(inputs.note))

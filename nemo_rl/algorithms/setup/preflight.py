@@ -39,7 +39,7 @@ from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.policy.vision.families import sees_images
-from nemo_rl.types import Pixels
+from nemo_rl.types import Pixels, Prompt
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError
 from nemo_rl.utils.config import CheckpointingConfig
@@ -178,13 +178,18 @@ def _adapters(policy: PolicyConfig) -> dict[str, Any]:
 # -- prompts
 
 
+def spread_rows(dataset: PromptDataset, num: int) -> list[Prompt]:
+    """At most `num` rows, spread evenly over the dataset."""
+    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), num)).round().astype(int)
+    return [dataset[int(index)] for index in indices]
+
+
 def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str, longest: str) -> None:
     """Process rows from all parts of the dataset. At least one of them must be short enough.
 
     `longest`: the key of the longest sequence.
     """
-    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_PROMPTS)).round().astype(int)
-    data = [process(dataset[int(index)]) for index in indices]
+    data = [process(prompt) for prompt in spread_rows(dataset, NUM_TRIED_PROMPTS)]
     if all(datum["loss_multiplier"] == 0.0 for datum in data):
         lengths = [datum["length"] for datum in data]
         raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows
+from nemo_rl.algorithms.setup.data_preview import PreviewInputs, PromptPreview, show_rows
 from nemo_rl.data.chat.images import ImageReader, image_digest, image_marks, read_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.datasets import shapes
@@ -162,7 +162,7 @@ def test_people_see_the_image_in_a_preview(model, tokenizer):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
     asked = prompt_of(parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"))
-    show_rows(console, [asked], make, tokenizer, num_shown=1, total=1)
+    show_rows(console, PreviewInputs(prompts=[asked], total=1, make=make, tokenizer=tokenizer), 1)
     assert "images: 1" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
     assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
 

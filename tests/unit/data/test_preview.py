@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from nemo_rl.algorithms.setup.data_preview import PromptPreview, show_rows, token_text
+from nemo_rl.algorithms.setup.data_preview import PreviewInputs, PromptPreview, show_rows, token_text
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
@@ -30,7 +30,8 @@ def shown(tokenizer, lengths, num_shown, note=""):
 
     prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(len(lengths))]
     file = io.StringIO()
-    show_rows(Console(file=file, width=100), prompts, make, tokenizer, num_shown=num_shown, total=50, note=note)
+    inputs = PreviewInputs(prompts=prompts, total=50, make=make, tokenizer=tokenizer, note=note)
+    show_rows(Console(file=file, width=100), inputs, num_shown)
     return file.getvalue()
 
 
