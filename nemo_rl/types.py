@@ -189,7 +189,7 @@ class SampleStatus(StrEnum):
     TIMED_OUT = "timed_out"  # stopped by the time limit of episodes: no reward, not in the baseline, no gradient
     FAILED = "failed"  # environment or engine raised or timed out: no reward, not in the baseline, no gradient
     PROMPT_TOO_LONG = "prompt_too_long"  # never sampled: no reward, no gradient
-    # Of agents that are programs of their own. No reward, not in the baseline, no gradient.
+    # Of agents, which are separate programs: no reward, not in the baseline, no gradient.
     AGENT_CRASHED = "agent_crashed"  # it raised, or its process or service ended with an error
     AGENT_HUNG = "agent_hung"  # it had not ended when its time was over
     AGENT_SILENT = "agent_silent"  # it ended without a call of the model
@@ -244,7 +244,7 @@ class SampleMeta:
     branches: list[SampleMeta] = field(default_factory=list)
     credit: float = 1.0  # factor of the episode's advantage on this sequence
     own_reward: float | None = None  # of this sequence alone; None: it shares the reward of its episode
-    role: str = ""  # in whose name it was sampled; rewards are compared within a role
+    role: str = ""  # the role that sampled it; rewards are compared within a role
 
     @property
     def rows(self) -> list[SampleMeta]:

@@ -146,15 +146,6 @@ def checkpoints_in(folder: Path, **keys: Any) -> CheckpointingConfig:
     return CheckpointingConfig.model_validate({"checkpoint_dir": str(folder / "c"), "metric_name": None} | keys)
 
 
-class NoData:
-    """Data without a position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class FakeRefit:
     """Notes the versions it was asked to sync."""

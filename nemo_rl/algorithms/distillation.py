@@ -57,7 +57,7 @@ class DistillationTrainer(RolloutTrainer):
         self.replacements |= {teacher.policy.name_prefix: teacher.policy.restart for teacher in teachers}
 
     def step(self) -> None:
-        groups = self.rollout()
+        groups = self.sample()  # rewards are reported and not used
         plan = self.plan(groups)
         self.score_with_teachers(groups)
         self.update()
@@ -65,12 +65,6 @@ class DistillationTrainer(RolloutTrainer):
         self.report(groups, plan)
 
     # -- the phases, in order
-
-    def rollout(self) -> list[GroupHandle]:
-        """Prompts -> finished groups. Rewards are reported and not used."""
-        self.generated = []
-        with self.phase(self.source.phase):
-            return self.next_groups()
 
     def plan(self, groups: Sequence[GroupHandle]) -> BatchPlan:
         """Which sample goes to which rank, optimizer step and micro-batch of the student."""
@@ -116,7 +110,7 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
     missing = -len(own) % (teacher.policy.data_parallel_size * teacher.batching.micro_batch_multiple)
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(
-        own + filling,
+        [[sample] for sample in own + filling],
         [(group.ref, group.place) for group in groups],
         num_ranks=teacher.policy.data_parallel_size,
         global_batch_size=len(own) + missing,

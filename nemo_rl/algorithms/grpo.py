@@ -56,12 +56,11 @@ class GRPOTrainer(RolloutTrainer):
 
     def rollout(self) -> list[ScoredGroup]:
         """Prompts -> finished groups with rewards; with dynamic sampling, until enough of them have reward variance."""
-        self.generated = []
         grpo = self.config.grpo
+        if not grpo.use_dynamic_sampling:
+            return score_groups(self.sample(), grpo)
+        sampler, self.generated = DynamicSampler(grpo), []
         with self.phase(self.source.phase):
-            if not grpo.use_dynamic_sampling:
-                return score_groups(self.next_groups(), grpo)
-            sampler = DynamicSampler(grpo)
             while not sampler.is_complete:
                 sampler.add(score_groups(self.next_groups(), grpo))
             groups, metrics = sampler.take()

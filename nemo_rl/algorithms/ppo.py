@@ -48,7 +48,7 @@ class PPOTrainer(RolloutTrainer):
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 
     def step(self) -> None:
-        groups = self.rollout()
+        groups = score_groups(self.sample(), self.config.ppo)
         plan = self.plan(groups)
         self.score()
         self.estimate_advantages()
@@ -63,12 +63,6 @@ class PPOTrainer(RolloutTrainer):
         return self.state.total_steps >= self.config.ppo.policy_training_start_step
 
     # -- the phases, in order
-
-    def rollout(self) -> list[ScoredGroup]:
-        """Prompts -> finished groups with rewards."""
-        self.generated = []
-        with self.phase(self.source.phase):
-            return score_groups(self.next_groups(), self.config.ppo)
 
     def plan(self, groups: Sequence[ScoredGroup]) -> BatchPlan:
         """Which sample goes to which rank, optimizer step and micro-batch, of the policy and of the value model.

@@ -37,7 +37,7 @@ class DistillationConfig(RolloutConfig):
     """Samples of each prompt."""
 
     max_num_epochs: int = Field(default=10, ge=1)
-    """The run ends after so many passes over the training data or after `max_num_steps`, whichever comes first."""
+    """Passes over the training data. The run ends after them or after `max_num_steps` steps, whichever comes first."""
 
     max_num_steps: int = Field(default=1000, ge=1)
     """Steps of the run at most."""

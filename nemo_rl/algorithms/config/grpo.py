@@ -111,7 +111,7 @@ class GRPOConfig(ScoredRolloutConfig):
     """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
 
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """The run stops when so many generation batches did not fill a step."""
+    """Generation batches of a step at most; the run stops if they do not fill the step."""
 
     async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
     """Sampling while the policy trains."""

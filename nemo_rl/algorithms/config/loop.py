@@ -33,13 +33,13 @@ class EarlyStoppingConfig(StrictModel):
     """Whether a larger value is the better one."""
 
     patience: int | None = Field(default=3, ge=1)
-    """The run ends after so many validations in a row without a new best value; null: it does not."""
+    """Number of validations in a row without a new best value after which the run ends; null: it goes on."""
 
     min_delta: float = Field(default=0.0, ge=0)
     """A value counts as a new best one when it is better by more than this."""
 
     threshold: float | None = None
-    """The run ends when the metric is at least as good as this; null: it does not."""
+    """Value of the metric at which the run ends; null: none."""
 
     rules: ClassVar = {
         "patience: metric_name and patience=null excludes threshold=null": (
@@ -52,7 +52,7 @@ class LoopConfig(StrictModel):
     """The length of a run, its seed and its validations."""
 
     max_num_epochs: int = Field(default=1, ge=1)
-    """The run ends after so many passes over the training data or after `max_num_steps`, whichever comes first."""
+    """Passes over the training data. The run ends after them or after `max_num_steps` steps, whichever comes first."""
 
     max_num_steps: int = Field(default=1_000_000, ge=1)
     """Steps of the run at most."""
@@ -126,11 +126,11 @@ class RunConfig(StrictModel):
 
     @property
     def gpus_beside_cluster(self) -> int:
-        """GPUs of a node that environments and teachers need beside those of `cluster`."""
+        """GPUs of a node that environments and teachers need in addition to `cluster`."""
         return 0
 
     def check_validation(self, *, has_data: bool) -> Problems:
-        """Whether there is something to validate on."""
+        """Check that there is validation data if the run validates."""
         loop, section = self.loop, self.section
         if loop.validates and not has_data:
             on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
@@ -143,9 +143,9 @@ class RunConfig(StrictModel):
             )
 
     def check_metric_names(self, free_prefixes: Collection[str] = ()) -> Problems:
-        """Whether the metrics that rank checkpoints and stop the run are reported, and when they are needed.
+        """Check that the metrics that rank checkpoints and stop the run are reported when they are needed.
 
-        Nothing is known before the run about names whose first part (before a slash) is in `free_prefixes`.
+        Names that begin with one of `free_prefixes` and a slash are not checked: they are not known before the run.
         """
         saves, val_period = self.checkpointing, self.loop.val_period
         used = {f"{self.section}.early_stopping.metric_name": self.loop.early_stopping.metric_name}
@@ -198,7 +198,7 @@ def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | No
 
 
 def check_layout(policy: PolicyConfig, cluster: ClusterConfig) -> Problems:
-    """Whether the ranks of a policy can be arranged, and its devices have what it needs."""
+    """Check that the layout of a policy fits its ranks, and that its devices support it."""
     yield from training_problems(policy, cluster.num_workers)
     if policy.megatron_cfg.enabled:
         yield from device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus)

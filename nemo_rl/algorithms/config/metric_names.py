@@ -99,9 +99,9 @@ DYNAMIC_SAMPLING = frozenset(
 SPECULATION = frozenset(f"generation/spec_{name}" for name in ("num_drafts", "acceptance_rate", "mean_accepted_length"))
 """Speculative decoding, if it is configured."""
 DRAFT = frozenset({"draft_loss", "draft_acceptance", "draft_grad_norm"})
-"""A draft that trains beside the policy."""
+"""A draft model that trains together with the policy."""
 AGENTS = frozenset(f"agents/{name}" for name in ("crashed_rate", "hung_rate", "silent_rate", "rows_per_episode"))
-"""Agents that are programs of their own, if a dataset has one."""
+"""Agents, if a dataset has them."""
 
 LOGPROB_ERROR = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
 

@@ -32,7 +32,7 @@ class GAEConfig(StrictModel):
     `gae_lambda_policy`; null: off."""
 
     gae_gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of what comes later."""
+    """Discount of later rewards."""
 
     normalize_advantages: bool = True
     """Subtract the mean of the batch's advantages and divide by their standard deviation. Returns are left alone."""
@@ -41,7 +41,7 @@ class GAEConfig(StrictModel):
     """Added to the standard deviation."""
 
     def lambda_of_policy(self, num_tokens: int) -> float:
-        """Lambda of the advantages of a sample with so many trained tokens."""
+        """Lambda of the advantages of a sample with `num_tokens` trained tokens."""
         if self.length_adaptive_alpha is not None:
             return max(0.0, 1.0 - 1.0 / (self.length_adaptive_alpha * num_tokens))
         return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy

@@ -1,4 +1,4 @@
-"""Configuration of what algorithms that sample share: rollouts, rewards, machines, and the sections of such a run."""
+"""Configuration that all sampling algorithms share: rollouts, rewards, machines, and the sections of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import (
     LoopConfig,
     Problems,
@@ -14,18 +15,6 @@ from nemo_rl.algorithms.config.loop import (
     check_layout,
     data_parallel_size,
     saving_rules,
-)
-from nemo_rl.algorithms.config.metric_names import (
-    AGENTS,
-    DRAFT,
-    REPLAY,
-    ROLLOUT,
-    SPECULATION,
-    TASK,
-    TRAINING,
-    of_tasks,
-    rollout_validation,
-    turns,
 )
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
@@ -262,7 +251,7 @@ def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Pro
 
 
 def _part_problems(key: str, number: int, what: str, resources: Mapping[str, int]) -> Problems:
-    """Whether `resources` gives a part of `number` to generation and leaves some to train."""
+    """Check that `resources` gives a part of `number` to generation and leaves some to train."""
     works = "1" if number == 2 else f"1 to {number - 1}"
     if key not in resources:
         yield f"{COLOCATED}.resources.{key}", f"is required: how many of the {what} generate, {works}"
@@ -433,7 +422,7 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def has_agents(self) -> bool:
-        """Whether programs of their own play some of the episodes."""
+        """Whether agents, which are separate programs, play some of the episodes."""
         datasets = [*self.data.train, *(self.data.validation or [])]
         return any(isinstance(self.env.get(dataset.env_name), AgentEnvironmentConfig) for dataset in datasets)
 
@@ -444,22 +433,27 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def val_metrics(self) -> frozenset[str]:
-        names = rollout_validation(self.rollout.val_k_values)
-        return names | of_tasks(prompt_tasks(self.data)[1], names)
+        names = metric_names.rollout_validation(self.rollout.val_k_values)
+        return names | metric_names.of_tasks(prompt_tasks(self.data)[1], names)
 
     @property
     def rollout_metrics(self) -> frozenset[str]:
-        """Names of training on rollouts that every step reports under `train/`."""
-        names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns) | self.task_metrics
-        names |= SPECULATION if self.policy.generation.speculates else frozenset()
-        names |= DRAFT if self.policy.draft.enabled else frozenset()
-        names |= AGENTS if self.has_agents else frozenset()
-        return names | (REPLAY if self.policy.router_replay.enabled else frozenset())
+        """Names that every step reports under `train/`, without those of the algorithm."""
+        names = metric_names.TRAINING | metric_names.ROLLOUT | self.task_metrics
+        names |= metric_names.turns(self.rollout.max_rollout_turns)
+        for group, is_on in (
+            (metric_names.SPECULATION, self.policy.generation.speculates),
+            (metric_names.DRAFT, self.policy.draft.enabled),
+            (metric_names.AGENTS, self.has_agents),
+            (metric_names.REPLAY, self.policy.router_replay.enabled),
+        ):
+            names |= group if is_on else frozenset()
+        return names
 
     @property
     def task_metrics(self) -> frozenset[str]:
         """Names of each task that steps report under `train/`; none if there is one task."""
-        return of_tasks(prompt_tasks(self.data)[0], TASK)
+        return metric_names.of_tasks(prompt_tasks(self.data)[0], metric_names.TASK)
 
     def cross_checks(self) -> Problems:
         yield from division_problems(self.cluster, self.policy.generation.colocated)
@@ -487,7 +481,7 @@ class RolloutMasterConfig(RunConfig):
             )
 
     def check_batches(self, policy: PolicyConfig) -> Problems:
-        """Whether optimizer steps and ranks of a model can share the samples of a step evenly."""
+        """Check that optimizer steps and ranks of a model can share the samples of a step evenly."""
         rollout, section, global_batch = self.rollout, self.section, policy.train_global_batch_size
         samples = rollout.num_samples_per_step
         if samples % global_batch:
@@ -506,7 +500,7 @@ class RolloutMasterConfig(RunConfig):
         yield from check_batching(policy, num_ranks, fix=fix)
 
     def _check_engines(self) -> Problems:
-        """Whether engines fill the machines. An engine spans nodes only by its pipeline stages."""
+        """Check that engines fill the machines. An engine spans nodes only by its pipeline stages."""
         vllm, is_colocated = self.policy.generation.vllm_cfg, self.policy.generation.colocated.enabled
         num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
         size, kind = vllm.engine_size, self.cluster.kind
@@ -536,7 +530,7 @@ class RolloutMasterConfig(RunConfig):
             yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"
 
     def _check_environments(self) -> Problems:
-        """Whether datasets name environments that exist, and these have the turns and the time that they need."""
+        """Check that datasets name existing environments, and that these have enough turns and time."""
         datasets = {"train": self.data.train, "validation": self.data.validation or []}
         unknown = [
             (f"data.{name}.{index}.env_name", dataset.env_name)
@@ -559,7 +553,7 @@ class RolloutMasterConfig(RunConfig):
             yield from self.check_metric_names(free_prefixes=self.env)
 
     def _check_turns(self, name: str) -> Problems:
-        """Whether an episode in the environment `name` can end in its turns."""
+        """Check that an episode in the environment `name` can end within its turns."""
         section, turns, key = self.env[name], self.rollout.max_rollout_turns, f"{self.section}.max_rollout_turns"
         if isinstance(section, AgentEnvironmentConfig) and self.section != "grpo":
             yield f"env.{name}.type", f"agents train with GRPO; {self.section} takes environments"

@@ -92,10 +92,10 @@ class SFTConfig(SupervisedConfig):
     """SFT: what carries loss, validation."""
 
     roles_to_train_on: list[str] | Literal["all"] = Field(default_factory=lambda: ["assistant"])
-    """Roles whose messages are learned; `all`: every token."""
+    """Roles whose messages carry loss; `all`: every token carries loss."""
 
     only_unmask_final: bool = False
-    """Learn the last message alone."""
+    """Only the last message carries loss."""
 
 
 class SFTMasterConfig(SupervisedMasterConfig):

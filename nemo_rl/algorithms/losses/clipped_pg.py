@@ -18,13 +18,7 @@ from nemo_rl.algorithms.losses.aggregate import (
     sequence_mean,
     token_mean,
 )
-from nemo_rl.algorithms.losses.divergence import (
-    ImportanceWeights,
-    agreement_metrics,
-    bound_importance_weights,
-    calculate_kl,
-    raw_importance_weights,
-)
+from nemo_rl.algorithms.losses.divergence import ImportanceWeights, agreement_metrics, calculate_kl, importance_weights
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 
 
@@ -72,13 +66,7 @@ class ClippedPGLoss:
         must_be_finite = [curr, prev, gen, advantages, ratio]
 
         # The weights correct for the difference between the engine that sampled and the policy that scored.
-        weights = bound_importance_weights(
-            raw_importance_weights(prev, gen, mask, sequence_level=cfg.sequence_level_importance_ratios),
-            mask,
-            kind=cfg.truncated_importance_sampling_type,
-            minimum=cfg.truncated_importance_sampling_ratio_min,
-            maximum=cfg.truncated_importance_sampling_ratio,
-        )
+        weights = importance_weights(prev, gen, mask, cfg)
         # The weight multiplies after the clip: the clip bounds the step, the weight only says whose sample it is.
         if cfg.use_importance_sampling_correction:
             policy_loss = policy_loss * weights.used

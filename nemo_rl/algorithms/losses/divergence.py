@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.aggregate import masked_max, masked_row_mean, token_mean
 
 KLType = Literal["k1", "k2", "k3"]
-TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 def calculate_kl(
@@ -56,32 +56,21 @@ def calculate_kl(
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeights:
-    """[B, S] float tensors without gradient. Constant along a row for sequence-level weights."""
+    """[B, S] each, without gradient. Constant along a row for sequence-level weights."""
 
     raw: Tensor  # exp(prev - generation)
     used: Tensor  # after the bounds; this multiplies the loss
     out_of_bounds: Tensor  # bool: the bounds changed the weight
 
 
-def raw_importance_weights(
-    prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, *, sequence_level: bool
-) -> Tensor:
-    """exp(prev - generation) per token, or per sequence (product over its tokens), repeated over the row: [B, S].
+def importance_weights(
+    prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, cfg: ClippedPGLossConfig
+) -> ImportanceWeights:
+    """exp(prev - generation) per token, or per sequence (product over its tokens), and the same within its bounds.
 
     Weighting by the ratio of trainer to engine probability makes an expectation over the engine's samples one over the
-    trainer's policy. Inputs must be 0 wherever `mask` is 0.
-    """
-    # Detached: the weight corrects where samples come from and is no part of what is optimised.
-    log_weights = (prev_logprobs - generation_logprobs).detach()
-    if sequence_level:
-        log_weights = (log_weights * mask).sum(-1, keepdim=True).expand_as(log_weights)
-    return log_weights.exp()
-
-
-def bound_importance_weights(
-    raw: Tensor, mask: Tensor, *, kind: TruncationType | None, minimum: float | None, maximum: float | None
-) -> ImportanceWeights:
-    """Apply the bounds [`minimum`, `maximum`], trading a little bias for finite variance; None is 0 or infinity.
+    trainer's policy. Inputs must be 0 wherever `mask` is 0. Bounds trade a little bias for finite variance, as
+    `cfg.truncated_importance_sampling_type` says:
 
     - `None`: the weights are unchanged.
     - `tis`: weights are clamped (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
@@ -91,8 +80,13 @@ def bound_importance_weights(
 
     Dropped tokens still count in the loss's divisor, so that it does not depend on the weights.
     """
-    low = 0.0 if minimum is None else minimum
-    high = math.inf if maximum is None else maximum
+    # Detached: the weight corrects where samples come from and is no part of what is optimised.
+    log_weights = (prev_logprobs - generation_logprobs).detach()
+    if cfg.sequence_level_importance_ratios:
+        log_weights = (log_weights * mask).sum(-1, keepdim=True).expand_as(log_weights)
+    raw, kind = log_weights.exp(), cfg.truncated_importance_sampling_type
+    low, high = cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio
+    low, high = 0.0 if low is None else low, math.inf if high is None else high
     if kind is None:
         return ImportanceWeights(raw=raw, used=raw, out_of_bounds=torch.zeros_like(raw, dtype=torch.bool))
     if kind == "seq-mask-tis":

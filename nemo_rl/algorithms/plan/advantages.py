@@ -136,7 +136,23 @@ def compute_advantages(
     """Run the estimator `cfg.name`, and bound its advantages; with `kl_in_reward`, `KLInReward` bounds them."""
     estimate = {"grpo": grpo, "gdpo": gdpo, "reinforce_plus_plus": reinforce_plus_plus}[cfg.name]
     advantages = estimate(groups, cfg, kl_in_reward)
-    return _result(groups, advantages if kl_in_reward else [np.clip(group, *bounds) for group in advantages])
+    if not kl_in_reward:
+        advantages = [np.clip(group, *bounds) for group in advantages]
+    assert groups
+    arrays = [_arrays(group) for group in groups]
+    equal = sum(valid.sum() >= 2 and not group.has_variance for group, (_, valid) in zip(groups, arrays, strict=True))
+    means = np.array([rewards[valid].mean() for rewards, valid in arrays if valid.any()])
+    flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
+    metrics: dict[str, float] = {}
+    if len(flat) > 0:
+        metrics |= {f"advantages/{name}": float(getattr(flat, name)()) for name in ("mean", "sum", "max", "min")}
+        metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())
+        metrics["baseline_reward/pct_1"] = float((means == 1.0).mean())
+        metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())
+    return AdvantageResult(
+        advantages=[a.tolist() for a in advantages],
+        metrics=metrics | {"num_zero_variance_groups": float(equal)},
+    )
 
 
 def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
@@ -175,21 +191,3 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
 def _arrays(group: GroupRewards) -> tuple[np.ndarray, np.ndarray]:
     """Copies: rewards float64 [n], valid bool [n]."""
     return np.array(group.rewards, dtype=np.float64), np.array(group.valid, dtype=bool)
-
-
-def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) -> AdvantageResult:
-    assert groups
-    arrays = [_arrays(group) for group in groups]
-    equal = sum(valid.sum() >= 2 and not group.has_variance for group, (_, valid) in zip(groups, arrays, strict=True))
-    means = np.array([rewards[valid].mean() for rewards, valid in arrays if valid.any()])
-    flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
-    metrics: dict[str, float] = {}
-    if len(flat) > 0:
-        metrics |= {f"advantages/{name}": float(getattr(flat, name)()) for name in ("mean", "sum", "max", "min")}
-        metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())
-        metrics["baseline_reward/pct_1"] = float((means == 1.0).mean())
-        metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())
-    return AdvantageResult(
-        advantages=[a.tolist() for a in advantages],
-        metrics=metrics | {"num_zero_variance_groups": float(equal)},
-    )

@@ -49,57 +49,43 @@ def plan_batch(
         branches = iter(rows[len(group.samples) :])
         for row, meta in zip(rows, group.samples, strict=False):
             episodes.append([row, *(next(branches) for _ in meta.branches)])
-    return plan_episodes(episodes, [(group.ref, group.place) for group in groups], **how)
+    return plan_samples(episodes, [(group.ref, group.place) for group in groups], **how)
 
 
 def plan_samples(
-    samples: Sequence[PlannedSample],
+    samples: Sequence[Sequence[PlannedSample]],
     groups: Sequence[Any],
     *,
     num_ranks: int,
     global_batch_size: int,
     batching: Batching,
 ) -> BatchPlan:
-    """Plan one step. O(n log n) in the number of samples.
+    """Plan one step. O(n log n) in the number of rows.
+
+    A step whose number of rows the ranks cannot share evenly is filled up with copies of rows, with mask 0.
 
     Args:
-        samples: in the order in which they fill the optimizer steps; a multiple of `global_batch_size`.
-        groups: ray.ObjectRef of each group, by the number that samples have.
+        samples: the rows of each sample, in the order in which samples fill the optimizer steps; a multiple of
+            `global_batch_size`.
+        groups: ray.ObjectRef of each group, by the number that rows have.
         num_ranks: data-parallel ranks.
         global_batch_size: samples per optimizer step; a multiple of `num_ranks` x `batching.micro_batch_multiple`.
 
     Raises:
-        ValueError: a sample is longer than any micro-batch may be.
-    """
-    alone = [[sample] for sample in samples]
-    return plan_episodes(alone, groups, num_ranks=num_ranks, global_batch_size=global_batch_size, batching=batching)
-
-
-def plan_episodes(
-    episodes: Sequence[Sequence[PlannedSample]],
-    groups: Sequence[Any],
-    *,
-    num_ranks: int,
-    global_batch_size: int,
-    batching: Batching,
-) -> BatchPlan:
-    """`plan_samples` of samples with several rows each: an optimizer step has `global_batch_size` of them.
-
-    A step whose number of rows the ranks cannot share evenly is filled up with copies of rows, with mask 0.
+        ValueError: a row is longer than any micro-batch may be.
     """
     multiple = batching.micro_batch_multiple
-    assert len(episodes) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
-    sizes = Counter(row.group for episode in episodes for row in episode)
+    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
+    sizes = Counter(row.group for sample in samples for row in sample)
     steps = []
-    for start in range(0, len(episodes), global_batch_size):
-        rows = [row for episode in episodes[start : start + global_batch_size] for row in episode]
+    for start in range(0, len(samples), global_batch_size):
+        rows = [row for sample in samples[start : start + global_batch_size] for row in sample]
         steps.append([*rows, *_fillers(rows, -len(rows) % (num_ranks * multiple), sizes)])
-    samples = [row for rows in steps for row in rows]
     # A model that only scores uses the logprob budget for both, so that one is named first.
     for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
         if isinstance(rule, FixedSize):
             continue
-        needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
+        needed, tokens = max((max(rule.tokens_of(row), row.length), row.length) for rows in steps for row in rows)
         if needed > rule.tokens:
             raise ValueError(
                 f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "

@@ -1,4 +1,4 @@
-"""What the agents of a run are made from: their sessions' tokenizer and limits, and where they listen."""
+"""The agents of a run: tokenizer and limits of their sessions, and the addresses at which they listen."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -56,10 +56,13 @@ def make_connect_agents(
     max_calls: int,
     env_step_timeout_s: float,
 ) -> ConnectAgents:
-    """What connects the rollout worker with agents. `name`: of the model. `max_calls`: of the model, in an episode."""
+    """The function that connects the rollout worker with agents.
+
+    `name`: the model's. `max_calls`: calls of the model in an episode at most.
+    """
     answers = answer_settings(name, tokenizer, vllm, vocab_size)
-    settings = [
-        AgentSettings(
+    settings = {
+        section: AgentSettings(
             name=section,
             answers=answers,
             limits=SessionLimits(max_calls=max_calls, max_generated_tokens=config.max_generated_tokens),
@@ -70,17 +73,17 @@ def make_connect_agents(
             discount=config.discount,
         )
         for section, config in sections.items()
-    ]
+    }
     frozen = {
         section: {role: None if model is None else _start_frozen(model, vllm.dtype) for role, model in c.roles.items()}
         for section, c in sections.items()
     }
-    judges = {section: config.environment for section, config in sections.items() if config.environment is not None}
+    judges = {section: config.environment for section, config in sections.items()}
     return partial(_connect, settings, judges, frozen, env_step_timeout_s)
 
 
 def _start_frozen(name: str, dtype: str) -> Any:
-    """The actor of a model, or of the newest sound checkpoint in a folder, whose weights stay as they are."""
+    """An actor with constant weights: of a model, or of the newest sound checkpoint in a folder."""
     path = Path(name).expanduser()
     if not (path / "config.json").is_file() and is_checkpoint(path):
         found = model_of_checkpoint(path, dtype=dtype, cache=cache_root(), resolve_base=resolve_model)
@@ -91,22 +94,18 @@ def _start_frozen(name: str, dtype: str) -> Any:
 
 
 def _connect(
-    settings: Sequence[AgentSettings],
-    judges: Mapping[str, str],
+    settings: Mapping[str, AgentSettings],
+    judges: Mapping[str, str | None],
     frozen: Mapping[str, Mapping[str, Any]],
     env_step_timeout_s: float,
     actors: Mapping[str, Sequence[Any]],
     task_to_env: Mapping[str, str],
 ) -> dict[str, Agents]:
     agents = {}
-    for own in settings:
-        judge = None
-        if own.name in judges:
-            name = judges[own.name]
-            judge = EnvironmentPool(name, actors[name], env_step_timeout_s).step
-        roles = {
-            role: None if actor is None else frozen_generate(actor, own.answers.decode)
-            for role, actor in frozen[own.name].items()
-        }
-        agents[own.name] = Agents(own, actors[own.name], judge, roles)
+    for name, own in settings.items():
+        judge = judges[name]
+        step = None if judge is None else EnvironmentPool(judge, actors[judge], env_step_timeout_s).step
+        decode_own = own.answers.decode
+        roles = {role: None if a is None else frozen_generate(a, decode_own) for role, a in frozen[name].items()}
+        agents[name] = Agents(own, actors[name], step, roles)
     return {task: agents[name] for task, name in task_to_env.items() if name in agents}

@@ -54,7 +54,7 @@ DatasetKind = Literal["train", "validation"]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewInputs:
-    """What a preview is made from."""
+    """The rows of a preview, and the tokenizer that makes tokens of them."""
 
     prompts: list[Prompt]
     total: int | None  # number of rows of the dataset; None: a stream

@@ -39,7 +39,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherInputs:
-    """What a teacher is made from, checked."""
+    """The checked parts of a teacher."""
 
     config: PolicyConfig
     model: ModelInputs
@@ -49,7 +49,7 @@ class TeacherInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationInputs(RolloutInputs):
-    """What a run of distillation is made from, checked."""
+    """The checked parts of a distillation run."""
 
     teachers: dict[str, TeacherInputs]  # by section
 

@@ -20,7 +20,7 @@ class NeedsHardware(Protocol):
 
     @property
     def gpus_beside_cluster(self) -> int:
-        """GPUs that teachers and environments need beside those of `cluster`."""
+        """GPUs that teachers and environments need in addition to `cluster`."""
         ...
 
 

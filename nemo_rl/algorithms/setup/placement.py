@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -81,21 +81,16 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
 
 def describe_evaluation(cfg: EvalMasterConfig) -> str:
     """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
-    num, cluster = cfg.eval.num_tests_per_prompt, cfg.cluster
-    size = cfg.generation.vllm_cfg.engine_size
-    device = "GPU" if cluster.use_gpus else "CPU worker"
+    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
     metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
     greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
-    lines = [
-        f"{metric} of {cfg.generation.model_name}, {num} sample{'s' if num > 1 else ''} of each prompt, {greedy}",
-        "",
-        "datasets:",
-    ]
+    lines = [f"{metric} of {cfg.generation.model_name}, {_count(samples, 'sample')} of each prompt, {greedy}"]
+    lines += ["", "datasets:"]
     for dataset in cfg.data.chosen:
         judge = cfg.environment_of(dataset)
         lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
-    engines = cluster.num_workers // size
-    lines += ["", f"{engines} vLLM engine{'s' if engines > 1 else ''} of {size} {device}{'s' if size > 1 else ''}:"]
+    engines, device = cluster.num_workers // size, _device(cluster)
+    lines += ["", f"{_count(engines, 'vLLM engine')} of {_count(size, device)}:"]
     for engine in range(engines):
         node, first = divmod(engine * size, cluster.workers_per_node)
         devices = ", ".join(str(first + number) for number in range(size))
@@ -229,11 +224,21 @@ def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def _megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]:
-    """Titles and texts about stages, experts and optimizer. The layers of stages need a config.json on this machine."""
-    settings, model = policy.megatron_cfg, _local_model(policy)
+    """Titles and texts about stages, experts and optimizer. The layers of stages need a config.json on this machine.
+
+    ConfigError if Megatron cannot divide the model's layers, heads or experts so.
+    """
+    from nemo_rl.models.policy.megatron.checks import check_megatron_layout
+
+    settings, model = policy.megatron_cfg, local_config(policy)
     rows: dict[str, str] = {}
     if model is None:
         rows["model"] = "not checked against the layout: its config.json is not on this machine"
+    else:
+        try:
+            check_megatron_layout(policy, model)
+        except ValueError as error:
+            raise ConfigError([Problem((), str(error))]) from error
     if sizes.pipeline_parallel > 1:
         rows["stages"] = _stages(settings, model)
     if sizes.expert_parallel * sizes.expert_tensor_parallel > 1:
@@ -248,19 +253,6 @@ def _megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]
     if settings.fp8_cfg.enabled:
         rows["precision"] += f", products in FP8 ({settings.fp8_cfg.fp8}, {settings.fp8_cfg.fp8_recipe} scales)"
     return rows
-
-
-def _local_model(policy: PolicyConfig) -> PretrainedConfig | None:
-    """`local_config`. ConfigError if Megatron cannot divide its layers, heads or experts so."""
-    from nemo_rl.models.policy.megatron.checks import check_megatron_layout
-
-    model = local_config(policy)
-    try:
-        if model is not None:
-            check_megatron_layout(policy, model)
-    except ValueError as error:
-        raise ConfigError([Problem((), str(error))]) from error
-    return model
 
 
 def _stages(settings: MegatronConfig, model: PretrainedConfig | None) -> str:
@@ -301,22 +293,17 @@ def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:
 
 
 def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: bool) -> str:
-    optimizer = settings.optimizer
-    shards = sizes.dp_shard * sizes.context_parallel
-    text = f"{optimizer.optimizer}, "
-    if not sizes.shards_optimizer:
-        text += "its state on every rank that holds the parameter"
-    else:
-        text += f"its state {_spread(shards)}"
-        if has_experts and sizes.expert_data_parallel != shards:
-            text += f", that of experts {_spread(sizes.expert_data_parallel)}"
+    def spread(ranks: int) -> str:
+        return f"over {ranks} ranks" if ranks > 1 else "on the rank that holds the parameter"
+
+    optimizer, shards = settings.optimizer, sizes.dp_shard * sizes.context_parallel
+    where = spread(shards) if sizes.shards_optimizer else "on every rank that holds the parameter"
+    text = f"{optimizer.optimizer}, its state {where}"
+    if sizes.shards_optimizer and has_experts and sizes.expert_data_parallel != shards:
+        text += f", that of experts {spread(sizes.expert_data_parallel)}"
     if optimizer.optimizer_cpu_offload:
         text += f"; {optimizer.optimizer_offload_fraction:.0%} of it in host memory"
     return text
-
-
-def _spread(ranks: int) -> str:
-    return f"over {ranks} ranks" if ranks > 1 else "on the rank that holds the parameter"
 
 
 # -- will it fit?
@@ -457,23 +444,12 @@ def machine_of(gpu: str) -> Machine:
 # -- a layout for N GPUs of a kind
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """`4x8xH100`: nodes, GPUs of each, their kind."""
-
-    num_nodes: int
-    gpus_per_node: int
-    gpu: str
-
-    @classmethod
-    def parse(cls, text: str) -> Hardware:
-        """ConfigError unless it is nodes x GPUs x kind, or GPUs x kind."""
-        match = re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,2})x([A-Za-z][\w -]*)", text)
-        if match is None or 0 in (int(match[1] or 1), int(match[2])):
-            problem = f"--plan {text}: write nodes x GPUs of each x kind, such as 4x8xH100"
-            raise ConfigError([Problem((), problem)])
-        kind = match[3] if match[3].startswith("NVIDIA") else f"NVIDIA {match[3]}"
-        return cls(num_nodes=int(match[1] or 1), gpus_per_node=int(match[2]), gpu=kind)
+def parse_hardware(text: str) -> tuple[int, int, str]:
+    """`4x8xH100` -> nodes, GPUs of each, their vendor's name. ConfigError for other texts."""
+    match = re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,2})x([A-Za-z][\w -]*)", text)
+    if match is None or 0 in (int(match[1] or 1), int(match[2])):
+        raise ConfigError([Problem((), f"--plan {text}: write nodes x GPUs of each x kind, such as 4x8xH100")])
+    return int(match[1] or 1), int(match[2]), match[3] if match[3].startswith("NVIDIA") else f"NVIDIA {match[3]}"
 
 
 def propose_layout(cfg: TrainingConfig, text: str) -> str:
@@ -486,8 +462,8 @@ def propose_layout(cfg: TrainingConfig, text: str) -> str:
     """
     from nemo_rl.models.policy.memory import ModelShape, describe_memory
 
-    hardware = Hardware.parse(text)
-    machine = machine_of(hardware.gpu)
+    num_nodes, gpus_per_node, gpu = parse_hardware(text)
+    machine = machine_of(gpu)
     found = local_config(cfg.policy)
     if found is None or not ModelShape.is_known(found):
         problem = "--plan needs the model's config.json on this machine, with layers of a known kind"
@@ -498,7 +474,7 @@ def propose_layout(cfg: TrainingConfig, text: str) -> str:
         raise ConfigError([Problem(("policy",), problem)])
     model, least = ModelShape.of(found), None
     assert machine.memory is not None
-    for overrides in _layouts(cfg, found, hardware):
+    for overrides in _layouts(cfg, found, num_nodes, gpus_per_node):
         planned = _with(cfg, overrides)
         models = [(planned.policy, planned.cluster)]
         if isinstance(planned, RolloutMasterConfig):
@@ -519,11 +495,13 @@ def propose_layout(cfg: TrainingConfig, text: str) -> str:
     )
 
 
-def _layouts(cfg: TrainingConfig, model: PretrainedConfig, hardware: Hardware) -> Iterator[dict[str, int | bool]]:
+def _layouts(
+    cfg: TrainingConfig, model: PretrainedConfig, num_nodes: int, gpus_per_node: int
+) -> Iterator[dict[str, int | bool]]:
     text, policy = model.get_text_config(), cfg.policy
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
-    sizes = [size for size in (1, 2, 4, 8) if hardware.gpus_per_node % size == 0 and heads % size == 0]
-    num_gpus, longest = hardware.num_nodes * hardware.gpus_per_node, policy.max_total_sequence_length
+    sizes = [size for size in (1, 2, 4, 8) if gpus_per_node % size == 0 and heads % size == 0]
+    num_gpus, longest = num_nodes * gpus_per_node, policy.max_total_sequence_length
     samples = isinstance(cfg, RolloutMasterConfig)
     sequences = cfg.sequences_per_row if isinstance(cfg, SupervisedMasterConfig) else 1
     tokens = [count for count in MB_TOKENS if count >= longest * sequences] or [longest * sequences]
@@ -531,8 +509,8 @@ def _layouts(cfg: TrainingConfig, model: PretrainedConfig, hardware: Hardware) -
         if policy.train_global_batch_size % (num_gpus // tensor):
             continue
         yield {
-            "cluster.num_nodes": hardware.num_nodes,
-            "cluster.gpus_per_node": hardware.gpus_per_node,
+            "cluster.num_nodes": num_nodes,
+            "cluster.gpus_per_node": gpus_per_node,
             "policy.dtensor_cfg.tensor_parallel_size": tensor,
             "policy.dtensor_cfg.activation_checkpointing": recomputes,
             **({"policy.generation.vllm_cfg.tensor_parallel_size": engine} if samples else {}),

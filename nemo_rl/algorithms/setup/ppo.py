@@ -14,7 +14,7 @@ VALUE = "value"
 
 @dataclass(frozen=True, kw_only=True)
 class PPOInputs(RolloutInputs):
-    """What a run of PPO is made from, checked."""
+    """The checked parts of a PPO run."""
 
     value: ModelInputs
 

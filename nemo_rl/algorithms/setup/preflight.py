@@ -84,7 +84,7 @@ HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """What the workers of a policy are made from, checked."""
+    """The checked model, from which the workers of a policy start."""
 
     model_path: str
     tokenizer_path: str
@@ -296,10 +296,10 @@ def http_server_token(config: HttpServerConfig) -> str:
         return secrets.token_urlsafe(32)
     try:
         token = token_in(config.token_env)
+        if not token.isascii():
+            raise ValueError(f"the token in {config.token_env} must be of ASCII characters")
     except ValueError as error:
         raise ValueError(f"{HTTP_SERVER}.token_env: {error}") from error
-    if not token.isascii():
-        raise ValueError(f"{HTTP_SERVER}.token_env: the token in {config.token_env} must be of ASCII characters")
     return token
 
 

@@ -1,4 +1,4 @@
-"""What a rollout worker is given: how to tokenise, decode, answer and bound an episode.
+"""The settings of a rollout worker: how it tokenises, decodes, answers and bounds an episode.
 
 All of this is pickled. The worker's process imports this module, and none of the modules that start a run.
 """

@@ -25,7 +25,6 @@ from nemo_rl.algorithms.setup.preflight import (
     sections_to_start,
 )
 from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
-from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, prompt_loader
@@ -47,8 +46,8 @@ ConfigT = TypeVar("ConfigT", bound=RolloutMasterConfig)
 # Imported in runs whose policy generates.
 SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"
 SELF_GENERATING = "nemo_rl.models.policy.generate:SelfGeneratingPolicy"
-# Imported in runs that train from a record.
-REPLAY = "nemo_rl.rollouts.replay"
+# Imported in runs that record, or train from a record.
+RECORDER, REPLAY = "nemo_rl.algorithms.trainers.rollout_recorder", "nemo_rl.rollouts.replay"
 OPENAI_SERVER = "nemo_rl.algorithms.setup.serve:start_openai_server"  # imported in runs that have the server
 # Of the timeout of a worker: the rendezvous reports its missing member before the group counts as hanging.
 _RENDEZVOUS_SHARE = 0.9
@@ -114,13 +113,11 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     }
     identity = {**model.identity, "data.train": data.train.fingerprint(), section: shape, **(own_identity or {})}
     if rollout.replay_from is not None:
-        key, root = f"{section}.replay_from", Path(rollout.replay_from)
-        check_record(root, record_identity(config, identity), key)
-        identity[key] = str(root.absolute())
+        import_object(f"{RECORDER}:check_record", "replay_from")(config, identity)
+        identity[f"{section}.replay_from"] = str(Path(rollout.replay_from).absolute())
     if rollout.rollout_record.enabled:
-        key, root = f"{section}.rollout_record.save_dir", Path(rollout.rollout_record.save_dir)
-        check_record_folder(root.absolute(), record_identity(config, identity), key)
-        check_writable(root, key)
+        import_object(f"{RECORDER}:check_record_folder", "rollout_record")(config, identity)
+        check_writable(Path(rollout.rollout_record.save_dir), f"{section}.rollout_record.save_dir")
     check_outputs(config, config.policy, model.config, identity)
     if config.policy.generation.vllm_cfg.expose_http_server:
         http_server_token(config.policy.generation.vllm_cfg.http_server)

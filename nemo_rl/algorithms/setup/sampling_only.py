@@ -24,7 +24,7 @@ UNTRAINED = {
 
 
 class DiagnosticRun(RolloutTrainer):
-    """Its one step samples prompts and compares both sides on them. The weights are those of a checkpoint."""
+    """One step samples answers with the weights of a checkpoint, and compares training and generation on them."""
 
     def __init__(
         self,
@@ -45,9 +45,7 @@ class DiagnosticRun(RolloutTrainer):
         super().start()
 
     def step(self) -> None:
-        self.generated = []
-        with self.phase(self.source.phase):
-            groups = self.next_groups()
+        groups = self.sample()
         sampled = [group.row_values([[s.has_reward] * len(s.rows) for s in group.samples]) for group in groups]
         self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled)
         with self.phase("investigation"):
@@ -85,9 +83,7 @@ class RolloutCollection(RolloutTrainer):
     """A step collects and records a generation batch. The weights stay those of `policy.model_name`."""
 
     def step(self) -> None:
-        self.generated = []
-        with self.phase(self.source.phase):
-            groups = self.next_groups()
+        groups = self.sample()
         environment_metrics = self.rollouts.environment_metrics(groups)
         self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))
         assert self.recorder is not None

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server of a run: what it is made from, where it runs, and how agents find it."""
+"""The OpenAI-compatible server of a run: its start, and the file in which agents find its address."""
 
 import ipaddress
 import json

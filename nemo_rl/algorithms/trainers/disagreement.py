@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang, first_line
-from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.inspection import (
     RowErrors,
@@ -31,8 +31,6 @@ from nemo_rl.models.policy.inspection import (
 )
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError, WeightComparison
-from nemo_rl.refit.sync import WeightSync
-from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.probe import ProbeRequest, draw_probe
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
 
@@ -76,7 +74,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Error:
-    """How far logprobs of training are from those of generation, over sampled tokens."""
+    """Differences between the logprobs of training and of generation, over sampled tokens."""
 
     mult: float  # mean exp(|difference|), as `token_mult_prob_error`
     mean: float  # mean |difference|, which a few tokens do not decide
@@ -164,60 +162,55 @@ class Diagnosis:
 
 def name_cause(e: Evidence) -> Diagnosis:
     """The first explanation that the evidence supports, the most specific first."""
-    for find in (_of_versions, _of_weights, _of_recorded, _of_batching, _of_head, _of_attention, _of_routing):
-        if (found := find(e)) is not None:
-            return Diagnosis(cause=found[0], finding=found[1], advice=found[2], evidence=e)
-    cause, finding, advice = _of_elimination(e)
+    explanations = chain(_in_weights(e), _in_recorded(e), _in_scoring(e), _by_elimination(e))
+    cause, finding, advice = next(explanations)
     return Diagnosis(cause=cause, finding=finding, advice=advice, evidence=e)
 
 
-_Found = tuple[Cause, str, str] | None
+_Explanations = Iterator[tuple[Cause, str, str]]
+"""Cause, finding and advice of each explanation."""
 
 
-def _of_versions(e: Evidence) -> _Found:
-    if e.fresh_version == e.policy_version:
-        return None
-    return (
-        Cause.STALE_WEIGHTS,
-        f"generation samples with weights of version {e.fresh_version}, the policy has version {e.policy_version}",
-        "the last weight sync did not reach every engine: look for its errors in the log, and restart the run",
-    )
-
-
-def _of_weights(e: Evidence) -> _Found:
-    different = sorted(e.weights.different.items(), key=lambda item: -item[1])
-    if not different:
-        return None
-    shown = ", ".join(f"{name} (by up to {value:.3g})" for name, value in different[:5])
-    if len(different) > MOST * e.weights.num_tensors:
-        return (
+def _in_weights(e: Evidence) -> _Explanations:
+    """Generation has other weights than the policy."""
+    if e.fresh_version != e.policy_version:
+        yield (
             Cause.STALE_WEIGHTS,
-            f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy, although "
-            f"it calls them version {e.fresh_version}: {shown}",
+            f"generation samples with weights of version {e.fresh_version}, the policy has version {e.policy_version}",
+            "the last weight sync did not reach every engine: look for its errors in the log, and restart the run",
+        )
+    different = sorted(e.weights.different.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} (by up to {value:.3g})" for name, value in different[:5])
+    found = f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy"
+    if len(different) > MOST * e.weights.num_tensors:
+        yield (
+            Cause.STALE_WEIGHTS,
+            f"{found}, although it calls them version {e.fresh_version}: {shown}",
             "the weight sync did not take effect: check that one engine process serves one run, and restart the run",
         )
-    return (
-        Cause.TENSOR,
-        f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy: {shown}",
-        "these weights change after they are received: look at what the engine derives from them (fused, tied, padded "
-        "or quantised layers), and report it with the model's name",
-    )
+    if different:
+        yield (
+            Cause.TENSOR,
+            f"{found}: {shown}",
+            "these weights change after they are received: look at what the engine derives from them (fused, tied, "
+            "padded or quantised layers), and report it with the model's name",
+        )
 
 
-def _of_recorded(e: Evidence) -> _Found:
+def _in_recorded(e: Evidence) -> _Explanations:
     """Fresh completions agree: the fault is in the recorded samples, or there is none."""
     if e.together_error.mult > e.expected or e.alone_error.mult > e.expected:
-        return None
+        return
     oldest, newest = e.recorded_versions
     if e.recorded_error.mult <= e.expected:
-        return (
+        yield (
             Cause.ROUNDING,
             f"errors are up to {max(e.recorded_error.mult, e.together_error.mult):.6f}, and kernels in {e.precision} "
             f"differ by up to {e.expected:g}",
             "nothing; a threshold below this size cannot hold (logger.alarms.disagreement)",
         )
     if oldest < e.trained_version:
-        return (
+        yield (
             Cause.STALE_WEIGHTS,
             f"the worst samples are from weights of version {oldest} to {newest} and were trained at version "
             f"{e.trained_version}; fresh completions agree",
@@ -225,82 +218,69 @@ def _of_recorded(e: Evidence) -> _Found:
             "loss_fn.use_importance_sampling_correction",
         )
     if e.recorded_changed == 0 < e.fresh_changed:
-        return (
+        yield (
             Cause.TOKENIZER,
             f"{e.fresh_changed} of {e.num_picked} fresh completions change when they are decoded and tokenised again, "
             "and no recorded sample does: these were made from text, and their logprobs belong to other tokens",
             "keep the token ids that the engine sampled; do not build samples from the text of answers",
         )
-    return (
+    yield (
         Cause.NOT_REPRODUCED,
         "fresh completions of the same prompts agree, from the same weights, and the samples were kept as sampled",
         "look at the samples of this step; if it comes again, record rollouts (rollout_record) and compare",
     )
 
 
-def _of_batching(e: Evidence) -> _Found:
-    if not e.explains(e.alone_error, e.together_error):
-        return None
-    return (
-        Cause.BATCHING,
-        f"completions that are scored together have error {e.together_error}, each one alone {e.alone_error}: "
-        "neighbours in a micro-batch change each other",
-        "set policy.padding_free=false and policy.sequence_packing.enabled=false, and report the model's architecture",
-    )
-
-
-def _of_head(e: Evidence) -> _Found:
-    others = {variant: error for variant, error in e.variants.items() if variant != e.own}
-    if not others:
-        return None
-    best = min(others, key=lambda variant: others[variant].mean)
-    if not e.explains(others[best]):
-        return None
-    if best.head_dtype is not None:
-        return (
-            Cause.HEAD_DTYPE,
-            f"with a head in {best.head_dtype} training computes what generation reports (error {others[best]} "
-            f"instead of {e.alone_error})",
-            "let the engine compute logits in float32 (policy.generation.vllm_kwargs.hf_overrides.head_dtype=float32)",
+def _in_scoring(e: Evidence) -> _Explanations:
+    """Training would agree with generation if it scored the fresh completions in another way."""
+    if e.explains(e.alone_error, e.together_error):
+        yield (
+            Cause.BATCHING,
+            f"completions that are scored together have error {e.together_error}, each one alone {e.alone_error}: "
+            "neighbours in a micro-batch change each other",
+            "set policy.padding_free=false and policy.sequence_packing.enabled=false, and report the model's "
+            "architecture",
         )
-    return (
-        Cause.SAMPLING,
-        f"with {_sampling(best)} training computes what generation reports (error {others[best]} instead of "
-        f"{e.alone_error}); training applies {_sampling(e.own)}",
-        "make both sides use the same policy.generation.temperature, top_p and top_k; logprobs of the engine must be "
-        "those of the processed distribution (logprobs_mode=processed_logprobs)",
-    )
+    others = {variant: error for variant, error in e.variants.items() if variant != e.own}
+    best = min(others, key=lambda variant: others[variant].mean, default=e.own)
+    if e.explains(others.get(best)):
+        compared = f"training computes what generation reports (error {others[best]} instead of {e.alone_error})"
+        if best.head_dtype is not None:
+            yield (
+                Cause.HEAD_DTYPE,
+                f"with a head in {best.head_dtype} {compared}",
+                "let the engine compute logits in float32 "
+                "(policy.generation.vllm_kwargs.hf_overrides.head_dtype=float32)",
+            )
+        yield (
+            Cause.SAMPLING,
+            f"with {_sampling(best)} {compared}; training applies {_sampling(e.own)}",
+            "make both sides use the same policy.generation.temperature, top_p and top_k; logprobs of the engine must "
+            "be those of the processed distribution (logprobs_mode=processed_logprobs)",
+        )
+    if e.explains(e.other_attention_error):
+        yield (
+            Cause.ATTENTION,
+            f"with the plain attention of transformers training agrees with generation (error "
+            f"{e.other_attention_error} instead of {e.alone_error}): training's own attention is wrong",
+            "set policy.padding_free=false, update the attention package, and report the model's architecture",
+        )
+    if e.routed_otherwise:
+        yield (
+            Cause.ROUTING,
+            f"{e.routed_otherwise:.2%} of the tokens go to other experts in training than in generation",
+            "replay the routing of generation (policy.router_replay.enabled), which needs megatron_cfg.enabled",
+        )
 
 
-def _of_attention(e: Evidence) -> _Found:
-    if not e.explains(e.other_attention_error):
-        return None
-    return (
-        Cause.ATTENTION,
-        f"with the plain attention of transformers training agrees with generation (error "
-        f"{e.other_attention_error} instead of {e.alone_error}): training's own attention is wrong",
-        "set policy.padding_free=false, update the attention package, and report the model's architecture",
-    )
-
-
-def _of_routing(e: Evidence) -> _Found:
-    if not e.routed_otherwise:
-        return None
-    return (
-        Cause.ROUTING,
-        f"{e.routed_otherwise:.2%} of the tokens go to other experts in training than in generation",
-        "replay the routing of generation (policy.router_replay.enabled), which needs megatron_cfg.enabled",
-    )
-
-
-def _of_elimination(e: Evidence) -> tuple[Cause, str, str]:
-    """What is left when weights, batches, head, training's attention and routing are not it."""
+def _by_elimination(e: Evidence) -> _Explanations:
+    """What is left when weights, batches, head, training's attention and routing are not the cause."""
     positions = {key: value for key, value in e.settings.items() if key in POSITION_SETTINGS}
     first = f"the first token after a prompt of one token differs by {e.first_token_alone:.2g}, late tokens by "
     first += f"{e.last_quarter:.2g}"
     if positions:
         shown = "; ".join(f"{key}: training {ours}, generation {theirs}" for key, (ours, theirs) in positions.items())
-        return (
+        yield (
             Cause.POSITIONS,
             f"settings of positions differ: {shown} ({first})",
             "set the same policy.hf_config_overrides and policy.generation.vllm_kwargs.hf_overrides",
@@ -309,14 +289,14 @@ def _of_elimination(e: Evidence) -> tuple[Cause, str, str]:
         compared = "two implementations of attention agree in training, so it is generation's attention,"
         if e.other_attention_error is None:
             compared = "training's attention has not been compared with another, so it is either side's attention,"
-        return (
+        yield (
             Cause.ATTENTION,
             f"{first}: what differs mixes tokens, and {compared} its KV cache or its positions",
             "choose another attention backend of the engine (policy.generation.vllm_kwargs.attention_config), and "
             "kv_cache_dtype=auto",
         )
     compared = e.weights.not_compared or "weights are equal"
-    return (
+    yield (
         Cause.KERNELS,
         f"{first}, so it is no attention ({compared}; sampling parameters, head and batches do not explain it)",
         "try the engine with enforce_eager=true, and compare layer by layer; layers in fp8 differ by design",
@@ -330,119 +310,116 @@ def _sampling(variant: Variant) -> str:
 # -- measuring
 
 
-@dataclass(frozen=True, kw_only=True)
-class Investigator:
-    """Measures the evidence with the parts of a run. Nothing of the run changes but the rows that the policy holds."""
+def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, trained_version: int) -> Diagnosis:
+    """Find out why the loaded rows, which are samples of `groups`, disagree with generation, after a weight sync.
 
-    policy: Policy
-    generation: GenerationInterface
-    refit: WeightSync
-    rollouts: RolloutCollector
-    sampling: SamplingParams
-    others: Collection[SamplingParams]  # that generation might have used instead
-    precision: str
-    micro_batch_multiple: int
-
-    def investigate(self, groups: Sequence[GroupHandle], *, trained_version: int, policy_version: int) -> Diagnosis:
-        """Find out why the loaded rows, which are samples of `groups`, disagree with generation."""
-        self.policy.compute(Logprobs(), COLUMN)
-        where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
-        recorded = [row for row in self._row_errors() if row.sample_id in where]
-        if not recorded:
-            raise NothingToCompare("no sample of the step has sampled tokens")
-        size = self.policy.data_parallel_size * 2 * self.micro_batch_multiple
-        num = -(-NUM_PICKED // size) * size
-        worst = sorted(recorded, key=lambda row: -row.mult_errors[0])[:num]
-        picks = [where[worst[index % len(worst)].sample_id] for index in range(num)]
-        numbers = sorted({number for number, _ in picks})
-        probe = draw_probe(
-            self.rollouts,
-            ProbeRequest(
-                group_id=f"probe/{policy_version}",
-                picks=[(numbers.index(number), index) for number, index in picks * 2],
-                num_whole=num,
-                sampling=replace(self.sampling, max_new_tokens=min(MAX_NEW_TOKENS, self.sampling.max_new_tokens)),
-            ),
-            [groups[number] for number in numbers],
+    Nothing of the run changes but the rows that the policy holds.
+    """
+    policy, generation, sampling = trainer.policy, trainer.generation, trainer.requests.sampling
+    assert generation is not None
+    config = trainer.run.policy
+    policy.compute(Logprobs(), COLUMN)
+    where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
+    recorded = [row for row in _row_errors(policy) if row.sample_id in where]
+    if not recorded:
+        raise NothingToCompare("no sample of the step has sampled tokens")
+    size = policy.data_parallel_size * 2 * config.backend_cfg.micro_batch_multiple
+    num = -(-NUM_PICKED // size) * size
+    worst = sorted(recorded, key=lambda row: -row.mult_errors[0])[:num]
+    picks = [where[worst[index % len(worst)].sample_id] for index in range(num)]
+    numbers = sorted({number for number, _ in picks})
+    probe = draw_probe(
+        trainer.rollouts,
+        ProbeRequest(
+            group_id=f"probe/{trainer.version}",
+            picks=[(numbers.index(number), index) for number, index in picks * 2],
+            num_whole=num,
+            sampling=replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens)),
+        ),
+        [groups[number] for number in numbers],
+    )
+    versions = [groups[number].samples[index].weight_version for number, index in picks]
+    measured = _measure(policy, probe.handle, sampling, trainer.val_sampling)
+    settings = policy.inspect(describe_model)[0]
+    try:
+        weights = trainer.refit.compare()
+    except RefitError as error:
+        weights = WeightComparison(not_compared=str(error))
+    return name_cause(
+        Evidence(
+            recorded_error=Error.of(worst),
+            recorded_versions=(min(versions), max(versions)),
+            trained_version=trained_version,
+            policy_version=trainer.version,
+            fresh_version=min(sample.weight_version for sample in probe.handle.samples),
+            own=_variant(sampling),
+            weights=weights,
+            settings=_differences(settings, generation.describe_model()),
+            recorded_changed=probe.num_recorded_changed,
+            fresh_changed=probe.num_fresh_changed,
+            num_picked=len(picks),
+            precision=config.precision,
+            **measured,
         )
-        versions = [groups[number].samples[index].weight_version for number, index in picks]
-        measured = self._measure(probe.handle)
-        settings = self.policy.inspect(describe_model)[0]
-        return name_cause(
-            Evidence(
-                recorded_error=Error.of(worst),
-                recorded_versions=(min(versions), max(versions)),
-                trained_version=trained_version,
-                policy_version=policy_version,
-                fresh_version=min(sample.weight_version for sample in probe.handle.samples),
-                own=_variant(self.sampling),
-                weights=self._compare_weights(),
-                settings=_differences(settings, self.generation.describe_model()),
-                recorded_changed=probe.num_recorded_changed,
-                fresh_changed=probe.num_fresh_changed,
-                num_picked=len(picks),
-                precision=self.precision,
-                **measured,
-            )
-        )
+    )
 
-    def _row_errors(self) -> list[RowErrors]:
-        return [found for part in self.policy.inspect(row_errors, COLUMN) for found in part]
 
-    def _compare_weights(self) -> WeightComparison:
-        try:
-            return self.refit.compare()
-        except RefitError as error:
-            return WeightComparison(not_compared=str(error))
+def _row_errors(policy: Policy) -> list[RowErrors]:
+    return [found for part in policy.inspect(row_errors, COLUMN) for found in part]
 
-    def _measure(self, probe: GroupHandle) -> dict[str, Any]:
-        """Score fresh completions, of which the second half follows prompts of one token."""
-        half = len(probe.samples) // 2
-        long, short = (range(half), range(half, 2 * half))
-        own = _variant(self.sampling)
 
-        def score(samples: range, size: int) -> list[RowErrors]:
-            self.policy.load(self._plan(probe, samples, size=size))
-            self.policy.compute(Logprobs(), COLUMN)
-            return self._row_errors()
+def _measure(policy: Policy, probe: GroupHandle, sampling: SamplingParams, other: SamplingParams) -> dict[str, Any]:
+    """Score fresh completions, of which the second half follows prompts of one token.
 
-        found: dict[str, Any] = {"together_error": Error.of(score(long, 2))}
-        firsts = [row.first_token for row in score(short, 1)]
-        found["first_token_alone"] = sum(firsts) / len(firsts)
-        rows = score(long, 1)
-        found |= {"alone_error": Error.of(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
-        other_heads = [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
-        variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *other_heads]))
-        self.policy.compute(VariantLogprobs(variants), COLUMN)
-        rows = self._row_errors()
-        found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
-        is_short = max(probe.samples[index].length for index in long) <= MAX_PLAIN_TOKENS
-        has_other = is_short and all(self.policy.inspect(compute_with_other_attention, Logprobs(), COLUMN))
-        found["other_attention_error"] = Error.of(self._row_errors()) if has_other else None
-        found["routed_otherwise"] = self.policy.inspect(routed_otherwise, Logprobs())[0]
-        return found
+    `other`: what generation might have used instead of `sampling`.
+    """
+    half = len(probe.samples) // 2
+    long, short = (range(half), range(half, 2 * half))
+    own = _variant(sampling)
 
-    def _plan(self, probe: GroupHandle, samples: range, *, size: int) -> BatchPlan:
-        """Samples dealt to the ranks, in micro-batches of `size`."""
-        num_ranks, ranks = self.policy.data_parallel_size, []
-        for rank in range(num_ranks):
-            own = [
-                PlannedSample(group=0, index=i, lengths=(probe.samples[i].length,), advantage=0.0, mask=1.0)
-                for i in samples[rank::num_ranks]
-            ]
-            batches: list[MicroBatch] = [own[start : start + size] for start in range(0, len(own), size)]
-            ranks.append(RankPlan(train=[], logprobs=batches))
-        return BatchPlan(groups=[(probe.ref, probe.place)], ranks=ranks)
+    def score(samples: range, size: int) -> list[RowErrors]:
+        policy.load(plan_probe(policy.data_parallel_size, probe, samples, size=size))
+        policy.compute(Logprobs(), COLUMN)
+        return _row_errors(policy)
+
+    found: dict[str, Any] = {"together_error": Error.of(score(long, 2))}
+    firsts = [row.first_token for row in score(short, 1)]
+    found["first_token_alone"] = sum(firsts) / len(firsts)
+    rows = score(long, 1)
+    found |= {"alone_error": Error.of(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
+    other_heads = [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
+    variants = tuple(dict.fromkeys([own, *_sampling_variants(sampling, other), *other_heads]))
+    policy.compute(VariantLogprobs(variants), COLUMN)
+    rows = _row_errors(policy)
+    found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
+    is_short = max(probe.samples[index].length for index in long) <= MAX_PLAIN_TOKENS
+    has_other = is_short and all(policy.inspect(compute_with_other_attention, Logprobs(), COLUMN))
+    found["other_attention_error"] = Error.of(_row_errors(policy)) if has_other else None
+    found["routed_otherwise"] = policy.inspect(routed_otherwise, Logprobs())[0]
+    return found
+
+
+def plan_probe(num_ranks: int, probe: GroupHandle, samples: range, *, size: int) -> BatchPlan:
+    """Samples dealt to the ranks, in micro-batches of `size`."""
+    ranks = []
+    for rank in range(num_ranks):
+        own = [
+            PlannedSample(group=0, index=i, lengths=(probe.samples[i].length,), advantage=0.0, mask=1.0)
+            for i in samples[rank::num_ranks]
+        ]
+        batches: list[MicroBatch] = [own[start : start + size] for start in range(0, len(own), size)]
+        ranks.append(RankPlan(train=[], logprobs=batches))
+    return BatchPlan(groups=[(probe.ref, probe.place)], ranks=ranks)
 
 
 def _variant(sampling: SamplingParams) -> Variant:
     return Variant(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
 
 
-def _sampling_variants(own: SamplingParams, others: Collection[SamplingParams]) -> list[Variant]:
+def _sampling_variants(own: SamplingParams, other: SamplingParams) -> list[Variant]:
     """What is left when one parameter is not applied, other parameters of the run, and a range of temperatures."""
     plain = replace(own, top_k=None, top_p=1.0)
-    partly = [replace(own, temperature=1.0), plain, replace(own, top_k=None), replace(own, top_p=1.0), *others]
+    partly = [replace(own, temperature=1.0), plain, replace(own, top_k=None), replace(own, top_p=1.0), other]
     return [_variant(each) for each in (*partly, *(replace(plain, temperature=value) for value in TEMPERATURES))]
 
 
@@ -456,22 +433,6 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str
         elif one != other:
             found[key] = (one, other)
     return found
-
-
-def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, trained_version: int) -> Diagnosis:
-    """Investigate the samples of the loaded plan, whose `groups` a trainer has, after its weight sync."""
-    assert trainer.generation is not None
-    config = trainer.run.policy
-    return Investigator(
-        policy=trainer.policy,
-        generation=trainer.generation,
-        refit=trainer.refit,
-        rollouts=trainer.rollouts,
-        sampling=trainer.requests.sampling,
-        others=[trainer.val_sampling],
-        precision=config.precision,
-        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
-    ).investigate(groups, trained_version=trained_version, policy_version=trainer.version)
 
 
 def look_into(trainer: RolloutTrainer, groups: Sequence[GroupHandle]) -> None:

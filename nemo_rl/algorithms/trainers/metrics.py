@@ -96,19 +96,15 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
 
 
 def agent_metrics(samples: Sequence[SampleMeta]) -> dict[str, float]:
-    """How the agents of a step ended, as shares of all samples, and the token sequences of each with a reward.
+    """How the agents of a step ended, as shares of all samples; token sequences per sample with a reward.
 
     agents/crashed_rate      it raised, or its process or service ended with an error
     agents/hung_rate         it had not ended when its time was over
     agents/silent_rate       it ended without a call of the model
     agents/rows_per_episode  1 for an agent that only appends to its conversation
     """
-    ended = {
-        "crashed": SampleStatus.AGENT_CRASHED,
-        "hung": SampleStatus.AGENT_HUNG,
-        "silent": SampleStatus.AGENT_SILENT,
-    }
-    rates = {f"agents/{name}_rate": _mean([s.status is status for s in samples]) for name, status in ended.items()}
+    ends = (SampleStatus.AGENT_CRASHED, SampleStatus.AGENT_HUNG, SampleStatus.AGENT_SILENT)
+    rates = {f"agents/{end.removeprefix('agent_')}_rate": _mean([s.status is end for s in samples]) for end in ends}
     return rates | {"agents/rows_per_episode": _mean([len(s.rows) for s in samples if s.has_reward])}
 
 
@@ -152,7 +148,7 @@ def validation_metrics(
     pass_at_{k}         mean over prompts of `pass_at_k`
     best_of_{k}         mean over prompts of `best_of_k`
     failed_sample_rate  share of all samples that failed; they do not count as wrong
-    timed_out_rate      share of all samples that reached the time limit of episodes; nor do they
+    timed_out_rate      share of all samples that reached the time limit of episodes; they do not count as wrong either
 
     A prompt with fewer than k rewarded samples is left out of `pass_at_{k}` and `best_of_{k}`.
     """
@@ -174,39 +170,50 @@ def validation_metrics(
     return metrics
 
 
+WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")
+"""Phases in which the policy's workers are idle."""
+
+
 def performance_metrics(
     timings_s: Mapping[str, float],
+    use: GenerationUse,
     *,
     num_samples: int,
     num_tokens: int,
-    num_generated_tokens: int,
-    generation_s: float,
     num_devices: int,
     num_training_devices: int,
     num_generation_devices: int,
 ) -> dict[str, float]:
-    """Throughput of one step. A device is a GPU, or one worker on a CPU machine.
+    """Throughput of one step, and the shares of it in which training and generation were idle.
 
-    `timings_s`: seconds of the phases `total_step_time` and, in steps that have them, `policy_training` and
-    `policy_and_reference_logprobs`. Rates of a phase are left out where it is. `num_tokens` includes prompts.
-    `generation_s`: seconds in which engines were busy; if 0, the rates of generation are left out. Colocated training
-    and generation share the `num_devices` of the run.
+    A device is a GPU, or one worker on a CPU machine. Colocated training and generation share the `num_devices` of the
+    run, and take turns: each is idle while the other works, so that the two shares add up to about 1.
+
+    Args:
+        timings_s: seconds of the step's phases and its `total_step_time`. A step without training or without logprobs
+            has no rates of them.
+        use: of the engines since the last step. If they were never busy, there are no rates of generation.
+        num_tokens: prompts included.
     """
     step_s = timings_s["total_step_time"]
     training_s, logprobs_s = (timings_s.get(name, 0.0) for name in ("policy_training", "policy_and_reference_logprobs"))
+    exposed_s = sum(timings_s.get(name, 0.0) for name in WAITING_PHASES)
     metrics = {
         "samples_per_sec": num_samples / step_s,
         "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
         "tokens_per_sec": num_tokens / step_s,
         "tokens_per_sec_per_gpu": num_tokens / step_s / num_devices,
+        "training_idle_fraction": exposed_s / step_s,
+        "generation_idle_fraction": 1.0 - use.busy_s / use.window_s,
+        "exposed_generation_s": exposed_s,
     }
     if training_s > 0:
         rate = num_tokens / (training_s + logprobs_s)
         metrics["policy_training_tokens_per_sec_per_gpu"] = num_tokens / training_s / num_training_devices
         metrics["training_worker_group_tokens_per_sec"] = rate
         metrics["training_worker_group_tokens_per_sec_per_gpu"] = rate / num_training_devices
-    if generation_s > 0:
-        rate = num_generated_tokens / generation_s
+    if use.busy_s > 0:
+        rate = use.num_tokens / use.busy_s
         metrics["generation_tokens_per_sec"] = rate
         metrics["generation_tokens_per_sec_per_gpu"] = rate / num_generation_devices
     if logprobs_s > 0:
@@ -278,29 +285,12 @@ def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:
     return num_sequences * max(lengths)
 
 
-WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")
-"""Phases in which the policy's workers are idle."""
-
 EVEN = 0.1
 """Two idle fractions that differ by less are called even."""
 
 
-def idle_metrics(seconds: Mapping[str, float], generation: GenerationUse) -> dict[str, float]:
-    """Shares of a step in which training and generation were idle, and the seconds that it waited for groups.
-
-    `seconds` of the phases of the step and its `total_step_time`; `generation` since the last step. If colocated sides
-    take turns, each is idle while the other works, so the two fractions add up to about 1.
-    """
-    exposed_s = sum(seconds.get(name, 0.0) for name in WAITING_PHASES)
-    return {
-        "training_idle_fraction": exposed_s / seconds["total_step_time"],
-        "generation_idle_fraction": 1.0 - generation.busy_s / generation.window_s,
-        "exposed_generation_s": exposed_s,
-    }
-
-
 def idle_verdict(metrics: Mapping[str, float]) -> str:
-    """Which side of `idle_metrics` has too little to do; useful if both could be busy at the same time."""
+    """Which side has too little to do, by `performance_metrics`; useful if both could be busy at the same time."""
     training, generation = metrics["training_idle_fraction"], metrics["generation_idle_fraction"]
     if training > generation + EVEN:
         return f"training waits for rollouts {training:.0%}"

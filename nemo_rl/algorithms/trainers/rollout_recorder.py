@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +37,38 @@ def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) ->
     }
 
 
-def check_record(root: Path, identity: Mapping[str, Any], key: str) -> None:
-    """Check that a run of this `record_identity` can train from the record below `root`, the value of `key`.
+def check_record(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> None:
+    """Check that a run of this identity can train from the record of `replay_from`.
 
     Raises:
         FileNotFoundError, ValueError: what is missing or different.
     """
+    key, own = f"{config.section}.replay_from={config.rollout.replay_from}", record_identity(config, identity)
+    root = Path(str(config.rollout.replay_from))
     steps = recorded_steps(root) if root.is_dir() else []
     if not steps:
-        raise FileNotFoundError(
-            f"{key}={root} holds no recorded step; a run with rollout_record.enabled=true makes them"
-        )
+        raise FileNotFoundError(f"{key} holds no recorded step; a run with rollout_record.enabled=true makes them")
     if steps != list(range(1, len(steps) + 1)):
-        raise ValueError(f"{key}={root} holds steps {steps_text(steps)}; a replay needs all from 1 on")
+        raise ValueError(f"{key} holds steps {steps_text(steps)}; a replay needs all from 1 on")
     found = read_index(root, steps[0]).identity
-    if "policy.router_replay" not in identity:
+    if "policy.router_replay" not in own:
         found = {name: part for name, part in found.items() if name != "policy.router_replay"}
-    if differences := flat_differences(found, identity, theirs="the record"):
-        raise ValueError(f"{key}={root} was recorded by a run that this one cannot replay:\n" + "\n".join(differences))
+    if differences := flat_differences(found, own, theirs="the record"):
+        raise ValueError(f"{key} was recorded by a run that this one cannot replay:\n" + "\n".join(differences))
 
 
-def check_record_folder(root: Path, identity: Mapping[str, Any], key: str) -> None:
-    """Check that `root`, the value of `key`, holds no record of a run with other sizes or another model.
+def check_record_folder(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> None:
+    """Check that the folder of `rollout_record` holds no record of a run with other sizes or another model.
 
     Raises:
         ValueError: the differences.
     """
+    root, own = Path(config.rollout.rollout_record.save_dir).absolute(), record_identity(config, identity)
     steps = recorded_steps(root) if root.is_dir() else []
-    found = read_index(root, steps[0]).identity if steps else identity
-    if differences := flat_differences(found, identity, theirs="the record"):
-        raise ValueError(
-            f"{root} holds the record of another run; set {key} to another folder:\n" + "\n".join(differences)
-        )
+    found = read_index(root, steps[0]).identity if steps else own
+    if differences := flat_differences(found, own, theirs="the record"):
+        fix = f"set {config.section}.rollout_record.save_dir to another folder"
+        raise ValueError(f"{root} holds the record of another run; {fix}:\n" + "\n".join(differences))
 
 
 class RolloutRecorder:
@@ -75,7 +76,7 @@ class RolloutRecorder:
 
     def __init__(self, config: RolloutMasterConfig, tools: RunTools, rollouts: RolloutCollector) -> None:
         self.settings = config.rollout.rollout_record
-        self.key = f"{config.section}.rollout_record.save_dir"
+        self.check_folder = partial(check_record_folder, config, tools.identity)
         self.root = Path(self.settings.save_dir).absolute()  # the worker may run in another folder
         self.rollouts = rollouts
         self.console = tools.console
@@ -89,7 +90,7 @@ class RolloutRecorder:
     def start(self, after_step: int) -> None:
         """Prepare for the steps after `after_step`: move an earlier record of them aside, `check_record_folder`."""
         self.root.mkdir(parents=True, exist_ok=True)
-        check_record_folder(self.root, self.identity, self.key)
+        self.check_folder()
         if aside := put_aside(self.root, after_step):
             self.console.info(f"rollouts that were recorded after step {after_step} are now in {aside}")
 

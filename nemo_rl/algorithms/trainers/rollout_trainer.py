@@ -25,7 +25,6 @@ from nemo_rl.algorithms.trainers.metrics import (
     agent_metrics,
     by_task,
     flops_metrics,
-    idle_metrics,
     idle_verdict,
     packing_metrics,
     performance_metrics,
@@ -35,7 +34,6 @@ from nemo_rl.algorithms.trainers.metrics import (
     turn_seconds,
     validation_metrics,
 )
-from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError, first_line
@@ -51,6 +49,7 @@ from nemo_rl.utils.checkpoint.save import StateWrite
 from nemo_rl.utils.registry import import_object
 
 INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:look_into"  # imported when it is needed
+RECORDER = "nemo_rl.algorithms.trainers.rollout_recorder:RolloutRecorder"  # imported in runs that record
 TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
@@ -109,20 +108,16 @@ class RolloutTrainer(Trainer):
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
         self.generated: list[GroupHandle] = []  # of the step in progress, discarded ones included
-        self.recorder: RolloutRecorder | None = None
+        self.recorder: Any = None  # a `RolloutRecorder`
         if config.rollout.rollout_record.enabled:
-            self.recorder = RolloutRecorder(config, tools, parts.rollouts)
-        self.drafts: DraftMeter | None = None
-        if parts.generation is not None and config.policy.generation.speculates:
-            self.drafts = DraftMeter(parts.generation)
+            self.recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
+        speculates = parts.generation is not None and config.policy.generation.speculates
+        self.drafts = DraftMeter(parts.generation) if speculates else None
         # faults
         self.rollouts.restart_generation = self.restart_generation
         if self.generation is not None:
             self.rollouts.abandon_requests = self.generation.abandon_requests
-        self.replacements |= {
-            self.policy.name_prefix: self._replace_policy,
-            KEEPER: self.rollouts.replace_keeper,
-        }
+        self.replacements |= {self.policy.name_prefix: self._replace_policy, KEEPER: self.rollouts.replace_keeper}
 
     def start(self) -> None:
         """Resume, or give generation its first weights: engines start empty and are filled from the policy."""
@@ -141,6 +136,12 @@ class RolloutTrainer(Trainer):
             self.recorder.end()
 
     # -- phases that algorithms share
+
+    def sample(self) -> list[GroupHandle]:
+        """Prompts -> finished groups: the first batch of this step."""
+        self.generated = []
+        with self.phase(self.source.phase):
+            return self.next_groups()
 
     def next_groups(self) -> list[GroupHandle]:
         """The next batch of groups of this step. Raises when too many of its episodes have no outcome."""
@@ -228,18 +229,15 @@ class RolloutTrainer(Trainer):
         num_training = run.training_cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
         self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / step_s / run.cluster.num_workers})
-        use = self.rollouts.generation_use()
         throughput = performance_metrics(
             seconds,
+            self.rollouts.generation_use(),
             num_samples=sum(len(group.samples) for group in trained_groups),
             num_tokens=num_tokens,
-            num_generated_tokens=use.num_tokens,
-            generation_s=use.busy_s,
             num_devices=run.cluster.num_workers,
             num_training_devices=num_training,
             num_generation_devices=run.generation_cluster.num_workers,
         )
-        throughput |= idle_metrics(seconds, use)
         can_overlap = self.source.overlaps_training or not run.policy.generation.colocated.enabled
         if can_overlap and self.generation is not None:
             self.tools.console.remark(idle_verdict(throughput))
@@ -288,7 +286,7 @@ class RolloutTrainer(Trainer):
             import_object(INVESTIGATE, "investigation")(self, groups)
 
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
-        """See `group_sources.check_failures`. If the policy's weights are not finite, the error names them instead."""
+        """See `group_sources.check_failures`. Raises for weights that are not finite instead, if they are the cause."""
         try:
             check_failures(groups, self.run, self.tools.console)
         except TooManyFailures:

@@ -207,4 +207,5 @@ def plan_examples(handles: Sequence[ExampleHandle], *, num_ranks: int, batching:
         # The same group under another number, so that the copy is a row of its own on the worker.
         groups.append(groups[shortest.group])
         samples.append(replace(shortest, group=len(groups) - 1, mask=0.0))
-    return plan_samples(samples, groups, num_ranks=num_ranks, global_batch_size=len(samples), batching=batching)
+    alone = [[sample] for sample in samples]
+    return plan_samples(alone, groups, num_ranks=num_ranks, global_batch_size=len(samples), batching=batching)

@@ -9,10 +9,10 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 PROFILED_STEP = "nemo_rl.distributed.meters:profiled_step"  # imported when it is needed
 MAX_RECOVERIES_AT_ONE_STEP = 2
@@ -61,12 +64,6 @@ class TrainerState:
     stopped_early: bool = False
 
 
-class Meters(Protocol):
-    """`distributed.meters.UsageMonitor`."""
-
-    def metrics(self) -> dict[str, float]: ...
-
-
 @dataclass(kw_only=True)
 class RunTools:
     """Logging, console and checkpointing of a run."""
@@ -77,24 +74,17 @@ class RunTools:
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    monitor: Meters | None = None
+    monitor: Any = None  # a `distributed.meters.UsageMonitor`, if the run has one
     recorder: RunRecorder | None = None
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
-
-
-class DataPosition(Protocol):
-    """Where a run stands in its data; a data loader."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 class Trainer(ABC):
     """A run: state, tools, the policies and the loop. Subclasses implement `step` and `validate`.
 
     `policies` are the policies that are trained and saved, PPO's value model included. Metrics of a policy other than
-    the first carry its name (`value/loss`). `data` is saved with them. `num_steps` None: until the data ends.
+    the first carry its name (`value/loss`). `data` is the data loader, whose position is saved with them. `num_steps`
+    None: until the data ends.
 
     With `checkpointing.async_save` at most one checkpoint is being written while the next steps run. The loop looks
     after it between steps, and finishes it before the next checkpoint begins and before the run ends.
@@ -107,7 +97,7 @@ class Trainer(ABC):
         *,
         num_steps: int | None,
         policies: Sequence[Policy],
-        data: DataPosition,
+        data: Stateful,
         nonfinite_action: str,
     ) -> None:
         self.loop = loop
@@ -140,34 +130,43 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""
-        num_recoveries, failed_at = 0, -1
         if self.num_steps is not None:
             self.tools.console.set_num_steps(self.num_steps)
-        with self.tools.console, self._save_settled():
-            if self.loop.val_at_start and self.state.total_steps == 0:
-                self._validate()
-                self._log()
-                self._announce_early_stop()
-            self.deadline.start_iterations()
-            while not (self._is_last_step() or self.state.stopped_early):
-                try:
-                    is_last = self._run_step()
-                except WorkerDied as error:
-                    num_recoveries = num_recoveries + 1 if failed_at == self.state.total_steps else 1
-                    failed_at = self.state.total_steps
-                    if num_recoveries > MAX_RECOVERIES_AT_ONE_STEP:
-                        raise
-                    self.recover(error)
-                    continue
-                if is_last:
-                    break
+        with self.tools.console:
+            try:
+                self._run_steps()
+            except BaseException as error:
+                self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
+                raise
         if self.tools.recorder is not None:
             self.tools.recorder.finish(self.state.total_steps)
 
+    def _run_steps(self) -> None:
+        num_recoveries, failed_at = 0, -1
+        if self.loop.val_at_start and self.state.total_steps == 0:
+            self._validate()
+            self._log()
+            self._announce_early_stop()
+        self.deadline.start_iterations()
+        while not (self._is_last_step() or self.state.stopped_early):
+            try:
+                if self._run_step():
+                    return
+            except WorkerDied as error:
+                num_recoveries = num_recoveries + 1 if failed_at == self.state.total_steps else 1
+                failed_at = self.state.total_steps
+                if num_recoveries > MAX_RECOVERIES_AT_ONE_STEP:
+                    raise
+                self.recover(error)
+
     def _run_step(self) -> bool:
         """One turn of the loop; True when it was the last."""
+        profile, profiled = self.tools.profile, nullcontext()
+        if profile.steps:
+            profiled_step = import_object(PROFILED_STEP, "performance.profile")
+            profiled = profiled_step(profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
         try:
-            with self.timer.time("total_step_time"), self._profiled():
+            with self.timer.time("total_step_time"), profiled:
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
@@ -193,12 +192,6 @@ class Trainer(ABC):
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
-
-    def _profiled(self) -> AbstractContextManager[None]:
-        if not self.tools.profile.steps:
-            return nullcontext()
-        profiled_step = import_object(PROFILED_STEP, "performance.profile")
-        return profiled_step(self.tools.profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -419,18 +412,8 @@ class Trainer(ABC):
             return
         self.deadline.note_save(pending.seconds)
 
-    @contextmanager
-    def _save_settled(self) -> Iterator[None]:
-        """No save is still running after the block, however it ends."""
-        try:
-            yield
-        except BaseException as error:
-            self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
-            raise
-        assert self.pending_save is None
-
     def _settle_save(self, *, can_wait: bool) -> None:
-        """After an error: finish a background save, or discard it if finishing would wait for dead workers."""
+        """End a background save after an error: finish it, or discard it if that would wait for dead workers."""
         pending, self.pending_save = self.pending_save, None
         if pending is None:
             return

@@ -1,9 +1,10 @@
 """Why training and generation disagree: each fault is put into a real policy or a real generator, and is named."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, Investigator
+from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate, plan_probe
 from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
@@ -30,10 +31,9 @@ from nemo_rl.types import (
     GroupHandle,
     RolloutGroup,
     Sample,
-    SampleMeta,
-    SampleStatus,
     SamplingParams,
 )
+from tests.unit.algorithms.handles import sample
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
@@ -100,16 +100,8 @@ class LocalEngine:
             completion, prompt = answers[request.request_id], request.prompt_token_ids
             assert completion is not None
             ids, drawn = prompt + completion.token_ids, len(completion.token_ids)
-            meta = SampleMeta(
-                sample_id=request.request_id,
-                status=SampleStatus.COMPLETED,
-                length=len(ids),
-                num_prompt_tokens=len(prompt),
-                num_generated_tokens=drawn,
-                num_turns=1,
-                reward=0.0,
-                weight_version=completion.weight_version,
-            )
+            meta = sample(prompt=len(prompt), generated=drawn, version=completion.weight_version)
+            meta.sample_id = request.request_id
             samples.append(
                 Sample(
                     meta=meta,
@@ -165,17 +157,12 @@ class Pair:
 
     policy: DTensorPolicyWorker
     engine: LocalEngine
-    config: Any
-
-
-Fault = Callable[[Pair], None]
 
 
 def examine(
     model: Path,
-    fault: Fault = lambda pair: None,
+    fault: Callable[[Pair], Any] = lambda pair: None,
     *,
-    sampling: SamplingParams = SAMPLING,
     after: Callable[[Pair, RolloutGroup], RolloutGroup] = lambda pair, group: group,
     padding_free: bool | None = None,
     engine_changes: dict[str, Any] | None = None,
@@ -184,12 +171,10 @@ def examine(
     """Draw samples with the faulty pair and investigate them. `after` changes what is recorded, or the pair."""
 
     def rank_main(rank: int, world: int) -> Diagnosis:
-        config = policy_config(padding_free=padding_free)
-        policy = DTensorPolicyWorker(config, worker_settings(model, sampling=sampling))
-        worker = GeneratingPolicyWorker(
-            policy_config(**(engine_changes or {})), worker_settings(model, sampling=sampling, init_optimizer=False)
-        )
-        pair = Pair(policy, LocalEngine(worker, policy), config)
+        settings = partial(worker_settings, model, sampling=SAMPLING)
+        policy = DTensorPolicyWorker(policy_config(padding_free=padding_free), settings())
+        worker = GeneratingPolicyWorker(policy_config(**(engine_changes or {})), settings(init_optimizer=False))
+        pair = Pair(policy, LocalEngine(worker, policy))
         fault(pair)
         worker.prepare_generation(
             GenerationSettings(
@@ -202,85 +187,31 @@ def examine(
         )
         generator = np.random.default_rng(0)
         prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]
-        handle = handle_of(after(pair, pair.engine.draw(prompts, sampling, "0")))
+        handle = handle_of(after(pair, pair.engine.draw(prompts, SAMPLING, "0")))
         local: Any = LocalPolicy(policy)
         engine: Any = pair.engine
-        investigator = Investigator(
+        local.load(plan_probe(1, handle, range(len(handle.samples)), size=2))
+        trainer: Any = SimpleNamespace(
             policy=local,
             generation=engine,
             refit=engine,
             rollouts=engine,
-            sampling=sampling,
-            others=[],
-            precision="float32",
-            micro_batch_multiple=1,
+            requests=SimpleNamespace(sampling=SAMPLING),
+            val_sampling=SAMPLING,
+            version=3,
+            run=SimpleNamespace(policy=policy_config()),
         )
-        local.load(investigator._plan(handle, range(len(handle.samples)), size=2))
-        return investigator.investigate([handle], trained_version=trained_version, policy_version=3)
+        return investigate(trainer, [handle], trained_version=trained_version)
 
     return run_world(rank_main, 1)[0]
 
 
 @torch.no_grad()
-def change(worker: DTensorPolicyWorker, *, only: str = "") -> None:
+def change(worker: DTensorPolicyWorker, only: str = "") -> None:
     for name, parameter in worker.stages[0].named_parameters():
         if only in name:
             local = parameter.to_local()
             local.add_(torch.randn(local.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-
-
-def test_a_sound_pair_differs_by_rounding_only(models):
-    found = examine(models / "llama")
-    assert found.cause == Cause.ROUNDING
-    assert found.evidence.together_error.mult < 1.00001 and found.evidence.settings == {}
-    assert found.evidence.weights.num_tensors > 10 and not found.evidence.weights.different
-
-
-def test_a_temperature_that_generation_does_not_apply_is_named(models):
-    found = examine(models / "llama", lambda pair: pair.engine.ignores.update(temperature=1.3))
-    assert found.cause == Cause.SAMPLING
-    assert "with temperature 1.3, top-p 1, top-k off" in found.finding and "applies temperature 0.8" in found.finding
-
-
-def test_a_tensor_that_differs_after_the_refit_is_named(models):
-    found = examine(models / "llama", lambda pair: change(pair.engine.worker, only="layers.1.mlp.up_proj"))
-    assert found.cause == Cause.TENSOR
-    assert "1 of 21 tensors" in found.finding and "model.layers.1.mlp.up_proj.weight (by up to 0." in found.finding
-
-
-def test_weights_that_are_others_as_a_whole_are_stale(models):
-    found = examine(models / "llama", lambda pair: change(pair.engine.worker))
-    assert found.cause == Cause.STALE_WEIGHTS
-    assert "21 of 21 tensors" in found.finding and "version 3" in found.finding
-
-
-def test_an_engine_that_missed_a_sync_is_stale(models):
-    found = examine(models / "llama", lambda pair: setattr(pair.engine, "version", 2))
-    assert found.cause == Cause.STALE_WEIGHTS
-    assert "samples with weights of version 2, the policy has version 3" in found.finding
-
-
-def test_samples_of_older_weights_are_stale(models):
-    """The sync comes after they were drawn."""
-
-    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
-        for worker in (pair.policy, pair.engine.worker):
-            change(worker)
-        return group
-
-    found = examine(models / "llama", after=after, trained_version=4)
-    assert found.cause == Cause.STALE_WEIGHTS and "were trained at version 4; fresh completions agree" in found.finding
-
-
-def test_tokens_that_were_made_from_text_are_named(models):
-    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
-        for sample in group.samples:
-            sample.token_ids = np.where(sample.token_mask, sample.token_ids % 60, sample.token_ids)
-        return group
-
-    found = examine(models / "llama", after=after)
-    assert found.cause == Cause.TOKENIZER
-    assert "change when they are decoded and tokenised again, and no recorded sample does" in found.finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,75 +224,107 @@ class LeakyLayout(RowLayout):
         return replace(batch, cu_seqlens=CuSeqlens.of([batch.input_ids.numel()]))
 
 
-def test_neighbours_that_leak_into_each_other_are_named(models):
-    def fault(pair: Pair) -> None:
-        pair.policy.layout = LeakyLayout(padding_free=True)
-
-    found = examine(models / "llama", fault, padding_free=True)
-    assert found.cause == Cause.BATCHING
-    assert found.evidence.alone_error.mult < 1.00001 < found.evidence.together_error.mult
-
-
-def test_attention_of_training_that_is_wrong_is_named(models):
-    def fault(pair: Pair) -> None:
-        pair.policy.parts[0].config._attn_implementation = BROKEN
-
-    found = examine(models / "llama", fault, padding_free=False)
-    assert found.cause == Cause.ATTENTION and "training's own attention is wrong" in found.finding
-
-
-def test_a_head_in_another_dtype_is_named(models):
+def break_head(pair: Pair) -> None:
     def next_logits(self: Any, input_ids: Any, position_ids: Any, temperature: float, **how: Any) -> torch.Tensor:
         states = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **how)
         head = replace(self.output_head(), temperature=1.0)
         return _logits(states.last_hidden_state[:, -1], head, "bfloat16") / temperature
 
-    def fault(pair: Pair) -> None:
-        [stage] = pair.engine.worker.stages
-        stage.next_logits = MethodType(next_logits, stage)
-
-    found = examine(models / "llama", fault)
-    assert found.cause == Cause.HEAD_DTYPE and "with a head in bfloat16" in found.finding
+    [stage] = pair.engine.worker.stages
+    stage.next_logits = MethodType(next_logits, stage)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
-            ["rope_parameters: training {'rope_theta': 10000.0", "100.0"],
-        ),
-        (
-            {
-                "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-                "max_position_embeddings": 8,
-            },
-            ["max_position_embeddings: training 256, generation 8"],
-        ),
-    ],
-    ids=["RoPE", "context length"],
-)
-def test_other_positions_are_named(models, overrides, said):
-    found = examine(models / "llama", engine_changes={"hf_config_overrides": overrides})
-    assert found.cause == Cause.POSITIONS
+def break_mlp(pair: Pair) -> None:
+    layer = pair.engine.worker.parts[0].model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+def train_both(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+    """The sync comes after the samples were drawn."""
+    change(pair.policy)
+    change(pair.engine.worker)
+    return group
+
+
+def write_as_text(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+    for made in group.samples:
+        made.token_ids = np.where(made.token_mask, made.token_ids % 60, made.token_ids)
+    return group
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+CASES: dict[str, tuple[dict[str, Any], Cause, list[str]]] = {
+    "a temperature that generation does not apply": (
+        {"fault": lambda pair: pair.engine.ignores.update(temperature=1.3)},
+        Cause.SAMPLING,
+        ["with temperature 1.3, top-p 1, top-k off", "applies temperature 0.8"],
+    ),
+    "a tensor that differs after the refit": (
+        {"fault": lambda pair: change(pair.engine.worker, "layers.1.mlp.up_proj")},
+        Cause.TENSOR,
+        ["1 of 21 tensors", "model.layers.1.mlp.up_proj.weight (by up to 0."],
+    ),
+    "other weights as a whole": (
+        {"fault": lambda pair: change(pair.engine.worker)},
+        Cause.STALE_WEIGHTS,
+        ["21 of 21 tensors", "version 3"],
+    ),
+    "an engine that missed a sync": (
+        {"fault": lambda pair: setattr(pair.engine, "version", 2)},
+        Cause.STALE_WEIGHTS,
+        ["samples with weights of version 2, the policy has version 3"],
+    ),
+    "samples of older weights": (
+        {"after": train_both, "trained_version": 4},
+        Cause.STALE_WEIGHTS,
+        ["were trained at version 4; fresh completions agree"],
+    ),
+    "tokens made from text": (
+        {"after": write_as_text},
+        Cause.TOKENIZER,
+        ["change when they are decoded and tokenised again, and no recorded sample does"],
+    ),
+    "neighbours that leak into each other": (
+        {"fault": lambda pair: setattr(pair.policy, "layout", LeakyLayout(padding_free=True)), "padding_free": True},
+        Cause.BATCHING,
+        ["each one alone 1.00000: neighbours"],
+    ),
+    "attention of training that is wrong": (
+        {
+            "fault": lambda pair: setattr(pair.policy.parts[0].config, "_attn_implementation", BROKEN),
+            "padding_free": False,
+        },
+        Cause.ATTENTION,
+        ["training's own attention is wrong"],
+    ),
+    "a head in another dtype": ({"fault": break_head}, Cause.HEAD_DTYPE, ["with a head in bfloat16"]),
+    "other positions": (
+        {"engine_changes": {"hf_config_overrides": ROPE}},
+        Cause.POSITIONS,
+        ["rope_parameters: training {'rope_theta': 10000.0", "100.0"],
+    ),
+    "kernels that mix no tokens": ({"fault": break_mlp}, Cause.KERNELS, ["so it is no attention"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_named(models, name):
+    how, cause, said = CASES[name]
+    found = examine(models / "llama", **how)
+    assert found.cause == cause
     assert all(text in found.finding for text in said), found.finding
 
 
-def test_kernels_that_mix_no_tokens_are_told_from_attention(models):
-    def fault(pair: Pair) -> None:
-        layer = pair.engine.worker.parts[0].model.layers[0]
-        layer.mlp.register_forward_hook(lambda module, args, output: output * 1.1)
-
-    found = examine(models / "llama", fault)
-    assert found.cause == Cause.KERNELS and "so it is no attention" in found.finding
+def test_a_sound_pair_differs_by_rounding_only(models):
+    found = examine(models / "llama")
+    assert found.cause == Cause.ROUNDING
+    assert found.evidence.together_error.mult < 1.00001 and found.evidence.settings == {}
+    assert found.evidence.weights.num_tensors > 10 and not found.evidence.weights.different
 
 
 def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
     """The engine's router takes the next expert where it is sure of its first."""
     num_experts = 4
-
-    def routers(worker: DTensorPolicyWorker) -> Iterator[torch.nn.Module]:
-        return (layer.mlp.gate for layer in worker.parts[0].model.layers)
 
     def fault(pair: Pair) -> None:
         chosen: list[torch.Tensor] = []
@@ -373,13 +336,13 @@ def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
             chosen.append(experts)
             return logits, weights, experts
 
-        for router in routers(pair.engine.worker):
-            router.register_forward_hook(reroute)
+        for layer in pair.engine.worker.parts[0].model.layers:
+            layer.mlp.gate.register_forward_hook(reroute)
 
         @torch.no_grad()
-        def report(sample: Sample) -> np.ndarray:
+        def report(made: Sample) -> np.ndarray:
             chosen.clear()
-            ids = torch.from_numpy(sample.token_ids)[None]
+            ids = torch.from_numpy(made.token_ids)[None]
             model = pair.engine.worker.parts[0]
             with pair.engine.worker.decoding():
                 model.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False)

@@ -53,14 +53,15 @@ def test_it_is_the_discounted_sum_of_temporal_differences(
     assert result.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_by_hand():
-    """Reward 1 with the last of three tokens after a prompt token; an environment had the last word."""
-    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1, 0], [9.0, 0.2, 0.4, 0.5, 7.0]))
+def test_only_loss_tokens_are_steps():
+    """Reward 1 with the last of three tokens after a prompt token; an environment spoke in between and at the end."""
+    mask, values = [0, 1, 1, 0, 1, 0], [9.0, 0.2, 0.4, math.nan, 0.5, 7.0]
+    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, mask, values))
     last = 1 - 0.5
     middle = 0.9 * 0.5 - 0.4 + 0.45 * last
     first = 0.9 * 0.4 - 0.2 + 0.45 * middle
-    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, last, 0.0])
-    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, last + 0.5, 0.0])
+    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, 0.0, last, 0.0])
+    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, 0.0, last + 0.5, 0.0])
 
 
 def test_advantages_and_returns_have_lambdas_of_their_own():
@@ -77,16 +78,6 @@ def test_the_longer_the_sample_the_longer_the_memory():
     batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
     found, wanted = estimator(length_adaptive_alpha=2 / 3).adjust(*batch), estimator(gae_lambda=0.5).adjust(*batch)
     assert found["advantages"].tolist() == pytest.approx(wanted["advantages"].tolist())
-
-
-def test_tokens_of_the_environment_are_no_steps():
-    """As if they were not there, whatever value they got."""
-    with_gap = estimator(gae_gamma=0.9).adjust(*row(1.0, [0, 1, 1, 0, 0, 1], [0.0, 0.2, 0.4, math.nan, 7.0, 0.5]))
-    without = estimator(gae_gamma=0.9).adjust(*row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]))
-    for name in ("advantages", "returns"):
-        values = with_gap[name].tolist()
-        assert values[3:5] == [0.0, 0.0]
-        assert [*values[:3], values[5]] == without[name].tolist()
 
 
 def test_every_step_is_charged_its_kl():

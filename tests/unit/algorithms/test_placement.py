@@ -40,13 +40,10 @@ def test_every_axis_of_a_layout_is_shown() -> None:
     assert ranks[-1] == "3 7 rank 31 (stage 1, copy 1, data 3, context 1, tensor 1, experts 1) engine 31"
 
 
-def test_no_gpu_names_the_cpu_config() -> None:
-    with pytest.raises(ConfigError, match=r"examples/configs/grpo_math_cpu\.yaml"):
-        check_hardware(build(), num_gpus=0, environment={})
-
-
-def test_more_gpus_than_there_are() -> None:
+def test_the_gpus_that_are_wanted_and_found_are_named() -> None:
     config = build("cluster.gpus_per_node=4")
+    with pytest.raises(ConfigError, match=r"examples/configs/grpo_math_cpu\.yaml"):
+        check_hardware(config, num_gpus=0, environment={})
     with pytest.raises(ConfigError, match=r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"):
         check_hardware(config, num_gpus=2, environment={})
     check_hardware(config, num_gpus=4, environment={})

@@ -10,7 +10,6 @@ from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
-from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, keys_of_plan
 from tests.tables import cases, pattern
@@ -83,12 +82,6 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     assert policy.groups is not value.groups and sorted(keys_of_plan(policy)) == sorted(keys_of_plan(value))
     rewards = {(s.group, s.index): s.advantage for rank in value.ranks for batch in rank.logprobs for s in batch}
     assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
-
-
-def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_path):
-    run = Run(tmp_path)
-    run.trainer.replace_dead(WorkerDied("gone", worker="value-0", rank=0, method="train"))
-    assert run.policy.calls == ["value.restart"]
 
 
 REFUSED = """

@@ -57,24 +57,21 @@ def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
     return json.loads(json.dumps(prepare_model(config.policy, config.checkpointing).identity))
 
 
-DIFFERENT = """
-dim=16 -> dim: the checkpoint has 8, this run 16
-alpha=16 -> alpha: the checkpoint has 32.0, this run 16.0
-match_all_linear=false & target_modules=[q_proj,v_proj]
-    -> target_modules: the checkpoint has 'all', this run ['q_proj', 'v_proj']
-exclude_modules=[o_proj] -> exclude_modules: the checkpoint has [], this run ['o_proj']
-enabled=false -> enabled: the checkpoint has True, this run '(absent)'
-enabled=false -> dim: the checkpoint has 8
-"""
-
-
-@pytest.mark.parametrize(("changes", "told"), cases(DIFFERENT))
-def test_adapters_of_another_kind_are_another_run(tiny_model_dir: Path, changes: tuple[str, ...], told: str) -> None:
+def test_adapters_of_another_kind_are_another_run(tiny_model_dir: Path) -> None:
     lora = "policy.dtensor_cfg.lora_cfg."
     saved = identity_of(tiny_model_dir, f"{lora}enabled=true")
-    current = identity_of(tiny_model_dir, f"{lora}enabled=true", *(lora + change for change in changes))
-    with pytest.raises(CheckpointIdentityError, match=pattern(lora + told)):
-        check_identity(saved, current)
+    for changes, told in (
+        (("dim=16", "alpha=16"), "dim: the checkpoint has 8, this run 16 ... alpha: the checkpoint has 32.0"),
+        (
+            ("match_all_linear=false", "target_modules=[q_proj,v_proj]", "exclude_modules=[o_proj]"),
+            "exclude_modules: the checkpoint has [], ... target_modules: the checkpoint has 'all'",
+        ),
+        (("enabled=false",), "enabled: the checkpoint has True, this run '(absent)'"),
+    ):
+        current = identity_of(tiny_model_dir, f"{lora}enabled=true", *(lora + change for change in changes))
+        with pytest.raises(CheckpointIdentityError) as refusal:
+            check_identity(saved, current)
+        assert all(part in str(refusal.value) for part in told.split(" ... "))
 
 
 def test_another_model_or_tokenizer_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -104,12 +101,9 @@ TOOLS = "+env.it={type: python_tools}"
 PUZZLE = "+env.it={type: sliding_puzzle_game}"
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("composit", "composite"), ("remot", "remote"), ("judge", "llm_judge"), ("Math", "math")]
-)
-def test_a_mistyped_environment_is_refused_where_it_is_used(name: str, near: str) -> None:
-    section = f"+env.it={{type: {name}}}"
-    assert f"env.it.type: no environment '{name}'; did you mean {near}?" in problems_of(section, USED)
+def test_a_mistyped_environment_is_refused_where_it_is_used() -> None:
+    section = "+env.it={type: composit}"
+    assert "env.it.type: no environment 'composit'; did you mean composite?" in problems_of(section, USED)
     build(section)
 
 

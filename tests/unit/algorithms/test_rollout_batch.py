@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.plan.batch import plan_batch, plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.trainers.metrics import packing_metrics, token_imbalance
+from nemo_rl.algorithms.trainers.metrics import packing_metrics
 from nemo_rl.config.rules import round_up
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.config import RolloutPolicyConfig, check_batching
-from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample, RowKey
+from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample
 from tests.unit.algorithms.handles import handle, sample
 from tests.unit.config.run_configs import build
 
@@ -118,98 +120,64 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
             in_order = keys == sorted(keys, reverse=True) or (batching.shares_prompts and not by_cost)
             assert in_order, "ranks wait for each other: the costliest first, on all of them"
     metrics = packing_metrics(plan, batching)
+    assert metrics.keys() == metric_names.PACKING
     assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
     assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 @given(
     ranks=st.sampled_from([1, 2, 3, 4]),
     multiple=st.sampled_from([1, 1, 2, 4]),
     per_rank=st.integers(1, 5),
     num_steps=st.integers(1, 3),
-    batching=batchings(1),
+    sequences=st.sampled_from([1, 2]),
     group_size=st.sampled_from([1, 3, 4]),
     shares=st.booleans(),
     data=st.data(),
 )
-def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
-    ranks, multiple, per_rank, num_steps, batching, group_size, shares, data
+def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_rank(
+    ranks, multiple, per_rank, num_steps, sequences, group_size, shares, data
 ):
-    global_batch = ranks * multiple * per_rank
-    num_samples = global_batch * num_steps
-    lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=num_samples, max_size=num_samples))
-    layout = {"num_ranks": ranks, "global_batch_size": global_batch}
-    shares = shares and not (isinstance(batching.train, PackedTokens) and batching.train.length_multiple > 1)
+    """The sequences of a pair are neighbours in one micro-batch. Pairs share no prompts."""
+    layout = {"num_ranks": ranks, "global_batch_size": ranks * multiple * per_rank}
+    num = layout["global_batch_size"] * num_steps
+    drawn = st.tuples(*[st.integers(2, LONGEST)] * sequences)
+    lengths = data.draw(st.lists(drawn, min_size=num, max_size=num))
+    batching = data.draw(batchings(sequences))
+    shares &= not (isinstance(batching.train, PackedTokens) and batching.train.length_multiple > 1) and sequences == 1
     batching = replace(batching, micro_batch_multiple=multiple, shares_prompts=shares)
-    plan = plan_of(lengths, batching, group_size, **layout)
-    assert plan == plan_of(lengths, batching, group_size, **layout)
-    assert plan.groups == [(f"ref{i}", 0) for i in range(-(-num_samples // group_size))]
     samples = [
         PlannedSample(
             group=i // group_size,
-            index=i % group_size,
-            lengths=(n,),
-            advantage=i,
+            index=sequences * (i % group_size),
+            lengths=own,
+            advantage=float(i),
             mask=1.0,
-            prompt=min(lengths[i - i % group_size :][:group_size]) - 1,
+            prompt=min(map(min, lengths[i - i % group_size :][:group_size])) - 1 if sequences == 1 else 0,
         )
-        for i, n in enumerate(lengths)
+        for i, own in enumerate(lengths)
     ]
-    check_plan(plan, samples, batching, **layout)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    ranks=st.sampled_from([1, 2, 3, 4]),
-    multiple=st.sampled_from([1, 1, 2]),
-    per_rank=st.integers(1, 5),
-    num_steps=st.integers(1, 2),
-    batching=batchings(2),
-    data=st.data(),
-)
-def test_the_sequences_of_a_pair_are_neighbours_in_one_micro_batch(
-    ranks, multiple, per_rank, num_steps, batching, data
-):
-    global_batch = ranks * multiple * per_rank
-    num_pairs = global_batch * num_steps
-    one = st.integers(2, LONGEST)
-    pairs = data.draw(st.lists(st.tuples(one, one), min_size=num_pairs, max_size=num_pairs))
-    samples = [
-        PlannedSample(group=number // 3, index=2 * (number % 3), lengths=pair, advantage=0.0, mask=1.0)
-        for number, pair in enumerate(pairs)
-    ]
-    layout = {"num_ranks": ranks, "global_batch_size": global_batch}
-    batching = replace(batching, micro_batch_multiple=multiple)
-    refs = [(f"ref{number}", 0) for number in range(-(-num_pairs // 3))]
-    plan = plan_samples(samples, refs, batching=batching, **layout)
+    refs = [(f"ref{i}", 0) for i in range(-(-num // group_size))]
+    if sequences == 1:
+        plan = plan_of([n for (n,) in lengths], batching, group_size, **layout)
+    else:
+        plan = plan_samples([[pair] for pair in samples], refs, batching=batching, **layout)
     assert plan.groups == refs
     check_plan(plan, samples, batching, **layout)
-
-    rows: list[RowKey] = []
-    for rank in plan.ranks:
-        for batch in (batch for step in rank.train for batch in step):
-            keys = [key for planned in batch for key in planned.keys]
-            assert all(first[0] == second[0] for first, second in zip(keys[::2], keys[1::2], strict=True))
-            assert all(second[1] == first[1] + 1 for first, second in zip(keys[::2], keys[1::2], strict=True))
-            rows += keys
-    assert sorted(rows) == sorted((s.group, i) for s in samples for i in (s.index, s.index + 1)), "each once"
 
 
 def test_a_pair_takes_the_room_of_two_sequences_of_its_longest():
     pairs = [(60, 20), (50, 49), (30, 30), (10, 8)]
-    samples = [PlannedSample(group=0, index=2 * i, lengths=p, advantage=0.0, mask=1.0) for i, p in enumerate(pairs)]
-    layout = {"num_ranks": 1, "global_batch_size": 4}
-    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(128, 192, 64), **layout)) == (
-        [1, 1, 1, 1],
-        [1, 1, 1, 1],
-    )
-    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(240, 360), **layout)) == ([2, 2], [3, 1])
-    assert sizes_of(plan_samples(samples, ["ref"], batching=fixed(2, 4), **layout)) == ([2, 2], [4])
+    samples = [[PlannedSample(group=0, index=2 * i, lengths=p, advantage=0.0, mask=1.0)] for i, p in enumerate(pairs)]
+    plan = partial(plan_samples, samples, ["ref"], num_ranks=1, global_batch_size=4)
+    assert sizes_of(plan(batching=padded(128, 192, 64))) == ([1, 1, 1, 1], [1, 1, 1, 1])
+    assert sizes_of(plan(batching=padded(240, 360))) == ([2, 2], [3, 1])
+    assert sizes_of(plan(batching=fixed(2, 4))) == ([2, 2], [4])
     # Rounded up, the longest pair would take 128 tokens; there is no smaller budget that would do for its length.
-    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(120, 120, 64), **layout))[0] == [1, 1, 1, 1]
+    assert sizes_of(plan(batching=padded(120, 120, 64)))[0] == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"a sample of 80 tokens.*policy\.dynamic_batching\.train_mb_tokens.* 120"):
-        plan_samples(samples, ["ref"], batching=padded(119, 120), **layout)
+        plan(batching=padded(119, 120))
 
 
 def sizes_of(plan: BatchPlan) -> tuple[list[int], list[int]]:
@@ -231,14 +199,6 @@ def test_samples_that_share_a_prompt_stay_together_unless_a_rank_waits_longer_fo
     planned = [{s.group for s in batch} for rank in plan.ranks for batch in rank.train[0]]
     assert sorted(map(tuple, planned)) == [(0,), (1,), (2,), (3,)] if are_whole else {0} not in planned
     assert batching.saved_tokens(plan.ranks[0].train[0][0]) == (prompt if are_whole else 0)
-
-
-def test_fixed_sizes_share_lengths_evenly_and_neighbours_share_micro_batches():
-    plan = plan_of([10, 80, 20, 70, 30, 60, 40, 50], fixed(2, 4), num_ranks=2, global_batch_size=8)
-    for rank in plan.ranks:
-        assert [sum(lengths) for lengths in lengths_of(rank.train[0])] in ([130, 50], [110, 70], [120, 60], [140, 40])
-        assert [len(batch) for batch in rank.logprobs] == [4]
-    assert token_imbalance(plan) == 1.0
 
 
 def test_dynamic_batches_take_what_the_budget_of_padded_tokens_allows():
@@ -284,9 +244,7 @@ def test_images_count_in_the_balance_of_ranks_and_micro_batches(batching):
         assert batching.cost([s for batch in rank.train[0] for s in batch]) == pytest.approx(4 * 200 + 100)
 
 
-def test_a_sample_longer_than_any_micro_batch_is_refused_with_its_key():
-    with pytest.raises(ValueError, match=r"a sample of 90 tokens.*policy\.dynamic_batching\.train_mb_tokens.* 90"):
-        plan_of([90, 10], padded(80, 99), num_ranks=1, global_batch_size=2)
+def test_a_packed_sample_longer_than_any_micro_batch_is_refused_with_its_key():
     with pytest.raises(ValueError, match=r"a sample of 99 tokens.*sequence_packing\.logprob_mb_tokens.* 100"):
         plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
 
@@ -316,13 +274,9 @@ def test_sizes_that_cannot_work_are_named():
     assert "these would: 1, 2, 4, 8" in problems(train_micro_batch_size=3)["train_micro_batch_size"]
     stages = {"pipeline_parallel_size": 3, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}
     assert "a multiple of 24" in problems(dtensor_cfg=stages)["train_global_batch_size"]
-
-
-@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
-def test_budgets_that_cannot_hold_the_longest_sequence_are_named(section):
     sizes = {"max_total_sequence_length": 512, "train_micro_batch_size": 3}
-    assert problems(**sizes, **{section: {"enabled": True}}) == {}, "micro-batches need not divide"
-    assert problems(**{section: {"enabled": False, "train_mb_tokens": 5}}) == {}
-    small = problems(**sizes, **{section: {"enabled": True, "logprob_mb_tokens": 500}})
-    assert list(small) == [f"{section}.logprob_mb_tokens"]
-    assert "at least 512" in small[f"{section}.logprob_mb_tokens"]
+    assert problems(**sizes, sequence_packing={"enabled": True}) == {}, "micro-batches need not divide"
+    assert problems(dynamic_batching={"enabled": False, "train_mb_tokens": 5}) == {}
+    small = problems(**sizes, dynamic_batching={"enabled": True, "logprob_mb_tokens": 500})
+    assert list(small) == ["dynamic_batching.logprob_mb_tokens"]
+    assert "at least 512" in small["dynamic_batching.logprob_mb_tokens"]

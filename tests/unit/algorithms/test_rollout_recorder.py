@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.trainers.rollout_recorder import check_record, record_identity
+from nemo_rl.algorithms.trainers.rollout_recorder import check_record
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
@@ -64,17 +64,15 @@ class Replaying(RecordedRollouts):
         return 0
 
     def load(self, folder: Path) -> list[GroupHandle]:
-        groups, _ = read_groups(folder)
-        return [
-            GroupHandle(
-                group_id=group.group_id,
-                prompt_id=group.prompt_id,
-                task_name="t",
-                ref=None,
-                samples=[sample.meta for sample in group.samples],
+        handles = []
+        for group in read_groups(folder)[0]:
+            samples = [sample.meta for sample in group.samples]
+            handles.append(
+                GroupHandle(
+                    group_id=group.group_id, prompt_id=group.prompt_id, task_name="t", ref=None, samples=samples
+                )
             )
-            for group in groups
-        ]
+        return handles
 
 
 class Run(FakeRun):
@@ -146,33 +144,26 @@ def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
 
 def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
     record = tmp_path / "record"
-    run = Run(tmp_path, *recording(record))
-    run.go()
-    same = record_identity(run.trainer.run, IDENTITY)
-    check_record(record, same, "grpo.replay_from")
+    Run(tmp_path, *recording(record)).go()
+    keys = (*small(tmp_path, "grpo"), f"grpo.replay_from={record}")
+    same = build(*keys)
+    check_record(same, IDENTITY)
     other = {**IDENTITY, "policy.model": {"name": "large", "config_hash": "1"}}
-    config = build(*small(tmp_path, "grpo"), "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
+    config = build(*keys, "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
     with pytest.raises(ValueError, match="cannot replay") as refusal:
-        check_record(record, record_identity(config, other), "grpo.replay_from")
-    lines = str(refusal.value).splitlines()[1:]
-    assert [line.strip().partition(":")[0] for line in lines] == [
-        "policy.model.name",
-        "rollouts.num_generations_per_prompt",
-    ]
+        check_record(config, other)
+    names = [line.strip().partition(":")[0] for line in str(refusal.value).splitlines()[1:]]
+    assert names == ["policy.model.name", "rollouts.num_generations_per_prompt"]
     step_folder(record, 1).rename(tmp_path / "gone")
     with pytest.raises(ValueError, match="holds steps 2 to 3; a replay needs all from 1 on"):
-        check_record(record, same, "grpo.replay_from")
+        check_record(same, IDENTITY)
+    (tmp_path / "nowhere").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no recorded step"):
-        check_record(tmp_path / "nowhere", same, "grpo.replay_from")
+        check_record(build(*keys, f"grpo.replay_from={tmp_path / 'nowhere'}"), IDENTITY)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("grpo.val_period=5", "no engine is started that could answer validation prompts"),
-        ("grpo.rollout_record.enabled=true", "nothing is sampled with replay_from"),
-    ],
-)
-def test_a_replay_that_asks_for_engines_is_refused(tmp_path, override, message):
-    with pytest.raises(ValueError, match=message):
-        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", override)
+def test_a_replay_that_asks_for_engines_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no engine is started that could answer validation prompts"):
+        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", "grpo.val_period=5")
+    with pytest.raises(ValueError, match="nothing is sampled with replay_from"):
+        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", "grpo.rollout_record.enabled=true")

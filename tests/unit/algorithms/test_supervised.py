@@ -1,7 +1,11 @@
-"""Learning from rows: the order of a step, which rows count, validation, the end of the data, the reference."""
+"""Learning from rows: the order of a step, which rows count, validation, the end of the data, the reference.
 
-import math
+Rows have chosen lengths, and the policy is in this process and scores without a model.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,27 +16,138 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
+from nemo_rl.algorithms.config.supervised import (
+    DPOMasterConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
 from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
-from nemo_rl.config.loader import dump_config
+from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
+from nemo_rl.config.loader import dump_config, load_config
 from nemo_rl.data.packing import PackingAlgorithm
-from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.fakes import keys_of_plan, run_tools
-from tests.unit.algorithms.example_runs import ScoringPolicy, dpo_config, go, handles, parts, prompts, sft_config
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
+from nemo_rl.types import (
+    Example,
+    ExampleGroup,
+    ExampleHandle,
+    ExampleMeta,
+    LossFunction,
+    Prompt,
+    RowKey,
+)
+from tests.fakes import FakePolicy, keys_of_plan, run_tools
+from tests.unit.algorithms.fake_runs import FLOPS
 
-LN2 = math.log(2)
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+ROWS_PER_GROUP = 3
+Rows = Sequence[Mapping[str, Any]]
+
+
+def make(prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+    """Of {"lengths": (n, ...), "problem": kind or None}: sequences of ids 1, 2, ..., whose last two carry loss."""
+    problem = prompt.row.get("problem")
+    examples = [
+        Example(
+            sample_id=f"{prompt.prompt_id}/{number}",
+            token_ids=np.arange(1, length + 1, dtype=np.int32) + prompt.idx % 7 + number,
+            token_mask=(np.arange(length) >= length - 2) & (problem is None),
+        )
+        for number, length in enumerate(prompt.row["lengths"])
+    ]
+    meta = ExampleMeta(
+        prompt_id=prompt.prompt_id,
+        index=0,
+        lengths=tuple(prompt.row["lengths"]),
+        num_loss_tokens=0 if problem else 2 * len(examples),
+        problem=f"row {prompt.prompt_id}, column 'messages': {problem}" if problem else None,
+        problem_kind=problem or "",
+    )
+    return examples, meta
+
+
+class Pool:
+    """Makes rows at once; groups are themselves what a reference to them would be."""
+
+    def start(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return list(prompts)
+
+    def finish(self, pending: list[Prompt]) -> list[ExampleHandle]:
+        return handles(pending)
+
+
+def handles(prompts: Sequence[Prompt]) -> list[ExampleHandle]:
+    made = []
+    for start in range(0, len(prompts), ROWS_PER_GROUP):
+        samples: list[Example] = []
+        rows = []
+        for prompt in prompts[start : start + ROWS_PER_GROUP]:
+            examples, meta = make(prompt)
+            rows.append(replace(meta, index=len(samples)))
+            samples += examples
+        made.append(ExampleHandle(ref=ExampleGroup(samples=samples), rows=rows))
+    return made
+
+
+def dataset(name: str, rows: Rows) -> PromptDataset:
+    return PromptDataset([NamedRows(name=name, task_name="t", rows=[dict(row) for row in rows])])
+
+
+def prompts(name: str, rows: Rows) -> list[Prompt]:
+    return list(dataset(name, rows))
+
+
+class RowPolicy(FakePolicy):
+    """The logprob of a token is minus a hundredth of its id, the loss of a token is its id, of a pair 1."""
+
+    def counted(self) -> list[tuple[RowKey, Example]]:
+        """The rows of the loaded plan that count."""
+        plan = self.plans[-1]
+        planned = [sample for rank in plan.ranks for batch in rank.train[0] for sample in batch if sample.mask]
+        return [((g, i), plan.groups[g][0].samples[i]) for sample in planned for g, i in sample.keys]
+
+    def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        self.note(f"sum {column}")
+        sums = dict.fromkeys(keys_of_plan(self.plans[-1]), 0.0)
+        return sums | {key: -row.token_ids[row.token_mask].sum() / 100 for key, row in self.counted()}
+
+    def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        self.note("evaluate")
+        ids = np.concatenate([row.token_ids[row.token_mask] for _, row in self.counted()])
+        return {"loss": ids.mean(), "global_valid_toks": float(len(ids))}
+
+
+def parts(
+    config: SupervisedMasterConfig, rows: Rows, validation: Mapping[str, Rows], *, is_streamed: bool = False
+) -> SupervisedParts:
+    """Rows to learn from, and validation sets by name."""
+    source = PromptDataLoader(dataset("d", rows), config.policy.train_global_batch_size, seed=1)
+    return SupervisedParts(
+        policy=RowPolicy(),  # type: ignore[arg-type]
+        loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
+        num_batches=None if is_streamed else source.num_batches,
+        validation={name: partial(handles, prompts(name, own)) for name, own in validation.items()},
+        flops=FLOPS,
+    )
+
+
+def go(trainer: SupervisedTrainer) -> list[dict[str, Any]]:
+    """The whole run; its rows of metrics.jsonl."""
+    trainer.start()
+    trainer.train()
+    return [json.loads(line) for line in (trainer.tools.logger.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 BASE = (
     "policy.train_global_batch_size=4",
     "policy.train_micro_batch_size=2",
     "checkpointing.metric_name=null",
     "checkpointing.save_period=2",
 )
-TWELVE: list[Mapping[str, Any]] = [{"lengths": (5 + i % 4,)} for i in range(12)]
-PAIRS: list[Mapping[str, Any]] = [{"lengths": (5 + i % 4, 4 + i % 3)} for i in range(12)]
+TWELVE: Rows = [{"lengths": (5 + i % 4,)} for i in range(12)]
 
 
 class Run:
@@ -42,34 +157,36 @@ class Run:
         self,
         folder: Path,
         *overrides: str,
-        rows: Sequence[Mapping[str, Any]] = TWELVE,
-        validation: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        rows: Rows = TWELVE,
+        validation: Mapping[str, Rows] | None = None,
         **how: Any,
     ) -> None:
         checkpoints = f"checkpointing.checkpoint_dir={folder / 'c'}"
-        config = sft_config(*BASE, "sft.val_at_start=false", "sft.val_period=0", checkpoints, *overrides)
+        fixed = [*BASE, "sft.val_at_start=false", "sft.val_period=0", checkpoints]
+        config = load_config(SFTMasterConfig, CONFIGS / "sft_cpu.yaml", [*fixed, *overrides])
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
         made = parts(config, rows, validation or {}, **how)
         self.trainer = SupervisedTrainer(config, tools, made, NLLLoss(), Logprobs(filtered=False))
-        assert isinstance(made.policy, ScoringPolicy)
-        self.policy: ScoringPolicy = made.policy
+        assert isinstance(made.policy, RowPolicy)
+        self.policy: RowPolicy = made.policy
 
     def go(self) -> list[dict[str, Any]]:
         return go(self.trainer)
 
 
-def trained(policy: ScoringPolicy) -> list[list[str]]:
+def trained(policy: RowPolicy) -> list[list[str]]:
     """The samples of each plan that count."""
-    return [
-        sorted(
+    counted = [
+        [
             plan.groups[sample.group][0].samples[sample.index].sample_id
             for rank in plan.ranks
             for batch in rank.train[0]
             for sample in batch
             if sample.mask
-        )
+        ]
         for plan in policy.plans
     ]
+    return [sorted(ids) for ids in counted]
 
 
 # -- the step
@@ -80,42 +197,30 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     rows = run.go()
     assert run.policy.calls == [*["load", "train"] * 2, "save"]
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["train/global_valid_toks"] == 8 and rows[0]["train/num_left_out"] == 0
-    assert run.trainer.state.consumed_samples == 8 and run.trainer.state.total_valid_tokens == 16
+    assert run.trainer.state.consumed_samples == 8 and run.trainer.state.total_valid_tokens == 48
     lengths = [len(sample.token_ids) for group, _ in run.policy.plans[0].groups for sample in group.samples]
-    assert rows[0]["train/total_num_tokens"] == sum(lengths)
+    assert rows[0]["train/total_num_tokens"] == sum(lengths) and rows[0]["train/num_left_out"] == 0
 
 
 def test_dpo_asks_the_reference_before_it_learns(tmp_path):
-    config = dpo_config(
-        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"
-    )
-    made = parts(config, PAIRS, {})
-    rows = go(DPOTrainer(config, run_tools(tmp_path, config.checkpointing)[0], made, None))
-    assert isinstance(made.policy, ScoringPolicy)
-    assert made.policy.calls[:4] == ["load", "reference", "sum reference_policy_logprobs", "train"]
-    assert rows[0]["train/preference_loss"] == pytest.approx(LN2, abs=1e-6)
-    assert rows[0]["train/num_valid_samples"] == 4
-
-
-# -- rows that are left out
+    keys = ["checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"]
+    config = load_config(DPOMasterConfig, CONFIGS / "dpo_cpu.yaml", [*BASE, *keys])
+    made: Any = parts(config, [{"lengths": (5, 4)}] * 4, {})
+    go(DPOTrainer(config, run_tools(tmp_path, config.checkpointing)[0], made, None))
+    assert made.policy.calls == ["load", "reference", "sum reference_policy_logprobs", "train"]
 
 
 def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
     problems = {2: "too_long", 5: "too_long", 7: "empty_answer"}
     rows = [{**row, "problem": problems.get(i)} for i, row in enumerate(TWELVE)]
-    mixed = Run(tmp_path / "mixed", "policy.train_global_batch_size=12", rows=rows)
+    mixed = Run(tmp_path, "policy.train_global_batch_size=12", rows=rows)
     (logged,) = mixed.go()
     assert logged["train/num_left_out"] == 3
     assert logged["train/num_too_long"] == 2 and logged["train/num_empty_answer"] == 1
-    assert logged["train/num_valid_samples"] == 9 and logged["train/global_valid_toks"] == 18
-    assert [f"d:{i}/0" in trained(mixed.policy)[0] for i in range(12)] == [i not in problems for i in range(12)]
+    assert trained(mixed.policy)[0] == sorted(f"d:{i}/0" for i in range(12) if i not in problems)
     text = mixed.text.getvalue()
     assert "3 of 12 rows of this step are left out:" in text
     assert "row d:7, column 'messages': empty_answer" in text
-
-
-# -- the plan
 
 
 BATCHINGS: dict[str, MicroBatching] = {
@@ -133,28 +238,20 @@ BATCHINGS: dict[str, MicroBatching] = {
     is_pair=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_row_is_planned_once_and_copies_change_no_loss(lengths, num_ranks, multiple, batching, is_pair):
+def test_every_row_is_planned_once_and_copies_are_masked(lengths, num_ranks, multiple, batching, is_pair):
     rows = [
         {"lengths": (length, length + 2) if is_pair else (length,), "problem": "too_long" if is_bad else None}
         for length, is_bad in lengths
     ]
-    rule = BATCHINGS[batching]
-    made = handles(prompts("d", rows))
-    policy = ScoringPolicy()
-    values = []
-    loss_fn = PreferenceLoss(RewardModelLossConfig()) if is_pair else NLLLoss()
-    for ranks, times in ((1, 1), (num_ranks, multiple)):
-        batching = Batching(train=rule, logprobs=rule, quadratic_weight=0.0, micro_batch_multiple=times)
-        plan = plan_examples(made, num_ranks=ranks, batching=batching)
-        policy.load(plan)
-        values.append(policy.losses(loss_fn))
-        keys = keys_of_plan(plan)
-        assert len(keys) == len(set(keys)), "a copy is a row of its own"
-        assert {len(rank.train[0]) for rank in plan.ranks} == {len(plan.ranks[0].train[0])}
-        assert len(plan.ranks[0].train[0]) % times == 0
-        wanted = [f"d:{i}/0" for i, row in enumerate(rows) if not row["problem"]]
-        assert trained(policy)[-1] == sorted(wanted)
-    assert values[1] == pytest.approx(values[0], rel=1e-5)
+    rule, policy = BATCHINGS[batching], RowPolicy()
+    how = Batching(train=rule, logprobs=rule, quadratic_weight=0.0, micro_batch_multiple=multiple)
+    plan = plan_examples(handles(prompts("d", rows)), num_ranks=num_ranks, batching=how)
+    policy.load(plan)
+    keys = keys_of_plan(plan)
+    assert len(keys) == len(set(keys)), "a copy is a row of its own"
+    assert {len(rank.train[0]) for rank in plan.ranks} == {len(plan.ranks[0].train[0])}
+    assert len(plan.ranks[0].train[0]) % multiple == 0
+    assert trained(policy)[-1] == sorted(f"d:{i}/0" for i, row in enumerate(rows) if not row["problem"])
 
 
 # -- validation
@@ -185,7 +282,6 @@ def test_a_validation_set_of_nothing_but_problems_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "is_streamed", "num_steps"),
     [
-        (("sft.max_num_steps=100",), False, 3),
         (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), False, 6),
         (("sft.max_num_steps=5", "+sft.max_num_epochs=2"), False, 5),
         (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), True, 6),
@@ -231,26 +327,18 @@ ROWS = [
 BATCHING = Batching(train=FixedSize(2), logprobs=FixedSize(2), quadratic_weight=0.0)
 
 
-def compute(num_ranks: int, batch_size: int = 7) -> ReferenceSums:
+@pytest.mark.parametrize(("num_ranks", "first_batch"), [(1, 3), (3, 1)])
+def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ranks, first_batch):
+    """Whatever the ranks and batches, and the copies that fill them."""
     made = handles(prompts("d", ROWS))
+    policy: Any = RowPolicy(data_parallel_size=num_ranks)
     plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING)
-    policy = ScoringPolicy(data_parallel_size=num_ranks)
-    sums = ReferenceSums.compute(policy, [made[:1], made[1:]] if batch_size < 7 else [made], plan)  # type: ignore[arg-type]
-    return sums
-
-
-def test_each_pair_has_the_sums_over_its_tokens_that_carry_loss():
-    sums = compute(1).sums
-    assert list(sums) == [f"d:{i}" for i in range(7)]
+    sums = ReferenceSums.compute(policy, filter(None, [made[:first_batch], made[first_batch:]]), plan).sums
     # Ids count up from 1, rejected ones from 2; the last two tokens carry loss.
-    assert sums["d:0"] == pytest.approx((-(3 + 4) / 100, -(6 + 7) / 100))
-    assert sums["d:1"] == (0.0, 0.0), "left out"
-    assert sums["d:2"] == pytest.approx((-(8 + 9) / 100, -(10 + 11) / 100))
-
-
-@pytest.mark.parametrize(("num_ranks", "batch_size"), [(2, 7), (3, 7), (3, 3)])
-def test_ranks_batches_and_the_copies_that_fill_them_change_nothing(num_ranks, batch_size):
-    assert compute(num_ranks, batch_size).sums == compute(1).sums
+    ends = {0: (3 + 4, 6 + 7), 1: (0, 0), 2: (8 + 9, 10 + 11)}
+    assert list(sums) == [f"d:{i}" for i in range(7)]
+    for i, want in ends.items():
+        assert sums[f"d:{i}"] == pytest.approx([-end / 100 for end in want])
 
 
 def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():

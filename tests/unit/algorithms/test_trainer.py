@@ -20,8 +20,63 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
-from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
-from tests.fakes import FakePolicy, NoData, checkpoints_in, run_tools
+from nemo_rl.utils.checkpoint.save import StateWrite
+from tests.fakes import FakePolicy, checkpoints_in, run_tools
+
+
+class Position:
+    """Data of which one piece is taken per step."""
+
+    taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class FakeTrainer(Trainer):
+    """Calls `at_step` with the number of each step, and says what it validates by `values`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_steps: int = 6,
+        loop: LoopConfig | None = None,
+        policies: Any = (),
+        at_step: Callable[[int], None] = lambda step: None,
+        values: list[float] | None = None,
+        **checkpointing: object,
+    ) -> None:
+        self.folder, self.at_step, self.values, self.position = folder, at_step, values or [], Position()
+        tools, self.text = run_tools(folder, checkpoints_in(folder, **checkpointing), num_steps)
+        super().__init__(
+            loop or LoopConfig(val_period=0),
+            tools,
+            num_steps=num_steps,
+            policies=policies,
+            data=self.position,
+            nonfinite_action="stop",
+        )
+
+    def step(self) -> None:
+        self.at_step(self.state.total_steps + 1)
+        self.position.taken += 1
+
+    def validate(self) -> dict[str, float]:
+        return {"val_loss": self.values[self.state.total_steps]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def died(worker: str) -> WorkerDied:
+    return WorkerDied(f"{worker} died in train", worker=worker, rank=0, method="train")
+
+
+# -- checkpoints in the background
 
 
 class Write:
@@ -42,77 +97,41 @@ class Write:
         (self.directory / "weights").write_text("whole")
 
 
-class CountingTrainer(Trainer):
-    """Counts steps; `seen` holds, after each step, the names in the checkpoint directory."""
+class CountingTrainer(FakeTrainer):
+    """`seen` holds, before each step, the names in the checkpoint directory."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_steps: int = 6,
-        polls: int = 2,
-        failure: BaseException | None = None,
-        at_step: Callable[[int], None] = lambda step: None,
-        **checkpointing: object,
-    ) -> None:
-        self.folder, self.polls, self.failure, self.at_step = folder, polls, failure, at_step
-        keys = {"save_period": 3, "keep_top_k": None, "async_save": True} | checkpointing
-        tools, self.text = run_tools(folder, checkpoints_in(folder, **keys), num_steps)
-        super().__init__(
-            LoopConfig(val_period=0),
-            tools,
-            num_steps=num_steps,
-            policies=[],
-            data=NoData(),
-            nonfinite_action="stop",
-        )
-        self.replacements = {"policy": lambda: self.calls.append("recover")}
-        self.seen: dict[int, list[str]] = {}
+    def __init__(self, folder: Path, *, polls: int = 2, failure: BaseException | None = None, **how: Any) -> None:
+        super().__init__(folder, **{"save_period": 3, "keep_top_k": None, "async_save": True} | how)
+        self.polls, self.failure = polls, failure
         self.calls: list[str] = []
+        self.seen: dict[int, list[str]] = {}
+        self.replacements = {"policy": lambda: self.calls.append("recover")}
 
     def names(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "c").iterdir()) if (self.folder / "c").is_dir() else []
 
     def step(self) -> None:
-        step = self.state.total_steps + 1
-        self.seen[step] = self.names()
-        self.at_step(step)
-
-    def validate(self) -> dict[str, float]:
-        return {}
+        self.seen[self.state.total_steps + 1] = self.names()
+        super().step()
 
     def write_state(self, directory: Path) -> StateWrite:
-        if not self.tools.checkpointing.async_save:
-            self.calls.append(f"write {self.state.total_steps}")
-            (directory / "weights").write_text("whole")
-            return AllWritten()
         self.calls.append(f"start {self.state.total_steps}")
         return Write(directory, self.polls, self.failure)
 
     def read_state(self, directory: Path) -> None:
         self.calls.append(f"read {(directory / 'weights').read_text()} {self.state.total_steps}")
 
-
-def wait_for_seal(trainer: CountingTrainer) -> None:
-    """The seal runs in a thread: let it end, so that the next look finds it ready."""
-    pending = trainer.pending_save
-    if pending is not None and pending.sealing is not None:
-        pending.sealing.result()
-
-
-def sound_steps(trainer: CountingTrainer) -> list[str]:
-    manager = CheckpointManager(trainer.tools.checkpointing)
-    latest = manager.latest_sound()
-    assert latest is None or (latest / "weights").read_text() == "whole"
-    return trainer.names()
+    def sound_steps(self) -> list[str]:
+        latest = CheckpointManager(self.tools.checkpointing).latest_sound()
+        assert latest is None or (latest / "weights").read_text() == "whole"
+        return self.names()
 
 
 def test_the_controllers_random_generators_continue_where_the_checkpoint_stands(tmp_path):
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
-    trainer = CountingTrainer(tmp_path, num_steps=3)
-    trainer.train()
+    CountingTrainer(tmp_path, num_steps=3).train()
     want = draw()
     assert draw() != want
     CountingTrainer(tmp_path).resume()
@@ -121,14 +140,18 @@ def test_the_controllers_random_generators_continue_where_the_checkpoint_stands(
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_appears_when_it_is_whole(tmp_path):
     trainer = CountingTrainer(tmp_path)
-    trainer.at_step = lambda step: wait_for_seal(trainer)
+
+    def wait_for_seal(step: int) -> None:  # it runs in a thread; the next look finds it ready
+        if trainer.pending_save is not None and trainer.pending_save.sealing is not None:
+            trainer.pending_save.sealing.result()
+
+    trainer.at_step = wait_for_seal
     trainer.train()
     assert trainer.seen[4] == ["tmp_step_3"], "not finished, not visible"
     assert trainer.seen[6] == ["tmp_step_3"], "written after step 5, sealed during step 6"
     assert trainer.calls == ["start 3", "start 6"]
-    assert sound_steps(trainer) == ["step_3", "step_6"], "the last one is waited for"
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "timing/train/checkpointing" in row] == [3, 6]
+    assert trainer.sound_steps() == ["step_3", "step_6"], "the last one is waited for"
+    assert [row["step"] for row in trainer.rows() if "timing/train/checkpointing" in row] == [3, 6]
 
 
 def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_path):
@@ -139,69 +162,58 @@ def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_p
     with pytest.raises(DiskFullError, match=r"no space to save step 6 .*step_3 is untouched"):
         trainer.train()
     assert max(trainer.seen) == 7
-    assert sound_steps(trainer) == ["step_3"]
-
-
-def test_an_error_of_the_run_is_told_even_if_the_save_fails_too(tmp_path):
-    def fail(step: int) -> None:
-        if step == 4:
-            raise ValueError("the loss is not finite")
-
-    trainer = CountingTrainer(tmp_path, polls=100, at_step=fail, failure=RuntimeError("rank 3 could not write"))
-    with pytest.raises(ValueError, match="the loss is not finite"):
-        trainer.train()
-    assert "the checkpoint of step 3 could not be finished: rank 3 could not write" in trainer.text.getvalue()
-    assert sound_steps(trainer) == []
-
-
-def test_an_interrupt_does_not_wait_for_a_checkpoint(tmp_path):
-    def interrupt(step: int) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-
-    trainer = CountingTrainer(tmp_path, polls=100, at_step=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert "given up" in trainer.text.getvalue()
-    assert sound_steps(trainer) == []
+    assert trainer.sound_steps() == ["step_3"]
 
 
 @pytest.mark.parametrize(
-    ("polls", "resumed_after", "names"),
-    [(100, 3, ["step_3", "step_6", "step_8"]), (2, 6, ["step_3", "step_6", "step_8"])],
+    ("error", "said"),
+    [
+        (ValueError("the loss is not finite"), "step 3 could not be finished: rank 3 could not write"),
+        (KeyboardInterrupt(), "given up"),  # without waiting
+    ],
 )
-def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_path, polls, resumed_after, names):
+def test_an_error_of_the_run_is_told_whatever_becomes_of_the_save(tmp_path, error, said):
+    def fail(step: int) -> None:
+        if step == 4:
+            raise error
+
+    trainer = CountingTrainer(tmp_path, polls=100, at_step=fail, failure=RuntimeError("rank 3 could not write"))
+    with pytest.raises(type(error)) as raised:
+        trainer.train()
+    assert raised.value is error and said in trainer.text.getvalue()
+    assert trainer.sound_steps() == []
+
+
+@pytest.mark.parametrize(("polls", "resumed_after"), [(100, 3), (2, 6)])
+def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_path, polls, resumed_after):
     """Step 6 was on its way to the disk: it counts if all of it had been written, and otherwise was never there."""
     CountingTrainer(tmp_path, num_steps=3).train()
-    died = []
+    deaths = [8]
 
     def die(step: int) -> None:
-        if step == 8 and not died:
-            died.append(step)
-            raise WorkerDied("policy-0 died in train", worker="policy-0", rank=0, method="train")
+        if step in deaths:
+            deaths.remove(step)
+            raise died("policy-0")
 
     trainer = CountingTrainer(tmp_path, num_steps=8, polls=polls, at_step=die)
     trainer.resume()
     trainer.train()
     assert trainer.calls[:4] == ["read whole 3", "start 6", "recover", f"read whole {resumed_after}"]
-    assert sound_steps(trainer) == names
+    assert trainer.sound_steps() == ["step_3", "step_6", "step_8"]
 
 
-class Position:
-    """Data of which one piece is taken per step."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
+# -- several policies
 
 
-class TwoPolicies(Trainer):
-    """A policy and a critic, which raises `error` once, in step 3."""
+def result(loss: float = 0.5, norm: float = 1.0, skipped: int = 0, samples: tuple[str, ...] = ()) -> TrainResult:
+    metrics = {"loss": loss, "global_valid_toks": 24.0}
+    made = TrainResult(losses=[loss], grad_norms=[norm], learning_rates=[0.1], metrics=metrics)
+    made.num_skipped_steps, made.nonfinite_samples = skipped, list(samples)
+    return made
+
+
+class TwoPolicies(FakeTrainer):
+    """A policy and a critic. `error` is raised once, in step 3."""
 
     def __init__(
         self,
@@ -209,52 +221,24 @@ class TwoPolicies(Trainer):
         *,
         num_steps: int = 4,
         error: Exception | None = None,
-        action: str = "stop",
-        results: dict[str, list[TrainResult]] | None = None,
+        results: list[TrainResult] | None = None,  # of the critic
         is_async: bool = False,
     ) -> None:
         self.calls: list[str] = []
-        self.error = error
-        self.policy, self.value = (
-            FakePolicy(
-                **({"results": results[name]} if results and name in results else {}),
-                calls=self.calls,
-                name_prefix=name,
-            )
-            for name in ("policy", "value")
-        )
-        self.position = Position()
-        tools, _ = run_tools(folder, checkpoints_in(folder, save_period=2, async_save=is_async), num_steps)
+        self.errors = {} if error is None else {3: error}
+        policies: Any = [
+            FakePolicy([result()], self.calls, name_prefix="policy"),
+            FakePolicy(results or [result()], self.calls, name_prefix="value"),
+        ]
         super().__init__(
-            LoopConfig(val_period=0),
-            tools,
-            num_steps=num_steps,
-            policies=[self.policy, self.value],  # type: ignore[list-item]
-            data=self.position,
-            nonfinite_action=action,
+            folder, num_steps=num_steps, policies=policies, at_step=self.learn, save_period=2, async_save=is_async
         )
 
-    def step(self) -> None:
-        if self.state.total_steps == 2 and self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        self.position.taken += 1
-        for policy in (self.policy, self.value):
-            self.take_steps(policy, NLLLoss(), Logprobs(filtered=False))  # type: ignore[arg-type]
-
-    def validate(self) -> dict[str, float]:
-        return {}
-
-
-def result(loss: float = 0.5, norm: float = 1.0, skipped: int = 0, samples: tuple[str, ...] = ()) -> TrainResult:
-    return TrainResult(
-        losses=[loss],
-        grad_norms=[norm],
-        learning_rates=[0.1],
-        metrics={"loss": loss, "global_valid_toks": 24.0},
-        num_skipped_steps=skipped,
-        nonfinite_samples=list(samples),
-    )
+    def learn(self, step: int) -> None:
+        if step in self.errors:
+            raise self.errors.pop(step)
+        for policy in self.policies:
+            self.take_steps(policy, NLLLoss(), Logprobs(filtered=False))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -266,27 +250,21 @@ def test_all_policies_and_the_place_in_the_data_are_saved_and_restored(tmp_path,
     assert again.resume()
     assert again.calls == ["load_checkpoint", "value.load_checkpoint"]
     assert again.position.taken == 2 and again.state.total_steps == 2
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {name for name in rows[0] if name.endswith("/grad_norm")} == {"train/grad_norm", "train/value/grad_norm"}
-
-
-def died(worker: str) -> WorkerDied:
-    return WorkerDied(f"{worker} died in train", worker=worker, rank=0, method="train")
+    norms = {name for name in first.rows()[0] if name.endswith("/grad_norm")}
+    assert norms == {"train/grad_norm", "train/value/grad_norm"}
 
 
 @pytest.mark.parametrize(("worker", "restarted"), [("policy-0", "restart"), ("value-1", "value.restart")])
 def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint(tmp_path, worker, restarted):
     trainer = TwoPolicies(tmp_path, error=died(worker))
     trainer.train()
-    step = ["train", "value.train"]
-    saved = [*step * 2, "save", "value.save"]
+    saved = [*["train", "value.train"] * 2, "save", "value.save"]
     assert trainer.calls == [*saved, restarted, "load_checkpoint", "value.load_checkpoint", *saved]
     assert trainer.position.taken == 4
 
 
 def test_a_loss_that_is_not_finite_is_written_down_under_its_policys_name(tmp_path):
-    broken = result(math.nan, math.nan, 1, ("d:3", "d:1"))
-    trainer = TwoPolicies(tmp_path, results={"value": [result(), broken]})
+    trainer = TwoPolicies(tmp_path, results=[result(), result(math.nan, math.nan, 1, ("d:3", "d:1"))])
     with pytest.raises(NonFiniteLoss, match=r"loss nan.*value_nonfinite_step_2\.jsonl.*nonfinite_action=skip"):
         trainer.train()
     records = (tmp_path / "run" / "value_nonfinite_step_2.jsonl").read_text().splitlines()
@@ -300,47 +278,26 @@ def test_passes_are_merged_into_one_result():
     assert found.num_skipped_steps == 2 and found.nonfinite_samples == ["a", "b"]
 
 
-class ScriptedTrainer(Trainer):
-    """Validates after every step; the values are given."""
+# -- the end of a run that is good enough
 
-    def __init__(self, folder: Path, values: list[float], *, val_at_start: bool = False, **stopping: object) -> None:
-        rule = EarlyStoppingConfig.model_validate({"metric_name": "val:val_loss"} | stopping)
-        tools, self.text = run_tools(folder, checkpoints_in(folder, save_period=100), len(values))
-        super().__init__(
-            LoopConfig(val_period=1, val_at_start=val_at_start, early_stopping=rule),
-            tools,
-            num_steps=len(values) - val_at_start,
-            policies=[],
-            data=NoData(),
-            nonfinite_action="stop",
-        )
-        self.values = list(values)
 
-    def step(self) -> None:
-        pass
-
-    def validate(self) -> dict[str, float]:
-        return {"val_loss": self.values[self.state.total_steps]}
-
-    def write_state(self, directory: Path) -> AllWritten:
-        return AllWritten()
+class StoppingTrainer(FakeTrainer):
+    """Its checkpoints hold counters alone."""
 
     def read_state(self, directory: Path) -> None:
         pass
 
 
-def steps(trainer: ScriptedTrainer) -> int:
-    """Steps that the run takes; the value of step n is number n of `values`."""
-    trainer.values = [math.inf, *trainer.values]
-    trainer.train()
-    return trainer.state.total_steps
+def stopping(folder: Path, values: list[float], *, val_at_start: bool = False, **rule: object) -> StoppingTrainer:
+    """A run that validates after every step; the value after step n is number n of `values`."""
+    early = EarlyStoppingConfig.model_validate({"metric_name": "val:val_loss"} | rule)
+    loop = LoopConfig(val_period=1, val_at_start=val_at_start, early_stopping=early)
+    return StoppingTrainer(folder, loop=loop, values=values, num_steps=len(values) - 1, save_period=100)
 
 
 @pytest.mark.parametrize(
-    ("values", "stopping", "taken"),
+    ("values", "rule", "taken"),
     [
-        ([5, 4, 3, 2, 1, 0], {}, 6),
-        ([3, 4, 5, 6, 7, 8], {"patience": 3}, 4),
         ([3, 4, 5, 2, 7, 8, 9, 1], {"patience": 3}, 7),
         ([5, 4.9, 4.8, 4.7, 4.6], {"patience": 2, "min_delta": 0.5}, 3),
         ([5, 4.7, 4.4, 4.3, 4.2], {"patience": 2, "min_delta": 0.5}, 5),
@@ -355,26 +312,25 @@ def steps(trainer: ScriptedTrainer) -> int:
         ([9, 9, 9, 9], {"metric_name": None, "patience": 1}, 4),
     ],
 )
-def test_steps_until_the_run_ends(tmp_path, values, stopping, taken):
-    trainer = ScriptedTrainer(tmp_path, values, **stopping)
-    assert steps(trainer) == taken
+def test_steps_until_the_run_ends(tmp_path, values, rule, taken):
+    trainer = stopping(tmp_path, [math.inf, *values], **rule)
+    trainer.train()
+    assert trainer.state.total_steps == taken
     assert ("is good enough or gets no better" in trainer.text.getvalue()) == trainer.state.stopped_early
 
 
 def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
-    values = [3.0, 4, 5, 6, 7, 8]
-    assert steps(ScriptedTrainer(tmp_path, values, patience=2)) == 3
-    again = ScriptedTrainer(tmp_path, values, patience=2)
-    again.resume()
-    assert steps(again) == 3
-    assert "early_stopping.metric_name=null would go on" in again.text.getvalue()
-    on = ScriptedTrainer(tmp_path, values, metric_name=None)
-    on.resume()
-    assert steps(on) == 6
+    for rule, taken in (({"patience": 2}, 3), ({"patience": 2}, 3), ({"metric_name": None}, 6)):
+        trainer = stopping(tmp_path, [math.inf, 3.0, 4, 5, 6, 7, 8], **rule)
+        is_resumed = trainer.resume()
+        trainer.train()
+        assert trainer.state.total_steps == taken
+        stays = "early_stopping.metric_name=null would go on" in trainer.text.getvalue()
+        assert stays == (is_resumed and taken == 3)
 
 
 def test_a_model_that_is_good_enough_before_the_first_step_is_not_trained(tmp_path):
-    trainer = ScriptedTrainer(tmp_path, [1.0, 2.0], val_at_start=True, threshold=1.5)
+    trainer = stopping(tmp_path, [1.0, 2.0], val_at_start=True, threshold=1.5)
     trainer.train()
     assert trainer.state.total_steps == 0
     assert "val:val_loss is good enough" in trainer.text.getvalue()

@@ -118,7 +118,7 @@ def pair_config(**changes: Any) -> PolicyConfig:
 def load_pairs(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
     planned, groups = make_pairs()
     plan = plan_samples(
-        planned,
+        [[pair] for pair in planned],
         list(range(len(groups))),
         num_ranks=worker.mesh.sizes.data_parallel,
         global_batch_size=config.train_global_batch_size,

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.divergence import agreement_metrics, bound_importance_weights, calculate_kl
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
+from nemo_rl.algorithms.losses.divergence import agreement_metrics, calculate_kl, importance_weights
+from tests.unit.algorithms.losses.test_clipped_pg import bounded
 
 
 def test_clamps_and_their_absence():
@@ -25,8 +27,8 @@ def test_clamps_and_their_absence():
     ],
 )
 def test_weights_beyond_their_bounds_are_clamped_or_left_out(kind, used, out_of_bounds):
-    raw = torch.tensor([[0.5, 1.0, 4.0]])
-    weights = bound_importance_weights(raw, torch.ones(1, 3), kind=kind, minimum=used[0], maximum=2.0)
+    cfg = ClippedPGLossConfig.model_validate(bounded(kind, used[0], 2.0))
+    weights = importance_weights(torch.tensor([[0.5, 1.0, 4.0]]).log(), torch.zeros(1, 3), torch.ones(1, 3), cfg)
     assert weights.used[0].tolist() == pytest.approx(used)
     assert weights.out_of_bounds[0].tolist() == out_of_bounds
 

