@@ -111,8 +111,9 @@ class RolloutTrainer(Trainer):
         self.recorder: Any = None  # a `RolloutRecorder`
         if config.rollout.rollout_record.enabled:
             self.recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
-        speculates = parts.generation is not None and config.policy.generation.speculates
-        self.drafts = DraftMeter(parts.generation) if speculates else None
+        self.drafts: DraftMeter | None = None
+        if parts.generation is not None and config.policy.generation.speculates:
+            self.drafts = DraftMeter(parts.generation)
         # faults
         self.rollouts.restart_generation = self.restart_generation
         if self.generation is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,9 +33,6 @@ from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful
 
 PROFILED_STEP = "nemo_rl.distributed.meters:profiled_step"  # imported when it is needed
 MAX_RECOVERIES_AT_ONE_STEP = 2
@@ -79,6 +76,14 @@ class RunTools:
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
 
+class DataPosition(Protocol):
+    """A data loader, of which a checkpoint holds the position."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class Trainer(ABC):
     """A run: state, tools, the policies and the loop. Subclasses implement `step` and `validate`.
 
@@ -97,7 +102,7 @@ class Trainer(ABC):
         *,
         num_steps: int | None,
         policies: Sequence[Policy],
-        data: Stateful,
+        data: DataPosition,
         nonfinite_action: str,
     ) -> None:
         self.loop = loop
