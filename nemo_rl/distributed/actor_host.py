@@ -46,13 +46,6 @@ except ProcessLookupError:
 """
 
 
-def guard_children() -> None:
-    """Kill the process group of this process when it ends. Children that join other groups escape."""
-    if os.getpgrp() != os.getpid():
-        os.setpgrp()
-    start_guard(_GUARD)
-
-
 @cache
 def scratch_folder() -> str:
     """A folder for temporary files of this process and its children, which disappears with this process."""
@@ -81,30 +74,6 @@ class HostIdentity:
     node_id: str
     node_ip: str
     log_path: str | None  # file its stderr goes to, on its node
-
-
-class ThreadProfiler:
-    """torch's profiler. Both methods run on the thread that it records."""
-
-    def __init__(self) -> None:
-        self._profiler: Any = None
-
-    def start(self) -> None:
-        """Begin to record; a profile that was never stopped is dropped."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        if self._profiler is not None:
-            self._profiler.stop()
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler = profile(activities=activities, record_shapes=True)
-        self._profiler.start()
-
-    def stop(self, path: str) -> None:
-        """Write the trace to `path`, which ends in `.json.gz`. It opens in https://ui.perfetto.dev."""
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        profiler.export_chrome_trace(path)
 
 
 class BusyTimes:
@@ -226,32 +195,23 @@ class ActorHost:
     Exceptions of the worker arrive as WorkerCallError.
     """
 
-    def __init__(
-        self, fqn: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, name: str = "", rank: int = 0
-    ) -> None:
+    def __init__(self, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # Nothing here may block: until a constructor returns, Ray runs no method, not even `stack`.
         self._fqn = fqn
-        self._args = tuple(args)
-        self._kwargs = dict(kwargs) if kwargs is not None else {}
-        self._name = name or fqn
-        self._rank = rank
+        self._args = args
+        self._kwargs = kwargs
         self._worker: Any = None
+        self._profiler: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=_WORKER_THREAD)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, tuple[str, float]] = {}
         self._call_ids = itertools.count()
-        self._profiler = ThreadProfiler()
 
     @ray.method(concurrency_group="inspect")
     async def identity(self) -> HostIdentity:
-        context = ray.get_runtime_context()
+        node_id, node_ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         log_path = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
-        return HostIdentity(
-            pid=os.getpid(),
-            node_id=context.get_node_id(),
-            node_ip=ray.util.get_node_ip_address(),
-            log_path=log_path,
-        )
+        return HostIdentity(pid=os.getpid(), node_id=node_id, node_ip=node_ip, log_path=log_path)
 
     @ray.method(concurrency_group="inspect")
     async def reserve_port(self, address: str) -> int:
@@ -263,15 +223,16 @@ class ActorHost:
         assert self._worker is None, "a worker starts once"
         self._loop = asyncio.get_running_loop()
         os.environ.update(env_vars)
-        guard_children()
-        await self._tracked("__init__", self._loop.run_in_executor(self._thread, self._construct))
+        if os.getpgrp() != os.getpid():
+            os.setpgrp()
+        start_guard(_GUARD)  # children that join another process group escape
+        await self._on_thread("__init__", self._construct)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker. Top-level ObjectRefs among the arguments arrive as their values."""
         assert self._worker is not None, "start() comes before call()"
-        assert self._loop is not None
         if not hasattr(self._worker, method):
-            raise self._failure(method, AttributeError(f"{self._fqn} has no method {method!r}"))
+            raise _as_text(AttributeError(f"{self._fqn} has no method {method!r}"))
         function = getattr(self._worker, method)
         if inspect.iscoroutinefunction(function):
             # A named task, so that `stack` can show its frames.
@@ -281,17 +242,32 @@ class ActorHost:
             with traced(method):
                 return function(*args, **kwargs)
 
-        return await self._tracked(method, self._loop.run_in_executor(self._thread, run))
+        return await self._on_thread(method, run)
 
     async def start_profile(self) -> None:
-        """Record the thread of the sync methods with torch's profiler."""
-        assert self._loop is not None
-        await self._tracked("start_profile", self._loop.run_in_executor(self._thread, self._profiler.start))
+        """Record the thread of the sync methods with torch's profiler; a profile that was never stopped is dropped."""
+
+        def start() -> None:
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            if self._profiler is not None:
+                self._profiler.stop()
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+        await self._on_thread("start_profile", start)
 
     async def stop_profile(self, path: str) -> None:
-        """Write the trace to `path`."""
-        assert self._loop is not None
-        await self._tracked("stop_profile", self._loop.run_in_executor(self._thread, self._profiler.stop, path))
+        """Write the trace to `path`, which ends in `.json.gz`. It opens in https://ui.perfetto.dev."""
+
+        def stop() -> None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            profiler.export_chrome_trace(path)
+
+        await self._on_thread("stop_profile", stop)
 
     @ray.method(concurrency_group="inspect")
     async def usage(self, gpu_ids: Sequence[str]) -> dict[str, float]:
@@ -336,15 +312,22 @@ class ActorHost:
         return "\n".join(parts)
 
     def _construct(self) -> None:
+        def resolved(value: Any) -> Any:
+            return ray.get(value) if isinstance(value, ray.ObjectRef) else value
+
         # ObjectRefs are resolved here, because Ray would delay the creation of the actor until they are available.
-        args = [_resolve(value) for value in self._args]
-        kwargs = {name: _resolve(value) for name, value in self._kwargs.items()}
+        args = [resolved(value) for value in self._args]
+        kwargs = {name: resolved(value) for name, value in self._kwargs.items()}
         worker_class = import_object(self._fqn, "worker class")
         if isinstance(worker_class, ActorClass):  # decorated with @ray.remote; this actor is its process
             worker_class = vars(worker_class)["__ray_metadata__"].modified_class
         self._worker = worker_class(*args, **kwargs)
         self._args, self._kwargs = (), {}
         gc.freeze()  # the modules and the worker stay: without this every collection would look at all of them
+
+    async def _on_thread(self, method: str, function: Callable[[], Any]) -> Any:
+        assert self._loop is not None
+        return await self._tracked(method, self._loop.run_in_executor(self._thread, function))
 
     async def _tracked(self, method: str, awaitable: Any) -> Any:
         call_id = next(self._call_ids)
@@ -353,13 +336,13 @@ class ActorHost:
             with BUSY.track(method):
                 return await awaitable
         except Exception as error:  # all failures of the worker leave the process in one form
-            raise self._failure(method, error) from None
+            raise _as_text(error) from None
         finally:
             del self._running[call_id]
 
-    def _failure(self, method: str, error: Exception) -> WorkerCallError:
-        text = "".join(traceback.format_exception(error))
-        return WorkerCallError(self._name, self._rank, method, type(error).__name__, str(error), text)
+
+def _as_text(error: Exception) -> WorkerCallError:
+    return WorkerCallError(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 def actor_class() -> Any:
@@ -368,21 +351,17 @@ def actor_class() -> Any:
     return remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)(ActorHost)
 
 
-def _resolve(value: Any) -> Any:
-    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
-
-
 def _coroutine_stack(coroutine: Any) -> str:
     """The frames of a suspended coroutine down to what it waits for."""
     lines: list[str] = []
     while coroutine is not None:
-        if inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
-            lines += traceback.format_stack(coroutine.cr_frame, limit=1)
-            coroutine = coroutine.cr_await
-        elif inspect.isgenerator(coroutine) and coroutine.gi_frame is not None:
-            lines += traceback.format_stack(coroutine.gi_frame, limit=1)
-            coroutine = coroutine.gi_yieldfrom
-        else:
-            lines.append(f"  waits for {coroutine!r}\n")
-            coroutine = None
+        frame = None
+        if inspect.iscoroutine(coroutine):
+            frame, following = coroutine.cr_frame, coroutine.cr_await
+        elif inspect.isgenerator(coroutine):
+            frame, following = coroutine.gi_frame, coroutine.gi_yieldfrom
+        if frame is None:
+            return "".join([*lines, f"  waits for {coroutine!r}\n"])
+        lines += traceback.format_stack(frame, limit=1)
+        coroutine = following
     return "".join(lines)

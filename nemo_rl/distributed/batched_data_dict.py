@@ -8,6 +8,7 @@ import copy
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -21,11 +22,10 @@ PACKER = "nemo_rl.data.packing:get_packer"  # of the package above this one, for
 
 @dataclass
 class MicroBatches:
-    """The micro-batches of a shard, by global batch: row ranges [start, end) in it, padded lengths, number of rows."""
+    """The micro-batches of a shard, by global batch: row ranges [start, end) in it, and padded lengths."""
 
     indices: list[list[list[int]]] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
-    num_rows: list[int] = field(default_factory=list)
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
@@ -164,14 +164,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for start in range(0, num_batches * size, max(1, size)):
             batch = range(start, start + size)
             if dynamic_batching_args is not None:
-                parts = _dynamic(self, batch, shards, micro, **dynamic_batching_args)
+                parts = _dynamic(self, batch, shards, **dynamic_batching_args)
             elif sequence_packing_args is not None:
-                parts = _packed(self, batch, shards, micro, **sequence_packing_args)
+                parts = _packed(self, batch, shards, **sequence_packing_args)
             else:
                 longest = -(-size // shards)
-                parts = [list(batch[i * longest : (i + 1) * longest]) for i in range(shards)]
-            for own, part in zip(rows, parts, strict=True):
+                parts = [([*batch[i * longest : (i + 1) * longest]], [], []) for i in range(shards)]
+            for own, batches, (part, ranges, lengths) in zip(rows, micro, parts, strict=True):
                 own += part
+                batches.indices.append(ranges)
+                batches.lengths.append(lengths)
         sharded = [SlicedDataDict(self.select_indices(own).data) for own in rows]
         if dynamic_batching_args is None and sequence_packing_args is None:
             return sharded
@@ -185,10 +187,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if micro is None:
             size = self.size if batch_size is None else batch_size
             return self.slice(batch_idx * size, (batch_idx + 1) * size)
-        start = sum(micro.num_rows[:batch_idx])
-        found = self.slice(start, start + micro.num_rows[batch_idx])
-        one = slice(batch_idx, batch_idx + 1)
-        found.micro_batches = MicroBatches(micro.indices[one], micro.lengths[one], micro.num_rows[one])
+        sizes = [ranges[-1][1] for ranges in micro.indices]
+        start = sum(sizes[:batch_idx])
+        found = self.slice(start, start + sizes[batch_idx])
+        found.micro_batches = MicroBatches([micro.indices[batch_idx]], [micro.lengths[batch_idx]])
         return found
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
@@ -265,7 +267,9 @@ def _equal_parts(number: int, parts: int, of: str, what: str) -> int:
     return number // parts
 
 
-# -- the rows of a global batch on each shard, and their micro-batches
+# -- a global batch: of each shard its rows, and the ranges and lengths of its micro-batches
+
+Part = tuple[list[int], list[list[int]], list[int]]
 
 
 def _row_lengths(batch: BatchedDataDict[Any], rows: Sequence[int], key: str, multiple: int, limit: int) -> list[int]:
@@ -280,14 +284,12 @@ def _dynamic(
     batch: BatchedDataDict[Any],
     rows: Sequence[int],
     shards: int,
-    micro: list[MicroBatches],
     *,
     max_tokens_per_microbatch: int,
     sequence_length_round: int,
     input_key: str,
     input_lengths_key: str,
-) -> list[list[int]]:
-    """The rows of each shard, and their micro-batches, of a global batch."""
+) -> list[Part]:
     width = batch[input_key].shape[1]
     _row_lengths(batch, rows, input_lengths_key, 1, max_tokens_per_microbatch)
     in_order = sorted(rows, key=lambda row: int(batch[input_lengths_key][row]))
@@ -302,37 +304,29 @@ def _dynamic(
         else:
             ranges.append([position, position + 1])
             lengths.append(longest)
-    for own in micro:
-        own.indices.append(copy.deepcopy(ranges))
-        own.lengths.append(list(lengths))
-        own.num_rows.append(len(parts[0]))
-    return parts
+    return [(part, copy.deepcopy(ranges), list(lengths)) for part in parts]
 
 
 def _packed(
     batch: BatchedDataDict[Any],
     rows: Sequence[int],
     shards: int,
-    micro: list[MicroBatches],
     *,
     max_tokens_per_microbatch: int,
     algorithm: str,
     input_key: str,
     input_lengths_key: str,
     sequence_length_pad_multiple: int,
-) -> list[list[int]]:
-    """The rows of each shard, bin after bin, and the bins, of a global batch."""
+) -> list[Part]:
     lengths = _row_lengths(batch, rows, input_lengths_key, sequence_length_pad_multiple, max_tokens_per_microbatch)
     packer = import_object(PACKER, "packer")(
         algorithm, max_tokens_per_microbatch, min_bin_count=shards, bin_count_multiple=shards
     )
     bins = packer.pack(lengths)
     parts = []
-    for shard, own in enumerate(micro):
-        mine = bins[shard::shards]
-        ends = [sum(map(len, mine[: i + 1])) for i in range(len(mine))]
-        own.indices.append([[end - len(bin_), end] for end, bin_ in zip(ends, mine, strict=True)])
-        own.lengths.append([sum(lengths[i] for i in bin_) for bin_ in mine])
-        own.num_rows.append(sum(map(len, mine)))
-        parts.append([rows[i] for bin_ in mine for i in bin_])
+    for shard in range(shards):
+        own = bins[shard::shards]
+        ends = accumulate(map(len, own))
+        ranges = [[end - len(bin_), end] for end, bin_ in zip(ends, own, strict=True)]
+        parts.append(([rows[i] for bin_ in own for i in bin_], ranges, [sum(lengths[i] for i in bin_) for bin_ in own]))
     return parts

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ MIN_WRITE_MB_S = 100.0
 MAX_SKEW_S = 2.0
 MAX_ROUND_TRIP_MS = 50.0
 _WRITE_MB = 64
-_SMALL, _LARGE_MB = 1, 64  # elements, MB of the collectives
+_LARGE_MB = 64  # of the large collective
 _HUB_TIMEOUT_S = 5.0
 
 WORKER = "nemo_rl.distributed.doctor.DoctorWorker"
@@ -52,43 +52,32 @@ class Finding:
         return f"{self.level:<6} {self.subject}: {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
+def good(subject: str, text: str) -> Finding:
+    return Finding(level="good", subject=subject, text=text)
+
+
 def judged(is_good: bool, subject: str, text: str, remedy: str, otherwise: Literal["bad", "remark"] = "bad") -> Finding:
     """Good, or `otherwise` with the remedy."""
-    return Finding(level="good" if is_good else otherwise, subject=subject, text=text, remedy="" if is_good else remedy)
+    return good(subject, text) if is_good else Finding(level=otherwise, subject=subject, text=text, remedy=remedy)
 
 
 # -- one node
 
 
-def examine_node(folders: Sequence[str], gpus: int) -> list[Finding]:
-    """Findings of this machine. `gpus`: how many GPUs a run uses here."""
-    return [
-        examine_machine(),
-        examine_gpus(gpus),
-        examine_versions(),
-        examine_shared_memory(),
-        examine_open_files(),
-        examine_ports(),
-        *(examine_folder(Path(folder)) for folder in dict.fromkeys(folders)),
-        examine_hub(),
-    ]
-
-
 def examine_machine() -> Finding:
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     text = f"{len(os.sched_getaffinity(0))} cores, {gb:.0f} GB, Linux {platform.release()}, Python "
-    return Finding(level="good", subject="machine", text=text + platform.python_version())
+    return good("machine", text + platform.python_version())
 
 
 def examine_gpus(needed: int) -> Finding:
     """The driver's view of the GPUs against torch's."""
     if needed == 0:
-        return Finding(level="good", subject="GPUs", text="none asked for")
+        return good("GPUs", "none asked for")
     program = shutil.which("nvidia-smi")
     if program is None:
-        return judged(
-            False, "GPUs", "there is no nvidia-smi", "install NVIDIA's driver, or start with --gpus-per-node 0"
-        )
+        remedy = "install NVIDIA's driver, or start with --gpus-per-node 0"
+        return judged(False, "GPUs", "there is no nvidia-smi", remedy)
     command = [program, "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
@@ -96,9 +85,8 @@ def examine_gpus(needed: int) -> Finding:
     rows = [line.split(", ") for line in answer.stdout.strip().splitlines()]
     text = f"{len(rows)} x {rows[0][0]}, driver {rows[0][1]}, torch for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        return judged(
-            False, "GPUs", f"{text}, and torch cannot use them", "install a driver for that CUDA, or a newer one"
-        )
+        remedy = "install a driver for that CUDA, or a newer one"
+        return judged(False, "GPUs", f"{text}, and torch cannot use them", remedy)
     if len(rows) < needed:
         return judged(False, "GPUs", text, f"set cluster.gpus_per_node to {len(rows)} at most")
     used_gb = max(float(row[3]) for row in rows) / 1024
@@ -127,13 +115,9 @@ def examine_versions() -> Finding:
 def examine_shared_memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage("/dev/shm").free
-    return judged(
-        free >= MIN_SHM_SHARE * total,
-        "/dev/shm",
-        f"{free / 2**30:.1f} GB free",
-        f"Ray's object store takes {MIN_SHM_SHARE:.0%} of the memory; start the container with a larger --shm-size",
-        "bad" if free < 2**30 else "remark",
-    )
+    remedy = f"Ray's object store takes {MIN_SHM_SHARE:.0%} of the memory; start the container with a larger --shm-size"
+    level = "bad" if free < 2**30 else "remark"
+    return judged(free >= MIN_SHM_SHARE * total, "/dev/shm", f"{free / 2**30:.1f} GB free", remedy, level)
 
 
 def examine_open_files() -> Finding:
@@ -174,18 +158,17 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_hub() -> Finding:
+    subject = "Hugging Face hub"
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
-        return Finding(
-            level="good", subject="Hugging Face hub", text="HF_HUB_OFFLINE is set: folders and the cache only"
-        )
+        return good(subject, "HF_HUB_OFFLINE is set: folders and the cache only")
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _HUB_TIMEOUT_S).close()
     except OSError as error:
         remedy = "set HF_HUB_OFFLINE=1 and use folders or the cache, or set HF_ENDPOINT or a proxy"
-        return judged(False, "Hugging Face hub", f"{url.hostname} cannot be reached ({error})", remedy, "remark")
-    return Finding(level="good", subject="Hugging Face hub", text=f"{url.hostname} answers")
+        return judged(False, subject, f"{url.hostname} cannot be reached ({error})", remedy, "remark")
+    return good(subject, f"{url.hostname} answers")
 
 
 # -- between nodes
@@ -195,7 +178,10 @@ class DoctorWorker:
     """Examines its node and takes part in collectives."""
 
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
-        return examine_node(folders, gpus)
+        """Findings of this machine. `gpus`: how many GPUs a run uses here."""
+        machine = [examine_machine(), examine_gpus(gpus), examine_versions()]
+        limits = [examine_shared_memory(), examine_open_files(), examine_ports()]
+        return [*machine, *limits, *(examine_folder(Path(name)) for name in dict.fromkeys(folders)), examine_hub()]
 
     def sees(self, file: Path) -> bool:
         return file.is_file()
@@ -220,7 +206,7 @@ class DoctorWorker:
                 times.append(time.perf_counter() - started)
             return statistics.median(times[1:])  # the first one connects
 
-        small = median_s(torch.zeros(_SMALL, device=device))
+        small = median_s(torch.zeros(1, device=device))
         large = median_s(torch.zeros(_LARGE_MB << 18, device=device))  # float32
         return small * 1000, _LARGE_MB / 1024 / large
 
@@ -231,7 +217,7 @@ def examine_shared(group: RayWorkerGroup, folder: Path) -> Finding:
         require_shared(group, folder, "--folder")
     except (OSError, ValueError) as error:
         return judged(False, f"folder {folder}", str(error), "only logs of one node may go there", "remark")
-    return Finding(level="good", subject=f"folder {folder}", text="all nodes see its files")
+    return good(f"folder {folder}", "all nodes see its files")
 
 
 def examine_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
@@ -256,7 +242,7 @@ def examine_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding
     results = group.call_all("all_reduce", use_gpu, timeout_s=300)
     latency, bandwidth = max(ms for ms, _ in results), min(rate for _, rate in results)
     text = f"{group.world_size} ranks over {'NCCL' if use_gpu else 'gloo'}: {latency:.2f} ms, {bandwidth:.2f} GB/s"
-    yield Finding(level="good", subject="collective", text=f"{text} per rank")
+    yield good("collective", f"{text} per rank")
 
 
 def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: Callable[[Finding], None]) -> bool:
@@ -278,8 +264,7 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
             first_of_node = {worker.bundles[0].node_rank: worker for worker in reversed(group.members)}
             for rank, worker in sorted(first_of_node.items()):
                 for finding in group.call_one(worker.rank, "check", list(folders), gpus_per_node, timeout_s=180):
-                    subject = f"node {rank} ({worker.bundles[0].node_ip}), {finding.subject}"
-                    say(Finding(level=finding.level, subject=subject, text=finding.text, remedy=finding.remedy))
+                    say(replace(finding, subject=f"node {rank} ({worker.bundles[0].node_ip}), {finding.subject}"))
             if num_nodes > 1:
                 for folder in folders:
                     say(examine_shared(group, Path(folder)))

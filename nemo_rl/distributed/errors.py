@@ -12,7 +12,7 @@ class RayLost(RuntimeError):
 class WorkerError(RuntimeError):
     """A worker failed. The message names actor, rank and method.
 
-    `exception_type` is the class name of the worker's exception ("" if there is none: the worker died or hangs) and
+    `exception_type` is the class name of the worker's exception ("": it raised none, but died or hangs), and
     `remote_traceback` its traceback. Both are text, since only the worker's environment may have the class.
     """
 
@@ -59,16 +59,11 @@ def first_line(error: Exception) -> str:
 class WorkerCallError(Exception):
     """An exception of a worker as text, so that environments without its class can read it."""
 
-    def __init__(
-        self, worker: str, rank: int, method: str, exception_type: str, text: str, remote_traceback: str
-    ) -> None:
-        super().__init__(worker, rank, method, exception_type, text, remote_traceback)
-        self.worker = worker
-        self.rank = rank
-        self.method = method
+    def __init__(self, exception_type: str, text: str, remote_traceback: str) -> None:
+        super().__init__(exception_type, text, remote_traceback)  # all of them, so that it can be pickled
         self.exception_type = exception_type
         self.text = text
         self.remote_traceback = remote_traceback
 
     def __str__(self) -> str:
-        return f"{self.worker} (rank {self.rank}), method {self.method!r}: {self.exception_type}: {self.text}"
+        return f"{self.exception_type}: {self.text}"

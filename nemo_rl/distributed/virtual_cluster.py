@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _MIN_LOCAL_CPU_SLOTS = 64
 _MAX_OBJECT_STORE_GB = 16.0
 _OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, weights do not travel through the store
-_POLL_S = 1.0
+_POLL_S = 0.5
+_JOIN_WAIT_S = 180.0  # for nodes that have not joined the cluster yet
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
 _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
@@ -183,14 +184,12 @@ def ray_loss() -> str | None:
 
 def shutdown_ray() -> None:
     """`ray.shutdown`, which would wait forever for a raylet that is stopped: kill it if it does not answer."""
-    raylet = _own_raylet()
-    patience_s = _SHUTDOWN_S if ray_loss() is None else 0.0
-    killer = threading.Timer(patience_s, raylet.kill) if raylet is not None else None
-    if killer is not None:
-        killer.start()
-    ray.shutdown()
-    if killer is not None:
-        killer.cancel()
+    with ExitStack() as stack:
+        if (raylet := _own_raylet()) is not None:
+            killer = threading.Timer(_SHUTDOWN_S if ray_loss() is None else 0.0, raylet.kill)
+            killer.start()
+            stack.callback(killer.cancel)
+        ray.shutdown()
 
 
 def _own_raylet() -> subprocess.Popen[bytes] | None:
@@ -274,7 +273,6 @@ class Bundle:
 
     index: int  # over the whole cluster, node by node
     node_rank: int
-    local_index: int  # position on its node
     node_id: str
     node_ip: str
     gpu_id: str | None  # as CUDA_VISIBLE_DEVICES names it; None for a CPU bundle
@@ -291,7 +289,7 @@ class RayVirtualCluster:
     there is one unified group, laid out by `placement_group_strategy` and ordered by node and GPU.
 
     Raises ValueError for an impossible layout, and ResourceInsufficientError if the cluster has too few resources:
-    immediately on a cluster that this process started, after `wait_s` seconds on one whose nodes may still join.
+    immediately on a cluster that this process started, after three minutes on one whose nodes may still join.
     """
 
     def __init__(
@@ -303,7 +301,6 @@ class RayVirtualCluster:
         num_gpus_per_node: int = 8,
         name: str = "",
         placement_group_strategy: str = "SPREAD",
-        wait_s: float = 180.0,
     ) -> None:
         if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
             raise ValueError(f"every node needs at least one bundle, got {bundle_ct_per_node_list}")
@@ -320,7 +317,6 @@ class RayVirtualCluster:
         self.name = name
         self._resources = {"CPU": float(max_colocated_worker_groups)} | ({"GPU": 1.0} if use_gpus else {})
         self._strategy = placement_group_strategy
-        self._wait_s = wait_s
         self._placement_groups: list[PlacementGroup] = []
         self._bundles: list[Bundle] | None = None
         self._seats: dict[int, list[str]] = {}  # bundle -> names of the worker groups on it
@@ -397,35 +393,28 @@ class RayVirtualCluster:
         # Not PACK, which silently scatters bundles over nodes if they do not fit.
         strategy = self._strategy if unified else "STRICT_PACK"
         # First check that the resources exist. Others may still hold them, which Ray waits for.
-        deadline = time.monotonic() + (0.0 if _started_here else self._wait_s)
-        self._wait_until_it_exists([1] * counts[0] if unified else counts, deadline)
+        deadline = time.monotonic() + (0.0 if _started_here else _JOIN_WAIT_S)
+        on_nodes = [1] * counts[0] if unified else counts
+        self._wait_until(lambda: _fits(on_nodes, self._resources), deadline, "nodes")
         for i, count in enumerate(counts):
             suffix = "unified" if unified else f"node{i}"
             name = f"{self.name}-{suffix}" if self.name else ""
             self._placement_groups.append(placement_group([self._resources] * count, strategy=strategy, name=name))
-        self._wait_until_ready(max(deadline, time.monotonic() + _FREE_WAIT_S))
+        deadline = max(deadline, time.monotonic() + _FREE_WAIT_S)
+        groups = self._placement_groups
+        self._wait_until(lambda: all(group.wait(1) for group in groups), deadline, "resources that others hold")
 
-    def _wait_until_it_exists(self, counts: Sequence[int], deadline: float) -> None:
+    def _wait_until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
         next_message = time.monotonic()
-        while not _fits(counts, self._resources):
-            if time.monotonic() > deadline:
-                raise ResourceInsufficientError(_difference(self._bundle_counts, self._resources))
+        while not condition():
+            left_s = deadline - time.monotonic()
+            difference = _difference(self._bundle_counts, self._resources)
+            if left_s < 0:
+                raise ResourceInsufficientError(difference)
             if time.monotonic() > next_message:
-                difference = _difference(self._bundle_counts, self._resources)
-                logger.warning("Waiting %.0f s more for nodes: %s", deadline - time.monotonic(), difference)
+                logger.warning("Waiting %.0f s more for %s: %s", left_s, what, difference)
                 next_message = time.monotonic() + _MESSAGE_EVERY_S
             time.sleep(_POLL_S)
-
-    def _wait_until_ready(self, deadline: float) -> None:
-        pending = list(self._placement_groups)
-        next_message = time.monotonic() + _POLL_S
-        while pending:
-            pending = [group for group in pending if not group.wait(timeout_seconds=_POLL_S)]
-            if pending and time.monotonic() > deadline:
-                raise ResourceInsufficientError(_difference(self._bundle_counts, self._resources))
-            if pending and time.monotonic() > next_message:
-                logger.warning("Waiting for others to free resources on %d nodes", len(pending))
-                next_message = time.monotonic() + _MESSAGE_EVERY_S
 
     def _locate(self, unified: bool) -> list[Bundle]:
         ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -436,25 +425,18 @@ class RayVirtualCluster:
             in_group = [(node_ids[i], gpu_ids[i], group, i) for i in range(len(node_ids))]
             places += sorted(in_group, key=lambda place: (place[0], _gpu_order(place[1]), place[3]))
         node_ranks: dict[Any, int] = {}
-        counts: dict[int, int] = {}
-        bundles = []
-        for index, (node_id, gpu_id, group, group_index) in enumerate(places):
-            node_rank = node_ranks.setdefault(node_id if unified else group.id, len(node_ranks))
-            local_index = counts.get(node_rank, 0)
-            counts[node_rank] = local_index + 1
-            bundles.append(
-                Bundle(
-                    index=index,
-                    node_rank=node_rank,
-                    local_index=local_index,
-                    node_id=node_id,
-                    node_ip=ips[node_id],
-                    gpu_id=gpu_id,
-                    placement_group=group,
-                    placement_group_bundle_index=group_index,
-                )
+        return [
+            Bundle(
+                index=index,
+                node_rank=node_ranks.setdefault(node_id if unified else group.id, len(node_ranks)),
+                node_id=node_id,
+                node_ip=ips[node_id],
+                gpu_id=gpu_id,
+                placement_group=group,
+                placement_group_bundle_index=group_index,
             )
-        return bundles
+            for index, (node_id, gpu_id, group, group_index) in enumerate(places)
+        ]
 
 
 def _gpu_order(gpu_id: str | None) -> tuple[int, str]:
@@ -468,13 +450,8 @@ def _gpu_ids(group: PlacementGroup) -> list[str | None]:
         return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
     remote = ray.remote(num_cpus=0, num_gpus=0.01)(probe)
-    refs = [
-        remote.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        ).remote()
-        for i in range(group.bundle_count)
-    ]
-    return list(ray.get(refs, timeout=120))
+    places = [PlacementGroupSchedulingStrategy(group, i) for i in range(group.bundle_count)]
+    return list(ray.get([remote.options(scheduling_strategy=place).remote() for place in places], timeout=120))
 
 
 def _nodes() -> list[tuple[str, dict[str, float], dict[str, float]]]:

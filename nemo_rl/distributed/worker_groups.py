@@ -15,14 +15,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import ray
@@ -59,9 +59,7 @@ class RayWorkerBuilder:
     """
 
     def __init__(self, worker_class_fqn: str, *args: Any, **kwargs: Any) -> None:
-        self.worker_class_fqn = worker_class_fqn
-        self.args = args
-        self.kwargs = kwargs
+        self.worker_class_fqn, self.args, self.kwargs = worker_class_fqn, args, kwargs
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,14 @@ class Worker:
         return f"{self.name} (rank {self.rank}, {where})"
 
 
-@dataclass(kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     worker: Worker
     method: str
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a `WorkerError` is given."""
+        return {"worker": self.worker.name, "rank": self.worker.rank, "method": self.method}
 
 
 class RayWorkerGroup:
@@ -225,8 +227,7 @@ class RayWorkerGroup:
         self, method_name: str, *, run_rank_0_only_axes: Sequence[str] = (), **kwargs: Any
     ) -> list[ray.ObjectRef]:
         """`start_all`, of the workers at 0 on `run_rank_0_only_axes` alone."""
-        ranks = self._first_on(run_rank_0_only_axes)
-        return [self.start_one(rank, method_name, **kwargs) for rank in ranks]
+        return [self.start_one(rank, method_name, **kwargs) for rank in self._first_on(run_rank_0_only_axes)]
 
     def run_all_workers_multiple_data(
         self,
@@ -238,16 +239,12 @@ class RayWorkerGroup:
     ) -> list[ray.ObjectRef]:
         """Each worker gets its own item of every list in `kwargs`, and all of `common_kwargs`."""
         ranks = self._first_on(run_rank_0_only_axes)
-        if wrong := {name: len(items) for name, items in kwargs.items() if len(items) != len(ranks)}:
-            raise ValueError(
-                f"{self.name_prefix}.{method_name}: items for {wrong}, and {len(ranks)} workers are called"
-            )
-        return [
-            self.start_one(
-                rank, method_name, **{name: items[i] for name, items in kwargs.items()}, **common_kwargs or {}
-            )
-            for i, rank in enumerate(ranks)
-        ]
+        name = f"{self.name_prefix}.{method_name}"
+        if wrong := {key: len(items) for key, items in kwargs.items() if len(items) != len(ranks)}:
+            raise ValueError(f"{name}: items for {wrong}, and {len(ranks)} workers are called")
+        each = [{key: items[i] for key, items in kwargs.items()} for i in range(len(ranks))]
+        pairs = zip(ranks, each, strict=True)
+        return [self.start_one(rank, method_name, **own, **common_kwargs or {}) for rank, own in pairs]
 
     def run_all_workers_sharded_data(
         self,
@@ -280,7 +277,7 @@ class RayWorkerGroup:
             is_meant = all(at[axis] == 0 for axis in sharding.names if axis not in named)
             if not is_meant and not make_dummy_calls_to_free_axes:
                 continue
-            given = dict.fromkeys(kwargs) if not is_meant else dict(kwargs)
+            given = kwargs if is_meant else dict.fromkeys(kwargs)
             for axis in in_sharded_axes if is_meant else ():
                 given = {name: entries[at[axis]] for name, entries in given.items()}
             refs.append(self.start_one(rank, method_name, **given, **(common_kwargs or {})))
@@ -321,12 +318,10 @@ class RayWorkerGroup:
     def wait_any(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
         """The calls among `refs` that are done, at least one, for `wait`. Raises WorkerHang if none is in time."""
         limit = timeout_s if timeout_s is not None else self.timeout_s
-        started = time.monotonic()
-        while not (done := self.done(refs)):
-            if limit is not None and time.monotonic() - started > limit:
-                raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
-            ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
-        return done
+        if not ray.wait(list(refs), timeout=limit)[0]:
+            assert limit is not None
+            raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
+        return self.done(refs)
 
     def done(self, refs: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
         """The calls among `refs` for which `wait` would return, or raise, immediately."""
@@ -338,16 +333,13 @@ class RayWorkerGroup:
 
     def start_profile(self, names: Collection[str]) -> None:
         """Profile the workers of these names from now on."""
-        self._profile(lambda worker: worker.handle.start_profile.remote(), "start_profile", names)
+        named = [worker for worker in self._members if worker.name in names]
+        self._wait({w.handle.start_profile.remote(): _Call(w, "start_profile") for w in named}, self.timeout_s)
 
     def stop_profile(self, names: Collection[str], path: str) -> None:
         """Write the profiles of the workers of these names to `<path>_<worker>.json.gz`."""
-        self._profile(
-            lambda worker: worker.handle.stop_profile.remote(f"{path}_{worker.name}.json.gz"), "stop_profile", names
-        )
-
-    def _profile(self, start: Callable[[Worker], ray.ObjectRef], method: str, names: Collection[str]) -> None:
-        calls = {start(worker): _Call(worker=worker, method=method) for worker in self._members if worker.name in names}
+        named = {f"{path}_{worker.name}.json.gz": worker for worker in self._members if worker.name in names}
+        calls = {w.handle.stop_profile.remote(file): _Call(w, "stop_profile") for file, w in named.items()}
         self._wait(calls, self.timeout_s)
 
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
@@ -396,7 +388,7 @@ class RayWorkerGroup:
                     bundles[0].placement_group,
                     placement_group_bundle_index=bundles[0].placement_group_bundle_index,
                 ),
-            ).remote(builder.worker_class_fqn, builder.args, builder.kwargs, name, rank)
+            ).remote(builder.worker_class_fqn, builder.args, builder.kwargs)
             self._members.append(Worker(rank=rank, name=name, bundles=bundles, handle=handle))
 
     def _start(self, timeout_s: float) -> None:
@@ -405,7 +397,7 @@ class RayWorkerGroup:
         def wait(calls: dict[ray.ObjectRef, _Call]) -> dict[ray.ObjectRef, Any]:
             return self._wait(calls, max(1.0, deadline - time.monotonic()))
 
-        calls = {w.handle.identity.remote(): _Call(worker=w, method="start of its process") for w in self._members}
+        calls = {w.handle.identity.remote(): _Call(w, "start of its process") for w in self._members}
         for ref, identity in wait(calls).items():
             calls[ref].worker.identity = identity
         self.on_wait = self._watch_pulses()
@@ -413,23 +405,22 @@ class RayWorkerGroup:
         one_node = len({worker.bundles[0].node_id for worker in self._members}) == 1
         address = "127.0.0.1" if one_node else first.bundles[0].node_ip
         ref = first.handle.reserve_port.remote(address)
-        port = wait({ref: _Call(worker=first, method="reserve_port")})[ref]
-        local_counts: dict[int, int] = {}
+        [port] = wait({ref: _Call(first, "reserve_port")}).values()
+        local_ranks: Counter[int] = Counter()  # of each node the next one
         starts = {}
         for worker in self._members:
             node_rank = worker.bundles[0].node_rank
-            local_rank = local_counts.get(node_rank, 0)
-            local_counts[node_rank] = local_rank + 1
             env = {
                 "RANK": str(worker.rank),
                 "WORLD_SIZE": str(len(self._members)),
-                "LOCAL_RANK": str(local_rank),
+                "LOCAL_RANK": str(local_ranks[node_rank]),
                 "NODE_RANK": str(node_rank),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "CUDA_VISIBLE_DEVICES": ",".join(b.gpu_id for b in worker.bundles if b.gpu_id is not None),
             }
-            starts[worker.handle.start.remote(env)] = _Call(worker=worker, method="__init__")
+            local_ranks[node_rank] += 1
+            starts[worker.handle.start.remote(env)] = _Call(worker, "__init__")
         wait(starts)
         self.on_wait = None
 
@@ -450,14 +441,14 @@ class RayWorkerGroup:
                 if ref in answered:
                     last[worker.rank] = worker.handle.phase.remote(), now
                 elif now - asked > limit:
-                    raise self._hang([_Call(worker=worker, method="__init__")], limit)
+                    raise self._hang([_Call(worker, "__init__")], limit)
 
         return look
 
     def _submit(self, worker: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         self.controller_tensor_bytes += tensor_bytes((args, kwargs))
         ref = worker.handle.call.remote(method, *args, **kwargs)
-        self._calls[ref.task_id()] = _Call(worker=worker, method=method)
+        self._calls[ref.task_id()] = _Call(worker, method)
         return ref
 
     def _wait(self, calls: dict[ray.ObjectRef, _Call], timeout_s: float | None) -> dict[ray.ObjectRef, Any]:
@@ -488,7 +479,12 @@ class RayWorkerGroup:
 
     def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
         self._is_lost = True
-        return _hang(late, timeout_s)
+        first = late[0]
+        workers = list({call.worker.rank: call.worker for call in late}.values())  # each once, whatever it was asked
+        text = f"no answer from {', '.join(map(str, workers))} in {first.method} after {timeout_s:.3g} s"
+        if (loss := ray_loss()) is not None:
+            raise RayLost(f"{text}: {loss}")
+        return WorkerHang(f"{text}\n{_inspect(workers)}", **first.names)
 
     def hang(self, ref: ray.ObjectRef) -> WorkerHang:
         """The error for a call that has taken longer than the group's limit."""
@@ -610,24 +606,20 @@ def _parts_of(kind: type) -> Literal["nbytes", "values", "items"] | tuple[str, .
 
 
 def _get(ref: ray.ObjectRef, call: _Call) -> Any:
-    worker = call.worker
-    names = {"worker": worker.name, "rank": worker.rank, "method": call.method}
+    worker, method = call
     try:
         return ray.get(ref)
     except RayTaskError as error:
         cause = error.cause
         if not isinstance(cause, WorkerCallError):
-            raise WorkerError(f"{worker} failed in {call.method}: {error}", **names) from None
-        raise WorkerError(
-            f"{worker} failed in {call.method}: {cause.exception_type}: {cause.text}\n{cause.remote_traceback}",
-            exception_type=cause.exception_type,
-            remote_traceback=cause.remote_traceback,
-            **names,
-        ) from None
+            raise WorkerError(f"{worker} failed in {method}: {error}", **call.names) from None
+        text = f"{worker} failed in {method}: {cause}\n{cause.remote_traceback}"
+        kind, remote = cause.exception_type, cause.remote_traceback
+        raise WorkerError(text, **call.names, exception_type=kind, remote_traceback=remote) from None
     except RayActorError as error:
         if (loss := ray_loss()) is not None:
-            raise RayLost(f"{worker} died in {call.method}: {loss}") from None
-        raise WorkerDied(f"{worker} died in {call.method}: {error}{_log_tail(worker)}", **names) from None
+            raise RayLost(f"{worker} died in {method}: {loss}") from None
+        raise WorkerDied(f"{worker} died in {method}: {error}{_log_tail(worker)}", **call.names) from None
 
 
 def _death_among(calls: Mapping[ray.ObjectRef, _Call]) -> WorkerDied | None:
@@ -643,16 +635,6 @@ def _death_among(calls: Mapping[ray.ObjectRef, _Call]) -> WorkerDied | None:
             except WorkerError:
                 continue
     return None
-
-
-def _hang(late: list[_Call], timeout_s: float) -> WorkerHang:
-    first = late[0]
-    workers = list({call.worker.rank: call.worker for call in late}.values())  # each once, whatever it was asked
-    text = f"no answer from {', '.join(map(str, workers))} in {first.method} after {timeout_s:.3g} s"
-    names = {"worker": first.worker.name, "rank": first.worker.rank, "method": first.method}
-    if (loss := ray_loss()) is not None:
-        raise RayLost(f"{text}: {loss}")
-    return WorkerHang(f"{text}\n{_inspect(workers)}", **names)
 
 
 def _inspect(workers: list[Worker]) -> str:

@@ -99,5 +99,5 @@ class FakeReplica:
 
 def _death(method: str) -> RayTaskError:
     """As it arrives from an actor."""
-    cause = WorkerCallError("generation-0-0", 0, method, "EngineDied", "the engine is gone", "")
+    cause = WorkerCallError("EngineDied", "the engine is gone", "")
     return RayTaskError(method, "", cause)
