@@ -545,6 +545,7 @@ def load_eval_data(config: EvalMasterConfig) -> EvalData:
         tasks[name] = Task(
             spec=TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file),
             processor=find_processor(config.processor_of(dataset)),
+            processor_name=config.processor_of(dataset),
             env_name=env_name,
         )
         parts.append(NamedRows(name=name, task_name=name, rows=rows))

@@ -19,19 +19,20 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.data.chat.images import ImageReader, images_of_log
+from nemo_rl.data.chat.images import images_of_log
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
 from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
 from nemo_rl.data.rows.example_processors import Problem
-from nemo_rl.data.rows.setup import StreamedRows, Task, read_images
+from nemo_rl.data.rows.processors import FLAGS
+from nemo_rl.data.rows.setup import RowReader, StreamedRows
 from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
 from nemo_rl.utils.tokenizer import TEMPLATE_TIME
 
 logger = logging.getLogger(__name__)
 
+PAIR = ("chosen", "rejected")
 NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
 NUM_TRIED_ROWS = 32
 # The source files that determine tokens, besides the module of the processor.
@@ -42,11 +43,12 @@ CODE_OF_TOKENS = (
     "chat/messages.py",
     "rows/example_processors.py",
     "rows/examples.py",
+    "rows/setup.py",
 )
 
 
 @dataclass(frozen=True)
-class ExampleMaker:
+class ExampleMaker(RowReader):
     """Tokenises a row: the `MakeExample` of conversations and of preferences. Picklable.
 
     `roles_to_train_on`: roles of the messages whose tokens carry loss, in a preference only within the answers; "all":
@@ -54,15 +56,16 @@ class ExampleMaker:
     because nothing predicts it.
     """
 
-    tasks: Mapping[str, Task]
-    tokenizer: PreTrainedTokenizerFast
-    max_length: int  # data.max_input_seq_length
     roles_to_train_on: Sequence[str] | Literal["all"] = ("assistant",)
     only_unmask_final: bool = False
     add_bos: bool = True
     add_eos: bool = True
     add_generation_prompt: bool = True
-    images: ImageReader | None = None  # None: the model sees no images
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Arguments of every processor of examples."""
+        return {flag: getattr(self, flag) for flag in FLAGS}
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """The sequence of a row, or chosen and rejected, with the metadata for the controller; see `MakeExample`.
@@ -73,11 +76,10 @@ class ExampleMaker:
             return self.make(prompt)
         except ValueError as error:
             count = self.tasks[prompt.task_name].sequences_per_row
-            answers = ("chosen", "rejected") if count == 2 else ("",)
             nothing = np.zeros(1, dtype=np.int32)
             examples = [
                 Example(sample_id=_sample_id(prompt, name), token_ids=nothing, token_mask=nothing.astype(bool))
-                for name in answers
+                for name in (PAIR if count == 2 else ("",))
             ]
             return examples, _meta(prompt, examples, str(error), problem_kind="bad_row")
 
@@ -91,27 +93,8 @@ class ExampleMaker:
         task = self.tasks[prompt.task_name]
         if BAD_ROW in prompt.row:
             raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
-        row, pixels = read_images(self.images, prompt)
-        try:
-            datum: Any = task.processor(
-                row,
-                task.spec,
-                self.tokenizer,
-                self.max_length,
-                prompt.idx,
-                add_bos=self.add_bos,
-                add_eos=self.add_eos,
-                add_generation_prompt=self.add_generation_prompt,
-            )
-        except KeyError as error:
-            column = task.columns.get(str(error.args[0]), error.args[0])
-            raise ValueError(
-                f"row {prompt.prompt_id} has no column {column!r}, which processor {task.processor_name!r} needs; it "
-                f"has: {', '.join(prompt.row)}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(_in_terms_of_table(f"row {prompt.prompt_id}: {error}", task)) from error
-        names = ("chosen", "rejected") if "message_log_chosen" in datum else ("",)
+        datum, pixels = self.process(prompt, dict, **self.flags)
+        names = PAIR if "message_log_chosen" in datum else ("",)
         logs = [datum[f"message_log_{name}" if name else "message_log"] for name in names]
         examples = [self._example(_sample_id(prompt, name), log) for name, log in zip(names, logs, strict=True)]
         examples[0].margin, examples[0].pixels = float(datum.get("margin", 0.0)), pixels
@@ -124,7 +107,7 @@ class ExampleMaker:
             example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
             example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
             example.images, example.pixels = [], {}
-        text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
+        text = task.in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}")
         return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
@@ -153,8 +136,8 @@ class ExampleMaker:
             last = log[-1]["role"]
             if last == "user" and self.roles_to_train_on != "all" and last not in self.roles_to_train_on:
                 return Problem("ends_with_user", column, "the conversation ends with the user: there is no answer")
-            if length > self.max_length:
-                reason = f"{length} tokens, more than data.max_input_seq_length={self.max_length}"
+            if length > self.max_input_seq_length:
+                reason = f"{length} tokens, more than data.max_input_seq_length={self.max_input_seq_length}"
                 return Problem("too_long", column, reason)
             if not example.token_mask.any():
                 roles = ", ".join(dict.fromkeys(str(message["role"]) for message in log))
@@ -167,12 +150,10 @@ class ExampleMaker:
         """The settings that determine tokens and masks, without the tokenizer. A resumed run must have the same."""
         roles = self.roles_to_train_on
         return {
-            "max_input_seq_length": self.max_length,
+            "max_input_seq_length": self.max_input_seq_length,
             "roles_to_train_on": roles if isinstance(roles, str) else list(roles),
             "only_unmask_final": self.only_unmask_final,
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
-            "add_generation_prompt": self.add_generation_prompt,
+            **self.flags,
             "tasks": {
                 name: {
                     "processor": task.processor_name,
@@ -220,13 +201,6 @@ def _meta(
         problem_kind=problem_kind,
         images={image.digest: image.num_pixels for example in examples for image in example.images},
     )
-
-
-def _in_terms_of_table(text: str, task: Task) -> str:
-    """The text with the columns of a converted row replaced by those of the table, which the user knows."""
-    for column, source in task.columns.items():
-        text = text.replace(f"column {column!r}", f"column {source!r}")
-    return text
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:

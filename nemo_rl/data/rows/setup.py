@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.chat.images import ImageReader, image_parts, images_of_log, row_contents
 from nemo_rl.data.config import (
@@ -36,6 +36,12 @@ class Task:
     processor_name: str = ""  # as configured
     sequences_per_row: int = 1  # 2: chosen and rejected
     columns: Mapping[str, str] = field(default_factory=dict)  # see `TableConfig.source_columns`
+
+    def in_terms_of_table(self, text: str) -> str:
+        """The text with the columns of a converted row replaced by those of the table, which the user knows."""
+        for column, source in self.columns.items():
+            text = text.replace(f"column {column!r}", f"column {source!r}")
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,45 +161,58 @@ class _LoadedTables:
 
 
 @dataclass(frozen=True)
-class PromptProcessor:
-    """Makes the `DatumSpec` of a `Prompt`: tokens and metadata from a row. Picklable."""
+class RowReader:
+    """Calls the processors of the tasks: what prompts and examples have in common. Picklable."""
 
     tasks: Mapping[str, Task]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     max_input_seq_length: int
     images: ImageReader | None = None  # None: the model sees no images
+
+    def process(
+        self, prompt: Prompt, complete: Callable[[Row], Row], /, **flags: bool
+    ) -> tuple[Any, dict[str, Pixels]]:
+        """The result of the task's processor for the completed row, and the pixels of the row's images by digest.
+
+        Raises:
+            ValueError: naming the row, for a missing column, an image that cannot be read, images for a model that
+                reads text alone, and whatever the processor refuses.
+        """
+        task = self.tasks[prompt.task_name]
+        try:
+            if self.images is not None:
+                row, pixels = self.images.read(prompt.row)
+            elif any(image_parts(content) for content in row_contents(prompt.row)):
+                raise ValueError(
+                    "it has images, and the model reads text alone: set policy.model_name to a vision-language model, "
+                    "such as Qwen/Qwen2.5-VL-3B-Instruct"
+                )
+            else:
+                row, pixels = prompt.row, {}
+            limit = self.max_input_seq_length
+            made = task.processor(complete(row), task.spec, self.tokenizer, limit, prompt.idx, **flags)
+        except KeyError as error:
+            column = task.columns.get(str(error.args[0]), error.args[0])
+            raise ValueError(
+                f"row {prompt.prompt_id} has no column {column!r}, which processor {task.processor_name!r} needs; it "
+                f"has: {', '.join(prompt.row)}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(task.in_terms_of_table(f"row {prompt.prompt_id}: {error}")) from error
+        return made, pixels
+
+
+class PromptProcessor(RowReader):
+    """Makes the `DatumSpec` of a `Prompt`: tokens and metadata from a row."""
 
     def __call__(self, prompt: Prompt) -> DatumSpec:
         """Tokenise. A prompt longer than `max_input_seq_length` tokens becomes a stub with `loss_multiplier` 0.
 
         Raises:
-            ValueError: if the row lacks what the processor needs.
+            ValueError: as `process`.
         """
-        task = self.tasks[prompt.task_name]
-        row, pixels = read_images(self.images, prompt)
-        try:
-            datum = task.processor(both_forms(row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx)
-        except KeyError as error:
-            raise ValueError(
-                f"row {prompt.prompt_id} has no {error.args[0]!r}, which the processor of task {prompt.task_name!r} "
-                f"needs; it has: {', '.join(prompt.row)}"
-            ) from error
+        datum, pixels = self.process(prompt, both_forms)
         made = DatumSpec(**{**datum, "task_name": prompt.task_name})
         if pixels:
             made["images"], made["pixels"] = images_of_log(made["message_log"]), pixels
         return made
-
-
-def read_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Row, dict[str, Pixels]]:
-    """`ImageReader.read`, with the id of the row in errors. ValueError also for images that the model cannot see."""
-    try:
-        if reader is not None:
-            return reader.read(prompt.row)
-        if any(image_parts(content) for content in row_contents(prompt.row)):
-            raise ValueError(
-                "it has images, and the model reads text alone: set policy.model_name to a vision-language model, such "
-                "as Qwen/Qwen2.5-VL-3B-Instruct"
-            )
-    except ValueError as error:
-        raise ValueError(f"row {prompt.prompt_id}: {error}") from error
-    return prompt.row, {}

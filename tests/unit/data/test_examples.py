@@ -212,7 +212,7 @@ def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
     variants = [
         replace(make, tokenizer=other),
         replace(make, tokenizer=larger),
-        replace(make, max_length=7),
+        replace(make, max_input_seq_length=7),
         replace(make, roles_to_train_on="all"),
         replace(make, only_unmask_final=True),
         replace(make, add_bos=False),
