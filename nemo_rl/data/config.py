@@ -5,8 +5,9 @@ the environment that answers them.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -154,8 +155,7 @@ MAX_PERIOD = 100_000  # prompts; a schedule of that length is made in a quarter 
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """The smallest whole numbers in the same proportions, of decimal weights as they are written: 0.7 is 7/10.
 
-    Raises:
-        ValueError: if they add up to more than 100,000, the longest schedule of `MixedOrder`.
+    Raises ValueError if they add up to more than 100,000, the longest schedule of `MixedOrder`.
     """
     fractions = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
@@ -163,9 +163,10 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     divisor = math.gcd(*numbers)
     numbers = [number // divisor for number in numbers]
     if sum(numbers) > MAX_PERIOD:
+        given = ", ".join(f"{weight:g}" for weight in weights)
         raise ValueError(
-            f"weights {', '.join(f'{weight:g}' for weight in weights)} have so many digits that their pattern repeats "
-            f"only after {sum(numbers)} prompts; use rounder ones, e.g. 2 and 1, or 0.67 and 0.33"
+            f"weights {given} have so many digits that their pattern repeats only after {sum(numbers)} prompts; use "
+            "rounder ones, e.g. 2 and 1, or 0.67 and 0.33"
         )
     return numbers
 
@@ -432,33 +433,27 @@ def is_local(name: str) -> bool:
     return Path(name).suffix in FILE_SUFFIXES or Path(name).exists()
 
 
-def first_free(name: str, taken: Iterable[str]) -> str:
+def first_free(name: str, taken: Collection[str]) -> str:
     """`name`, or `name#2`, `name#3`, ...: the first that is not taken."""
-    taken = set(taken)
-    number, candidate = 2, name
-    while candidate in taken:
-        number, candidate = number + 1, f"{name}#{number}"
-    return candidate
+    candidates = chain([name], (f"{name}#{number}" for number in count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 class TaskNames:
     """Names of tasks: the label of the dataset, with a number if the same dataset has other settings, too."""
 
+    SETTINGS = ("prompt_file", "system_prompt_file", "tools_file", "processor", "system_prompt", "env_name")
+
     def __init__(self) -> None:
-        self._settings: dict[str, tuple[str, Hashable]] = {}
+        self._names: dict[str, str] = {}  # by label and settings
 
     def of(self, cfg: TableConfig) -> str:
         """The name of a dataset's task; a new one for new settings."""
         label = dataset_label(cfg)
-        asked_by = cfg.env_name if isinstance(cfg, DatasetConfig) else None
-        system_prompt = cfg.system_prompt if isinstance(cfg, ExampleTableConfig) else None
-        texts = (cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.processor, system_prompt, asked_by)
-        wanted = (label, (*texts, *sorted(cfg.source_columns.items())))
-        name = next((name for name, known in self._settings.items() if known == wanted), None)
-        if name is None:
-            name = first_free(label, self._settings)
-            self._settings[name] = wanted
-        return name
+        settings = repr((label, cfg.model_dump(include={*self.SETTINGS}), cfg.source_columns))
+        if settings not in self._names:
+            self._names[settings] = first_free(label, self._names.values())
+        return self._names[settings]
 
 
 def prompt_tasks(data: DataConfig) -> tuple[list[str], list[str]]:

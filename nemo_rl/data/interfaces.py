@@ -97,8 +97,7 @@ class TaskDataSpec:
 def row_tools(row: Row, spec: TaskDataSpec) -> list[dict[str, Any]] | None:
     """The tools that the chat template shows: the row's column `tools`, else those of the task.
 
-    Raises:
-        ValueError: if the column holds no list of tools.
+    Raises ValueError if the column holds no list of tools.
     """
     return as_tools(row.get("tools"), "column 'tools'") or spec.tools
 

@@ -127,8 +127,7 @@ RECIPES: dict[str, TinyModelRecipe] = {
 def resolve_model(name: str) -> str:
     """The directory of the model `tiny:<recipe>`, which is made on first use; any other name or path unchanged.
 
-    Raises:
-        ValueError: for an unknown recipe.
+    Raises ValueError for an unknown recipe.
     """
     if not name.startswith(TINY_MODEL_PREFIX):
         return name
@@ -147,8 +146,7 @@ def _recipe(name: str) -> TinyModelRecipe:
 def tiny_model_config(name: str) -> PretrainedConfig:
     """The configuration of the model `tiny:<recipe>`, without making the model.
 
-    Raises:
-        ValueError: for an unknown recipe.
+    Raises ValueError for an unknown recipe.
     """
     recipe = _recipe(name)
     return untrained_config(recipe, build_tiny_tokenizer(recipe))

@@ -57,11 +57,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """Number of samples; 0 without keys.
-
-        Raises:
-            ValueError: if the values disagree.
-        """
+        """Number of samples; 0 without keys. Raises ValueError if the values disagree."""
         sizes = {key: len(value) for key, value in self.data.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"values of a batch have different sizes: {sizes}")
@@ -74,8 +70,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """The samples at `indices`, in that order, as a new batch.
 
-        Raises:
-            TypeError: for a value that is neither a list nor a tensor.
+        Raises TypeError for a value that is neither a list nor a tensor.
         """
         wanted = torch.as_tensor(indices, dtype=torch.int64)
         selected: dict[str, Any] = {}

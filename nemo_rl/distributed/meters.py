@@ -27,10 +27,8 @@ _POLL_S = 0.5
 def profiled_step(cfg: ProfileConfig, folder: Path, step: int) -> Iterator[None]:
     """Profile the workers that `cfg` names during the block, if it names the step.
 
-    Each writes `<folder>/step_<step>_<worker>.json.gz`, so every node has to see `folder`.
-
-    Raises:
-        ValueError: no worker has a name that `cfg.workers` asks for.
+    Each writes `<folder>/step_<step>_<worker>.json.gz`, so every node has to see `folder`. Raises ValueError if no
+    worker has a name that `cfg.workers` asks for.
     """
     if step not in cfg.steps:
         yield

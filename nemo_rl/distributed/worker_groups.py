@@ -261,10 +261,8 @@ class RayWorkerGroup:
 
         Those that differ only on `replicate_on_axes` get the same. On the other axes only the worker at 0 is called, or
         all others with None (`make_dummy_calls_to_free_axes`). Results are of the workers at 0 on
-        `output_is_replicated`. Group with a `sharding` only.
-
-        Raises:
-            ValueError: for an axis that does not exist or is named twice.
+        `output_is_replicated`. Group with a `sharding` only. Raises ValueError for an axis that does not exist or is
+        named twice.
         """
         sharding = self._sharding()
         named = [*in_sharded_axes, *replicate_on_axes]

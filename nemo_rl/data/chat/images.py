@@ -117,11 +117,7 @@ def _source(part: Mapping[str, Any]) -> Any:
 
 
 def read_image(source: Any) -> Image:
-    """The image as RGB.
-
-    Raises:
-        ValueError: naming the source, if it cannot be read or decoded.
-    """
+    """The image as RGB. Raises ValueError, naming the source, if it cannot be read or decoded."""
     from PIL import Image, UnidentifiedImageError
 
     scheme = source.partition(":")[0] if isinstance(source, str) else ""
@@ -214,8 +210,8 @@ class ImageReader:
     def read(self, row: Row) -> tuple[Row, dict[str, Pixels]]:
         """The row with the tokens for each image in place of its source, and the pixels of each image by digest.
 
-        Raises:
-            ValueError: for an image that cannot be read, too many of them, or a text with the model's mark of an image.
+        Raises ValueError for an image that cannot be read, too many of them, or a text with the model's mark of an
+        image.
         """
         pixels: dict[str, Pixels] = {}
         self._refuse_marks("\n".join(value for value in row.values() if isinstance(value, str)))
@@ -256,11 +252,7 @@ class ImageReader:
 
 
 def blank_image(processor_path: str) -> Pixels:
-    """The pixels of a small image.
-
-    Raises:
-        ValueError: the model has no image processor.
-    """
+    """The pixels of a small image. Raises ValueError if the model has no image processor."""
     from PIL import Image
 
     try:
@@ -278,8 +270,7 @@ def blank_image(processor_path: str) -> Pixels:
 def process_image(processor: Any, image: Image) -> tuple[Pixels, str]:
     """The pixels of one image, and the text whose tokens stand for it.
 
-    Raises:
-        ValueError: the processor refuses the image, for example for its proportions.
+    Raises ValueError if the processor refuses the image, for example for its proportions.
     """
     try:
         made = processor(
@@ -302,10 +293,7 @@ def process_image(processor: Any, image: Image) -> tuple[Pixels, str]:
 def expand(chat: Chat, images: Sequence[Mapping[str, Any]]) -> tuple[Chat, list[tuple[int, int]]]:
     """The conversation with the tokens for each image, and the characters [begin, end) of each.
 
-    `images`: the read parts of all messages, in order.
-
-    Raises:
-        ValueError: the chat template does not show all images.
+    `images`: the read parts of all messages, in order. Raises ValueError if the chat template does not show all images.
     """
     placeholder = images[0]["placeholder"]
     places, at = [], chat.text.find(placeholder)

@@ -137,11 +137,9 @@ class ObservationRenderer:
     ) -> RenderedObservation:
         """`sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one.
 
-        `num_images`: of the conversation so far. The pixels of new images go into `pixels`, by digest.
-
-        Raises:
-            ValueError: if the template allows no user message after an answer, or does not show all images; for an
-                image that cannot be read, one image too many, or an image for a model of text.
+        `num_images`: of the conversation so far. The pixels of new images go into `pixels`, by digest. Raises
+        ValueError if the template allows no user message after an answer, or does not show all images; for an image
+        that cannot be read, one image too many, or an image for a model of text.
         """
         content = self._read(observation["content"], num_images, {} if pixels is None else pixels)
         tail, images, places = self._text({**observation, "content": content}), image_parts(content), []

@@ -52,8 +52,7 @@ class ServedChat:
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> ChatPrompt:
         """The tokens of a conversation, with the header of the next answer.
 
-        Raises:
-            ValueError: for an invalid conversation, or if the chat template refuses it or a part of it.
+        Raises ValueError for an invalid conversation, or if the chat template refuses it or a part of it.
         """
         asked = [_message(message) for message in messages]
         if asked[-1]["role"] == "assistant":

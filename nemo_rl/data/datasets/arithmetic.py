@@ -40,8 +40,7 @@ T = TypeVar("T")
 def generated_options(cfg: TableConfig, model: type[Options]) -> Options:
     """The `kwargs` of a generated dataset.
 
-    Raises:
-        ValueError: for an unknown or invalid option, another split, a file to read, or a key of a column.
+    Raises ValueError for an unknown or invalid option, another split, a file to read, or a key of a column.
     """
     if cfg.data_path is not None:
         raise ValueError(
@@ -79,8 +78,7 @@ def sampled(space: Sequence[T], num_samples: int | None, split: str, seed: int) 
 def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tuple[str, int]]:
     """Every (problem, answer) of a split ("train", "validation" or "all"), in a fixed order.
 
-    Raises:
-        ValueError: for an option out of range, or a split without a single problem.
+    Raises ValueError for an option out of range, or a split without a single problem.
     """
     unknown = sorted(set(operators) - set(OPERATIONS))
     if unknown or not operators or len(set(operators)) != len(operators):
@@ -117,10 +115,8 @@ class _Options(StrictModel):
 def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows for a dataset section with `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
 
-    Rows to learn from (SFT) also have `messages`, with the answer boxed as the math environment reads it.
-
-    Raises:
-        ValueError: for an unknown or invalid option.
+    Rows to learn from (SFT) also have `messages`, with the answer boxed as the math environment reads it. Raises
+    ValueError for an unknown or invalid option.
     """
     problems = generated_options(cfg, _Options).draw(cfg)
     rows = [{"problem": problem, "expected_answer": str(value)} for problem, value in problems]
@@ -134,10 +130,7 @@ def demonstrate_arithmetic(
 ) -> list[list[dict[str, str]]]:
     """`count` problems with boxed answers. With `mistake_probability` an answer is one too high.
 
-    All problems are drawn before the first mistake.
-
-    Raises:
-        ValueError: see `arithmetic_space`.
+    All problems are drawn before the first mistake. Raises ValueError: see `arithmetic_space`.
     """
     space = arithmetic_space(max_operand=max_operand, operators=operators, split="all")
     problems = rng.choices(space, k=count)
@@ -170,10 +163,8 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
 
     Half of the wrong answers are one too high, the mistake of the tiny models; the others are off by up to three.
     `kwargs`: those of `arithmetic`; `max_mistake: n` for answers that are off by up to n, every mistake equally likely;
-    and `margins: true` for a margin as large as the mistake.
-
-    Raises:
-        ValueError: for an unknown or invalid option, or a section that takes no preferences.
+    and `margins: true` for a margin as large as the mistake. Raises ValueError for an unknown or invalid option, or a
+    section that takes no preferences.
     """
     if not isinstance(cfg, PreferenceDatasetConfig):
         raise ValueError(
@@ -199,8 +190,7 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
 def load_code_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows of `arithmetic`, each with `tests` of one case: what the program has to print. Options as in `arithmetic`.
 
-    Raises:
-        ValueError: for an unknown or invalid option.
+    Raises ValueError for an unknown or invalid option.
     """
     return [{**row, "tests": [{"input": "", "output": row["expected_answer"]}]} for row in load_arithmetic(cfg)]
 
@@ -218,10 +208,8 @@ def demonstrate_code_arithmetic(rng: random.Random, mistake_probability: float) 
 def load_tool_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows of `arithmetic` with the calculator in their column `tools`; options as in `arithmetic`.
 
-    `kwargs.show_tools: false` omits the column `tools`, for models whose chat template shows no tools.
-
-    Raises:
-        ValueError: for an unknown or invalid option.
+    `kwargs.show_tools: false` omits the column `tools`, for models whose chat template shows no tools. Raises
+    ValueError for an unknown or invalid option.
     """
     kwargs = dict(cfg.kwargs)
     show_tools = kwargs.pop("show_tools", True)

@@ -162,10 +162,8 @@ def load_open_assistant(cfg: TableConfig) -> list[Row]:
     """OpenAssistant's trees as conversations, from its table of messages or a file of trees.
 
     `kwargs`: `paths: best` (of each tree the path along the answers ranked first) or `all` (every path), and `lang`,
-    e.g. `en`, for the trees of one language.
-
-    Raises:
-        ValueError: for other kwargs, for `streaming` (a tree is spread over the table), and as `load_table`.
+    e.g. `en`, for the trees of one language. Raises ValueError for other kwargs, for `streaming` (a tree is spread over
+    the table), and as `load_table`.
     """
     options = options_of(cfg, _OpenAssistantOptions)
     if cfg.is_streamed:

@@ -247,8 +247,7 @@ def load_data_path(cfg: TableConfig) -> Any:
 def load_example_table(cfg: ExampleTableConfig) -> tuple[Any, str]:
     """(table, its label) of `data_path`: rows of a JSONL file as they are written, other tables from `load_table`.
 
-    Raises:
-        ValueError, FileNotFoundError: as `load_table`, and if there is no `data_path`.
+    Raises ValueError or FileNotFoundError as `load_table`, and if there is no `data_path`.
     """
     path = cfg.data_path
     if path is not None and path.endswith(".jsonl") and not cfg.streaming:
@@ -317,8 +316,7 @@ def require_columns(table: Any, needed: dict[str, str], label: str) -> None:
 def require_used_keys(cfg: TableConfig, used: Sequence[str], reason: str, table: Any = None) -> None:
     """Check that every column key (`..._key`) that is set has an effect. Those not in `used` have none, for `reason`.
 
-    Raises:
-        ValueError: for a key that is not in `used`, and for a column that no row of `table` has.
+    Raises ValueError for a key that is not in `used`, and for a column that no row of `table` has.
     """
     if not isinstance(cfg, ExampleTableConfig):
         return

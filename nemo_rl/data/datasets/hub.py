@@ -57,10 +57,8 @@ def load_problem_table(
 ) -> Rows:
     """Problems and answers of a local file or a Hugging Face path, from two columns; the other columns are kept.
 
-    `file_format` (csv, json, jsonl or parquet) is for a file whose name does not end in its format.
-
-    Raises:
-        ValueError, FileNotFoundError: as `load_table`; for a missing column; for an unknown format.
+    `file_format` (csv, json, jsonl or parquet) is for a file whose name does not end in its format. Raises ValueError
+    or FileNotFoundError as `load_table`; for a missing column; for an unknown format.
     """
     if file_format is not None and not (is_file(path) and FORMATS.get(f".{file_format}")):
         raise ValueError(
@@ -91,8 +89,7 @@ class HubTable:
     def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
         """All subsets in one table. A local copy has neither split nor subsets.
 
-        Raises:
-            ValueError: for `kwargs`, or if one of `columns` is missing; otherwise as `load_table`.
+        Raises ValueError for `kwargs`, or if one of `columns` is missing; otherwise as `load_table`.
         """
         import datasets
 
@@ -336,8 +333,7 @@ def _for(cfg: TableConfig, convert: Callable[[Row], Row]) -> Callable[[Row], Row
 def with_images(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     """The parts of a content: images where the text has `<image>`, or before a text without it.
 
-    Raises:
-        ValueError: the text has another number of marks than there are images.
+    Raises ValueError if the text has another number of marks than there are images.
     """
     pieces = text.split(IMAGE_MARK)
     if len(pieces) == 1:
@@ -352,10 +348,8 @@ def with_images(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
 
 def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
     """A folder `data_path` of images with `metadata.jsonl`, whose lines are {"file_name" or "images", "problem",
-    "answer"} or {"messages"}; names of files are relative to the folder.
-
-    Raises:
-        ValueError, FileNotFoundError: there is no such file; or as `load_table`.
+    "answer"} or {"messages"}; names of files are relative to the folder. Raises ValueError or FileNotFoundError if
+    there is no such file; or as `load_table`.
     """
     require_used_keys(cfg, (), "the file has columns of its own")
     folder = Path(cfg.data_path or "")

@@ -52,10 +52,7 @@ def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem", "expected_answer"}; `kwargs` {num_samples, corpus_seed}, `split` and `seed` of the section.
 
     `num_samples` defaults to 10,000 for training and otherwise to each place once. `corpus_seed` is the corpus's
-    `seed`.
-
-    Raises:
-        ValueError: for an unknown or invalid option.
+    `seed`. Raises ValueError for an unknown or invalid option.
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"

@@ -48,8 +48,7 @@ def known_datasets() -> dict[str, str | DatasetFactory]:
 def register_dataset(name: str, factory: DatasetFactory) -> None:
     """Make `factory(TableConfig) -> rows` available as `dataset_name: <name>`.
 
-    Raises:
-        ValueError: if the name is taken.
+    Raises ValueError if the name is taken.
     """
     if name in known_datasets():
         raise ValueError(f"a dataset named {name!r} is registered already")
@@ -59,8 +58,7 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
 def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
-    Raises:
-        ValueError: for a name that is neither registered, nor an import path, a file or a Hugging Face path.
+    Raises ValueError for a name that is neither registered, nor an import path, a file or a Hugging Face path.
     """
     name = cfg.dataset_name
     known = DATASET_REGISTRY if name is None or name in DATASET_REGISTRY else known_datasets()
@@ -81,8 +79,7 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
 def all_rows(cfg: TableConfig) -> Rows:
     """The rows of a dataset that is not streamed.
 
-    Raises:
-        ValueError, FileNotFoundError: for anything wrong with the dataset; see the factories.
+    Raises ValueError or FileNotFoundError for anything wrong with the dataset; see the factories.
     """
     rows = find_factory(cfg)(cfg)
     if isinstance(rows, StreamedTable):
@@ -95,8 +92,7 @@ def all_rows(cfg: TableConfig) -> Rows:
 def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
     """(training rows, validation rows that `split_validation_size` sets aside, or None), before `repeat`.
 
-    Raises:
-        ValueError, FileNotFoundError: for anything wrong with the dataset; see the factories.
+    Raises ValueError or FileNotFoundError for anything wrong with the dataset; see the factories.
     """
     rows = all_rows(cfg)
     if cfg.dataset_name in GENERATED and cfg.split_validation_size > 0:
@@ -123,8 +119,7 @@ def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
 def load_stream(cfg: TableConfig) -> StreamedTable:
     """A dataset with `streaming: true`.
 
-    Raises:
-        ValueError: if the dataset cannot be streamed; otherwise as `load_rows`.
+    Raises ValueError if the dataset cannot be streamed; otherwise as `load_rows`.
     """
     table = find_factory(cfg)(cfg)
     if not isinstance(table, StreamedTable):

@@ -44,8 +44,7 @@ def describe(shapes: Sequence[Shape]) -> str:
 def draw(description: str) -> Image:
     """The image of a description, 48 x 48 pixels. Sizes and positions within a place vary with the description.
 
-    Raises:
-        ValueError: for a text that is no description.
+    Raises ValueError for a text that is no description.
     """
     from PIL import Image, ImageDraw
 
@@ -132,10 +131,8 @@ def load_shapes(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem": an image and a question, "expected_answer"}, with `messages` for SFT, and pairs for preferences.
 
     `kwargs` are {num_samples, max_shapes, questions: [count, colour, place]}; `split` and `seed` are those of the
-    section. `num_samples` defaults to 10,000 for training and otherwise to 256.
-
-    Raises:
-        ValueError: for an unknown or invalid option.
+    section. `num_samples` defaults to 10,000 for training and otherwise to 256. Raises ValueError for an unknown or
+    invalid option.
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"

@@ -74,8 +74,7 @@ class PromptSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state.
 
-        Raises:
-            ValueError: if a setting that determines the order has changed; it lists the differences.
+        Raises ValueError if a setting that determines the order has changed; it lists the differences.
         """
         changed = [f"{k}: was {state.get(k)}, now {v}" for k, v in self._settings.items() if state.get(k) != v]
         if changed:
@@ -166,10 +165,8 @@ class PromptDataLoader(PromptSource):
 
     If parts of the dataset have weights, every batch is divided by them (`MixedOrder`). An epoch has as many prompts as
     without weights, and the passes over each part continue across epochs: a part with a large weight and few rows is
-    read more than once in an epoch, another part not completely. `options` are arguments of `PromptSource`.
-
-    Raises:
-        ValueError: if the dataset is empty, or smaller than one batch with `drop_last`.
+    read more than once in an epoch, another part not completely. `options` are arguments of `PromptSource`. Raises
+    ValueError if the dataset is empty, or smaller than one batch with `drop_last`.
     """
 
     def __init__(self, dataset: PromptDataset, num_prompts_per_step: int, **options: Any) -> None:
@@ -234,8 +231,7 @@ class PromptDataLoader(PromptSource):
 def prompt_loader(path: str | None, dataset: PromptDataset, num_prompts: int, **options: Any) -> PromptDataLoader:
     """`PromptDataLoader`, or what `path`, the value of `data.custom_dataloader`, makes of the same arguments.
 
-    Raises:
-        ValueError: it cannot be imported, or does not make a `PromptDataLoader`.
+    Raises ValueError if it cannot be imported, or does not make a `PromptDataLoader`.
     """
     if path is None:
         return PromptDataLoader(dataset, num_prompts, **options)

@@ -68,22 +68,29 @@ def sft_processor(
             tokenizer does not have, and for labels that differ from the tokens. KeyError: for a row without a
             conversation.
     """
+    problem = None
     if "input_ids" in datum_dict:
         log = [_tokens_message(datum_dict, len(tokenizer))]
-        problem = None if _length(log) else Problem("empty_answer", "input_ids", "there is no token")
-        return _example(log, task_data_spec, idx, problem)
-    if "messages" not in datum_dict and "problem" in datum_dict and "expected_answer" in datum_dict:
-        messages = [
-            {"role": "user", "content": str(datum_dict["problem"])},
-            {"role": "assistant", "content": str(datum_dict["expected_answer"])},
-        ]
+        if not _length(log):
+            problem = Problem("empty_answer", "input_ids", "there is no token")
     else:
-        messages = as_messages(datum_dict["messages"], "user", "messages")
-    log = _message_log(messages, datum_dict, task_data_spec, tokenizer, **flags)
-    problem = None
-    if messages[-1]["role"] == "assistant" and _is_empty(messages[-1]):
-        problem = Problem("empty_answer", "messages", "the assistant's last message is empty")
-    return _example(log, task_data_spec, idx, problem)
+        if "messages" not in datum_dict and "problem" in datum_dict and "expected_answer" in datum_dict:
+            columns = {"user": "problem", "assistant": "expected_answer"}
+            messages = [{"role": role, "content": str(datum_dict[column])} for role, column in columns.items()]
+        else:
+            messages = as_messages(datum_dict["messages"], "user", "messages")
+        log = _message_log(messages, datum_dict, task_data_spec, tokenizer, **flags)
+        if messages[-1]["role"] == "assistant" and _is_empty(messages[-1]):
+            problem = Problem("empty_answer", "messages", "the assistant's last message is empty")
+    return ExampleDatum(
+        message_log=log,
+        length=_length(log),
+        extra_env_info=None,
+        loss_multiplier=1.0,
+        idx=idx,
+        task_name=str(task_data_spec.task_name),
+        problem=problem,
+    )
 
 
 def pretokenized(datum_dict: Row, *arguments: Any, **flags: bool) -> ExampleDatum:
@@ -125,10 +132,8 @@ def preference_processor(
 
     Without a prompt, or if `chosen` does not begin with the assistant, `chosen` and `rejected` are whole conversations,
     and their common first messages are the prompt. Only answers carry loss. `margin` says by how much the chosen answer
-    is preferred; a row with a `tie` (the name of a column) prefers none.
-
-    Raises:
-        ValueError, KeyError: as `sft_processor`.
+    is preferred; a row with a `tie` (the name of a column) prefers none. Raises ValueError or KeyError as
+    `sft_processor`.
     """
     prompt, chosen, rejected = split_preference(datum_dict)
     problem = None
@@ -181,18 +186,6 @@ def _message_log(
     )
 
 
-def _example(log: LLMMessageLogType, spec: TaskDataSpec, idx: int, problem: Problem | None) -> ExampleDatum:
-    return ExampleDatum(
-        message_log=log,
-        length=_length(log),
-        extra_env_info=None,
-        loss_multiplier=1.0,
-        idx=idx,
-        task_name=str(spec.task_name),
-        problem=problem,
-    )
-
-
 Messages = list[dict[str, Any]]
 
 
@@ -213,8 +206,7 @@ def split_preference(row: Row) -> tuple[Messages, Messages, Messages]:
 def as_messages(value: Any, role: str, column: str) -> Messages:
     """A conversation: a list of messages, without keys that have no value, or one message of `role` from a text.
 
-    Raises:
-        ValueError: naming the column, for anything else and for an empty list.
+    Raises ValueError, naming the column, for anything else and for an empty list.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]

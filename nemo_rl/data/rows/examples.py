@@ -86,9 +86,8 @@ class ExampleMaker(RowReader):
     def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """As a call, but an unusable row raises.
 
-        Raises:
-            ValueError: naming row and column, for a missing column, a role that the chat template refuses, or a token
-                that the tokenizer does not have.
+        Raises ValueError, naming row and column, for a missing column, a role that the chat template refuses, or a
+        token that the tokenizer does not have.
         """
         task = self.tasks[prompt.task_name]
         if BAD_ROW in prompt.row:
@@ -206,10 +205,8 @@ def _meta(
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
     """Tokenise a few rows, to find mistakes of the whole dataset before anything starts.
 
-    `label` names the dataset, e.g. "data.train".
-
-    Raises:
-        ValueError: if a row lacks what the processor needs, or none of the rows can be trained on; it lists why.
+    `label` names the dataset, e.g. "data.train". Raises ValueError if a row lacks what the processor needs, or none of
+    the rows can be trained on; it lists why.
     """
     metas = [make.make(prompt)[1] for prompt in _tried_rows(dataset)]
     bad = [meta for meta in metas if meta.problem is not None]
@@ -285,8 +282,7 @@ class ExampleLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. A batch tokenised ahead is dropped.
 
-        Raises:
-            ValueError: if a setting that determines the order has changed.
+        Raises ValueError if a setting that determines the order has changed.
         """
         self.prompts.load_state_dict(state)
         self._state = state

@@ -109,8 +109,7 @@ def math_data_processor(row: Row, idx: int) -> PromptParts:
 def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
     """Row {"question" or problem, "options": {"A": text, ...}, "answer" or expected_answer: letter}, options listed.
 
-    Raises:
-        ValueError: if the row has no options.
+    Raises ValueError if the row has no options.
     """
     if "options" not in row:
         raise ValueError(
@@ -129,10 +128,8 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     """The row's conversation up to its last user turn, for environments that read the conversation.
 
     Metadata {"messages": the texts of that conversation as they stand in the row, without template, prompt file or
-    system prompt}, {"num_images"} if it has any, and, if the row has an answer, {"ground_truth": answer}.
-
-    Raises:
-        ValueError: if there is no user message.
+    system prompt}, {"num_images"} if it has any, and, if the row has an answer, {"ground_truth": answer}. Raises
+    ValueError if there is no user message.
     """
     given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
     messages: list[dict[str, Any]] = [
@@ -155,10 +152,8 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
 def episode_processor(row: Row, idx: int) -> PromptParts:
     """The problem, for environments of several turns.
 
-    Metadata is the row's `extra_env_info`; its `stop_strings`, if it has any, end the first turn.
-
-    Raises:
-        ValueError: if the row has no `extra_env_info`.
+    Metadata is the row's `extra_env_info`; its `stop_strings`, if it has any, end the first turn. Raises ValueError if
+    the row has no `extra_env_info`.
     """
     if "extra_env_info" not in row:
         raise ValueError(
@@ -183,8 +178,7 @@ def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
 def code_data_processor(row: Row, idx: int) -> PromptParts:
     """The problem; metadata {"tests"} of the row or, without tests, {"ground_truth": the expected output}.
 
-    Raises:
-        ValueError: if the row has neither tests nor an expected answer.
+    Raises ValueError if the row has neither tests nor an expected answer.
     """
     has_tests = row.get("tests") is not None
     if not has_tests and "expected_answer" not in row:
@@ -204,10 +198,8 @@ def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str
 def both_forms(row: Row) -> dict[str, Any]:
     """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has.
 
-    The first user message is the problem, and the last assistant message the expected answer.
-
-    Raises:
-        ValueError: if `messages` is no list of messages with role and content.
+    The first user message is the problem, and the last assistant message the expected answer. Raises ValueError if
+    `messages` is no list of messages with role and content.
     """
     if "messages" in row:
         _require_messages(row["messages"])
@@ -260,8 +252,7 @@ def register_processor(name: str, processor: Callable[..., Any]) -> None:
 def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any]:
     """The processor of a registry name or an import path.
 
-    Raises:
-        ValueError: if there is none, or one of examples does not take the flags.
+    Raises ValueError if there is none, or one of examples does not take the flags.
     """
     if name == "nemo_gym_data_processor":
         raise ValueError(

@@ -100,8 +100,7 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
 def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
     """Load all datasets of examples and find their processors and prompt files.
 
-    Raises:
-        ValueError, FileNotFoundError: as `setup_data`.
+    Raises ValueError or FileNotFoundError as `setup_data`.
     """
     loaded = _LoadedTables(cfg.train)
     validation = {DEFAULT_VALIDATION_SET: PromptDataset(loaded.held_out)} if loaded.held_out else {}
@@ -174,9 +173,8 @@ class RowReader:
     ) -> tuple[Any, dict[str, Pixels]]:
         """The result of the task's processor for the completed row, and the pixels of the row's images by digest.
 
-        Raises:
-            ValueError: naming the row, for a missing column, an image that cannot be read, images for a model that
-                reads text alone, and whatever the processor refuses.
+        Raises ValueError, naming the row, for a missing column, an image that cannot be read, images for a model that
+        reads text alone, and whatever the processor refuses.
         """
         task = self.tasks[prompt.task_name]
         try:
@@ -208,8 +206,7 @@ class PromptProcessor(RowReader):
     def __call__(self, prompt: Prompt) -> DatumSpec:
         """Tokenise. A prompt longer than `max_input_seq_length` tokens becomes a stub with `loss_multiplier` 0.
 
-        Raises:
-            ValueError: as `process`.
+        Raises ValueError as `process`.
         """
         datum, pixels = self.process(prompt, both_forms)
         made = DatumSpec(**{**datum, "task_name": prompt.task_name})

@@ -77,10 +77,7 @@ class StreamedPrompts(PromptSource):
     block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
 
     The table itself must not be shuffled: the buffer of such a shuffle is in no saved state. `options` are arguments of
-    `PromptSource`.
-
-    Raises:
-        ValueError: while iterating, if an epoch has less than one batch.
+    `PromptSource`. Raises ValueError while iterating, if an epoch has less than one batch.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2  # raise it when the layout of values changes
 BUSY_TIMEOUT_S = 60.0
 _DIGEST_BYTES = 8
-_PLACEHOLDER = "\x00id\x00"  # stands for the prompt id: rows of equal content share an entry
+_PLACEHOLDER = "\\u0000id\\u0000"  # in JSON, for the prompt id: rows of equal content share an entry
 _AS_REPR = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, bytes)
 
 MadeRow = tuple[list[Example], ExampleMeta]
@@ -39,10 +39,7 @@ class TokenCache:
 
     `fingerprint` identifies everything except the row that determines its tokens (tokenizer, template, processor,
     limits). A damaged file is renamed, with a warning, and a new one is made. If rows cannot be written, for example to
-    a full disk, the cache stops storing, with one warning.
-
-    Raises:
-        ValueError: if the directory cannot be written.
+    a full disk, the cache stops storing, with one warning. Raises ValueError if the directory cannot be written.
     """
 
     def __init__(self, fingerprint: str, directory: str | Path | None = None) -> None:
@@ -151,8 +148,7 @@ class TokenCache:
 def check_cache_dir(directory: str | Path | None = None) -> Path:
     """The directory of token caches, by default `tokens` in the cache folder; it is made if it does not exist.
 
-    Raises:
-        ValueError: if it cannot be written.
+    Raises ValueError if it cannot be written.
     """
     path = Path(directory) if directory is not None else cache_root() / "tokens"
     advice = "set NEMO_RL_CACHE to a folder that can be written, or switch the cache off with data.cache_tokens=false"
@@ -169,13 +165,14 @@ def encode_row(made: MadeRow, prompt_id: str) -> bytes:
     """A tokenised row as bytes: a digest, then safetensors of a JSON header, token ids and masks."""
     examples, meta = made
     header = {
-        "examples": [[example.sample_id.replace(prompt_id, _PLACEHOLDER), example.margin] for example in examples],
+        "examples": [[example.sample_id, example.margin] for example in examples],
         "lengths": meta.lengths,
         "num_loss_tokens": meta.num_loss_tokens,
-        "problem": None if meta.problem is None else meta.problem.replace(prompt_id, _PLACEHOLDER),
+        "problem": meta.problem,
         "problem_kind": meta.problem_kind,
     }
-    arrays: dict[str, np.ndarray] = {"header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)}
+    text = json.dumps(header).replace(_quoted(prompt_id), _PLACEHOLDER)
+    arrays: dict[str, np.ndarray] = {"header": np.frombuffer(text.encode(), dtype=np.uint8)}
     for number, example in enumerate(examples):
         arrays[f"ids_{number}"] = np.ascontiguousarray(example.token_ids, dtype=np.int32)
         arrays[f"mask_{number}"] = np.ascontiguousarray(example.token_mask, dtype=bool)
@@ -189,25 +186,18 @@ def decode_row(value: bytes, prompt: Prompt) -> MadeRow:
     if xxhash.xxh3_64_digest(body) != digest:
         raise DamagedCache("a value is not what was written")
     arrays = load(body)
-    header = json.loads(arrays["header"].tobytes())
-    examples = [
-        Example(
-            sample_id=sample_id.replace(_PLACEHOLDER, prompt.prompt_id),
-            token_ids=arrays[f"ids_{number}"],
-            token_mask=arrays[f"mask_{number}"],
-            margin=margin,
-        )
-        for number, (sample_id, margin) in enumerate(header.pop("examples"))
-    ]
-    problem = header.pop("problem")
-    meta = ExampleMeta(
-        prompt_id=prompt.prompt_id,
-        index=0,
-        lengths=tuple(header.pop("lengths")),
-        problem=None if problem is None else problem.replace(_PLACEHOLDER, prompt.prompt_id),
-        **header,
-    )
-    return examples, meta
+    header = json.loads(arrays["header"].tobytes().decode().replace(_PLACEHOLDER, _quoted(prompt.prompt_id)))
+    examples = []
+    for number, (sample_id, margin) in enumerate(header.pop("examples")):
+        own = {"token_ids": arrays[f"ids_{number}"], "token_mask": arrays[f"mask_{number}"]}
+        examples.append(Example(sample_id=sample_id, margin=margin, **own))
+    lengths = tuple(header.pop("lengths"))
+    return examples, ExampleMeta(prompt_id=prompt.prompt_id, index=0, lengths=lengths, **header)
+
+
+def _quoted(prompt_id: str) -> str:
+    """The id as it stands within a text of JSON."""
+    return json.dumps(prompt_id)[1:-1]
 
 
 def _exact(value: Any) -> Any:
