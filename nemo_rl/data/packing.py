@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -51,8 +51,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for start in range(0, len(order), num_parts):
         division = [(costs[item], [item]) for item in order[start : start + num_parts]]
-        heap.append((division[-1][0] - division[0][0], start, division))
-    heapq.heapify(heap)
+        heapq.heappush(heap, (division[-1][0] - division[0][0], start, division))
     while len(heap) > 1:
         # Join the two divisions with the largest differences, the largest part of one with the smallest of the other:
         # their differences then cancel instead of adding up.
@@ -89,24 +88,29 @@ class PackingAlgorithm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PackingMetrics:
-    """How full the bins of one call of `pack` are, in tokens unless stated otherwise."""
+    """How full the bins of one call of `pack` are."""
 
     num_sequences: int
-    num_bins: int
-    num_tokens: int
     bin_capacity: int
-    fullest: int
-    emptiest: int
+    loads: Sequence[int]  # tokens of each bin
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.loads)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.loads)
 
     @property
     def utilization(self) -> float:
         """The share of the capacity that holds tokens; 1.0 without bins."""
-        return self.num_tokens / (self.num_bins * self.bin_capacity) if self.num_bins else 1.0
+        return self.num_tokens / (self.num_bins * self.bin_capacity) if self.loads else 1.0
 
     @property
     def balance(self) -> float:
         """The emptiest bin over the fullest; 1.0 is even."""
-        return self.emptiest / self.fullest if self.fullest else 1.0
+        return min(self.loads) / max(self.loads) if self.loads else 1.0
 
 
 class SequencePacker(ABC):
@@ -124,11 +128,12 @@ class SequencePacker(ABC):
         bin_count_multiple: int | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value in (
-            ("bin_capacity", bin_capacity),
-            ("min_bin_count", min_bin_count),
-            ("bin_count_multiple", bin_count_multiple),
-        ):
+        counts = {
+            "bin_capacity": bin_capacity,
+            "min_bin_count": min_bin_count,
+            "bin_count_multiple": bin_count_multiple,
+        }
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it is at least 1")
         self.bin_capacity = bin_capacity
@@ -162,14 +167,7 @@ class SequencePacker(ABC):
         bins = split_fullest(bins, lengths, count)
         if self.collect_metrics:
             loads = [sum(lengths[i] for i in members) for members in bins]
-            self.metrics = PackingMetrics(
-                num_sequences=len(lengths),
-                num_bins=len(bins),
-                num_tokens=sum(loads),
-                bin_capacity=self.bin_capacity,
-                fullest=max(loads, default=0),
-                emptiest=min(loads, default=0),
-            )
+            self.metrics = PackingMetrics(num_sequences=len(lengths), bin_capacity=self.bin_capacity, loads=loads)
         return bins
 
     @abstractmethod
@@ -357,7 +355,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
     There must be at least `count` sequences.
     """
-    bins = [list(members) for members in bins]
+    bins = list(bins)
     heap = [(-sum(lengths[i] for i in members), k) for k, members in enumerate(bins) if len(members) > 1]
     heapq.heapify(heap)
     while len(bins) < count:
@@ -433,13 +431,9 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(
-    algorithm: PackingAlgorithm | str,
-    bin_capacity: int,
-    collect_metrics: bool = False,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
-    seed: int = 0,
-) -> SequencePacker:
-    """The packer of a name, which may be in any case. ValueError for an unknown name or a number below 1."""
-    return PACKERS[PackingAlgorithm(algorithm)](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, seed)
+def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, *args: Any, **options: Any) -> SequencePacker:
+    """The packer of a name, which may be in any case; the other arguments are those of `SequencePacker`.
+
+    Raises ValueError for an unknown name or a number below 1.
+    """
+    return PACKERS[PackingAlgorithm(algorithm)](bin_capacity, *args, **options)

@@ -14,11 +14,13 @@ import asyncio
 import base64
 import binascii
 import io
+import re
 import urllib.request
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +68,10 @@ def as_text(content: Any) -> str:
     return "".join(part.get("placeholder") or part["text"] for part in content)
 
 
-def row_contents(row: Row) -> Iterator[Any]:
-    """The contents of all messages of a row."""
-    yield row.get("problem")
-    for _, messages in _conversations(row):
-        yield from (message.get("content") for message in messages if isinstance(message, Mapping))
+def has_images(row: Row) -> bool:
+    """Whether any content of the row has an image."""
+    said = [message for _, messages in _conversations(row) for message in messages if isinstance(message, Mapping)]
+    return any(map(image_parts, [row.get("problem"), *(message.get("content") for message in said)]))
 
 
 def map_contents(row: Row, change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -103,12 +104,11 @@ async def open_images(row: Row) -> Row:
             {"type": "image", "image": read_image(_source(part))} if image_parts([part]) else part for part in content
         ]
 
-    has_images = any(map(image_parts, row_contents(row)))
-    return await asyncio.to_thread(map_contents, row, opened) if has_images else row
+    return await asyncio.to_thread(map_contents, row, opened) if has_images(row) else row
 
 
 def _source(part: Mapping[str, Any]) -> Any:
-    source = part.get("image") if part["type"] == "image" else part.get("image_url")
+    source = part.get(part["type"])
     if part["type"] == "image_url" and isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
@@ -142,10 +142,8 @@ def _bytes_of(source: Any, scheme: str) -> bytes:
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str | Path):
-        raise ValueError(
-            f"a source is a path, a URL, bytes, a PIL image or a value of datasets' Image feature, not a "
-            f"{type(source).__name__}"
-        )
+        known = "a path, a URL, bytes, a PIL image or a value of datasets' Image feature"
+        raise ValueError(f"a source is {known}, not a {type(source).__name__}")
     if scheme == "data":
         return base64.b64decode(str(source).partition(",")[2], validate=True)
     if scheme in ("http", "https", "file"):
@@ -227,11 +225,8 @@ class ImageReader:
         self._refuse_marks(text_of(content))
         if not image_parts(content):
             return content
-        return [
-            self._read_part(part, pixels) if part.get("type") in IMAGE_TYPES else part
-            for part in content
-            if part.get("type") in IMAGE_TYPES or part.get("text") is not None
-        ]
+        shown = [part for part in content if part.get("type") in IMAGE_TYPES or part.get("text") is not None]
+        return [self._read_part(part, pixels) if part.get("type") in IMAGE_TYPES else part for part in shown]
 
     def _refuse_marks(self, text: str) -> None:
         if found := next((mark for mark in image_marks(self.processor_path) if mark in text), None):
@@ -296,34 +291,27 @@ def expand(chat: Chat, images: Sequence[Mapping[str, Any]]) -> tuple[Chat, list[
     `images`: the read parts of all messages, in order. Raises ValueError if the chat template does not show all images.
     """
     placeholder = images[0]["placeholder"]
-    places, at = [], chat.text.find(placeholder)
-    while at >= 0:
-        places.append(at)
-        at = chat.text.find(placeholder, at + len(placeholder))
+    places = [found.start() for found in re.finditer(re.escape(placeholder), chat.text)]
     if len(places) != len(images):
         raise ValueError(
             f"the chat template shows {len(places)} of {len(images)} images: take one that shows {placeholder} for "
             "each, with policy.tokenizer.chat_template"
         )
-    growth = [0]
-    for image in images:
-        growth.append(growth[-1] + len(image["expansion"]) - len(placeholder))
+    expansions = [image["expansion"] for image in images]
+    growth = [0, *accumulate(len(expansion) - len(placeholder) for expansion in expansions)]
 
     def moved(position: int) -> int:
         return position + growth[bisect_left(places, position)]
 
-    pieces, last = [], 0
-    for place, image in zip(places, images, strict=True):
-        pieces += [chat.text[last:place], image["expansion"]]
-        last = place + len(placeholder)
+    in_order = iter(expansions)
     expanded = replace(
         chat,
-        text="".join([*pieces, chat.text[last:]]),
+        text=re.sub(re.escape(placeholder), lambda _: next(in_order), chat.text),
         begins=[moved(begin) for begin in chat.begins],
         answers=[[(moved(a), moved(b)) for a, b in spans] for spans in chat.answers],
     )
     starts = [moved(place) for place in places]
-    return expanded, [(a, a + len(image["expansion"])) for a, image in zip(starts, images, strict=True)]
+    return expanded, [(a, a + len(expansion)) for a, expansion in zip(starts, expansions, strict=True)]
 
 
 def spans_of_images(
@@ -332,10 +320,9 @@ def spans_of_images(
     """The tokens of each image, from its characters and the first character of each token."""
     spans = []
     for image, (begin, end) in zip(images, characters, strict=True):
-        first = bisect_left(starts, begin)
-        length = bisect_left(starts, end, lo=first) - first
+        first, last = bisect_left(starts, begin), bisect_left(starts, end)
         known = {"digest": image["digest"], "num_pixels": image["num_pixels"]}
-        spans.append(ImageSpan(start=first, length=length, **known))
+        spans.append(ImageSpan(start=first, length=last - first, **known))
     return spans
 
 

@@ -15,7 +15,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from jinja2.exceptions import TemplateError
@@ -110,12 +110,12 @@ def format_chat(
         raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
     _require_calls_and_tools(plain, text, template, prompt=prompt)
     layout = _layout(plain, template, prompt=prompt)
-    if layout.omitted_roles:
+    if isinstance(layout, list):
         raise ValueError(
-            f"the chat template leaves out messages of the role {' and '.join(map(repr, layout.omitted_roles))}: use "
-            "roles it knows, or another policy.tokenizer.chat_template"
+            f"the chat template leaves out messages of the role {' and '.join(map(repr, layout))}: use roles it knows, "
+            "or another policy.tokenizer.chat_template"
         )
-    headers, ends = layout.boundaries(plain, text) or _boundaries_one_by_one(plain, text, template, prompt=prompt)
+    headers, ends = _boundaries(layout, plain, text) or _boundaries_one_by_one(plain, text, template, prompt=prompt)
     bos, eos = str(template.tokenizer.bos_token or ""), str(template.tokenizer.eos_token or "")
     shift = len(bos) if add_bos and not text.startswith(bos) else 0
     full = bos[:shift] + text
@@ -157,11 +157,9 @@ def _require_calls_and_tools(plain: list[dict[str, Any]], text: str, template: C
     A message whose calls are not shown is empty, and would teach the model to say nothing.
     """
     advice = "take one that does with policy.tokenizer.chat_template"
-    for i, message in enumerate(plain):
-        if message.get("tool_calls"):
-            silent = {key: value for key, value in message.items() if key != "tool_calls"}
-            if template.try_render([*plain[:i], silent, *plain[i + 1 :]], prompt=prompt) == text:
-                raise ValueError(f"the chat template does not show the tool calls of message {i} (from 0): {advice}")
+    for i in (i for i, message in enumerate(plain) if message.get("tool_calls")):
+        if template.try_render([*plain[:i], _without_calls(plain[i]), *plain[i + 1 :]], prompt=prompt) == text:
+            raise ValueError(f"the chat template does not show the tool calls of message {i} (from 0): {advice}")
     if template.tools and replace(template, tools=None).try_render(plain, prompt=prompt) == text:
         raise ValueError(f"the chat template does not show the tools: {advice}, or remove the tools")
 
@@ -234,19 +232,25 @@ def _fixed_text(
 
 def _text_after(messages: Messages, template: ChatTemplate, *, prompt: bool = False) -> str | None:
     """The text after the content of the last of these messages; None if the content is not shown."""
-    for last in _with_placeholder(messages[-1]):
-        rendered = template.try_render([*messages[:-1], last], prompt=prompt)
-        if rendered is not None and PLACEHOLDER in rendered:
-            return rendered.rpartition(PLACEHOLDER)[2]
+    text = _with_placeholder(messages, len(messages) - 1, template, prompt=prompt)
+    return None if text is None else text.rpartition(PLACEHOLDER)[2]
+
+
+def _with_placeholder(messages: Messages, index: int, template: ChatTemplate, *, prompt: bool) -> str | None:
+    """The text with a placeholder for the content of a message; None if it is not shown.
+
+    The message has no tool calls, unless the template requires them.
+    """
+    message = {**messages[index], "content": PLACEHOLDER}
+    for replaced in (_without_calls(message), message):
+        text = template.try_render([*messages[:index], replaced, *messages[index + 1 :]], prompt=prompt)
+        if text is not None and PLACEHOLDER in text:
+            return text
     return None
 
 
-def _with_placeholder(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The message with a placeholder for its content; first without its tool calls, which a template may require."""
-    replaced = {**message, "content": PLACEHOLDER}
-    if not message.get("tool_calls"):
-        return [replaced]
-    return [{key: value for key, value in replaced.items() if key != "tool_calls"}, replaced]
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
 def _turn_end(special: re.Pattern[str], text: str, tail: str | None, *, ended: bool) -> int:
@@ -308,13 +312,12 @@ def _content_span(
     plain: Messages, index: int, text: str, template: ChatTemplate, *, prompt: bool
 ) -> tuple[int, int] | None:
     """Where the content of a message stands in the text; None if it is not shown."""
-    for replaced in _with_placeholder(plain[index]):
-        other = template.try_render([*plain[:index], replaced, *plain[index + 1 :]], prompt=prompt)
-        if other is not None and PLACEHOLDER in other:
-            begin = min(_common_length(other, text), other.index(PLACEHOLDER))
-            behind = len(other) - other.rindex(PLACEHOLDER) - len(PLACEHOLDER)
-            behind = min(_common_length(other[::-1], text[::-1]), behind)
-            return begin, max(begin, len(text) - behind)
+    other = _with_placeholder(plain, index, template, prompt=prompt)
+    if other is not None:
+        begin = min(_common_length(other, text), other.index(PLACEHOLDER))
+        behind = len(other) - other.rindex(PLACEHOLDER) - len(PLACEHOLDER)
+        behind = min(_common_length(other[::-1], text[::-1]), behind)
+        return begin, max(begin, len(text) - behind)
     # The template requires the tool calls of the message and shows no content beside them. Then the message is what the
     # conversation up to it adds to the conversation before it.
     before = template.try_render(plain[:index], prompt=plain[index]["role"] == "assistant") if index else ""
@@ -328,20 +331,18 @@ def _content_span(
 # -- Cached layouts.
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """What a template makes of all conversations with the same roles."""
+_Layout = _FixedText | list[str] | None
+"""What a template makes of all conversations with the same roles: fixed text around the contents, or the roles whose
+messages it omits. None: contents are not in order, or messages have more than a content."""
 
-    omitted_roles: tuple[str, ...] = ()  # roles whose messages do not appear
-    fixed: _FixedText | None = None  # None: contents are not in order, or messages have more than a content
 
-    def boundaries(self, plain: Messages, text: str) -> Boundaries | None:
-        """The boundaries in a text of this layout; None if it may have another."""
-        if self.fixed is None or not all(isinstance(message["content"], str) for message in plain):
-            return None
-        contents = [message["content"] for message in plain]
-        starts = _starts_verbatim(self.fixed, contents, text) or _starts_between(self.fixed, contents, text)
-        return None if starts is None else self.fixed.boundaries(starts, text)
+def _boundaries(layout: _FixedText | None, plain: Messages, text: str) -> Boundaries | None:
+    """The boundaries in a text of this layout; None if it may have another."""
+    if layout is None or not all(isinstance(message["content"], str) for message in plain):
+        return None
+    contents = [message["content"] for message in plain]
+    starts = _starts_verbatim(layout, contents, text) or _starts_between(layout, contents, text)
+    return None if starts is None else layout.boundaries(starts, text)
 
 
 def _starts_verbatim(fixed: _FixedText, contents: Sequence[str], text: str) -> list[int] | None:
@@ -379,10 +380,9 @@ def _starts_between(fixed: _FixedText, contents: Sequence[str], text: str) -> li
     return starts if starts[-1] >= cursor else None
 
 
-@dataclass
-class _TokenizerCache:
+class _TokenizerCache(NamedTuple):
     special: re.Pattern[str]  # any special token of the tokenizer
-    layouts: OrderedDict[Any, _Layout] = field(default_factory=OrderedDict)
+    layouts: OrderedDict[Any, _Layout]
 
 
 _caches: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerCache] = WeakKeyDictionary()
@@ -392,7 +392,8 @@ def _cached(tokenizer: PreTrainedTokenizerBase) -> _TokenizerCache:
     if tokenizer not in _caches:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted({*special, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
-        _caches[tokenizer] = _TokenizerCache(re.compile("|".join(map(re.escape, longest_first)) or r"(?!)"))
+        special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        _caches[tokenizer] = _TokenizerCache(special_pattern, OrderedDict())
     return _caches[tokenizer]
 
 
@@ -418,16 +419,15 @@ def _find_layout(plain: Messages, template: ChatTemplate, *, prompt: bool) -> _L
     replaced = [{**message, "content": name} for message, name in zip(plain, names, strict=True)]
     text = template.try_render(replaced, prompt=prompt)
     if text is None:
-        return _Layout()
-    missing = {
-        str(message["role"]): None
-        for message, name in zip(plain, names, strict=True)
-        if name not in text and not message.get("tool_calls")  # many templates show nothing beside a call
-    }
+        return None
+    # Many templates show nothing beside a call.
+    hidden = [m for m, name in zip(plain, names, strict=True) if name not in text and not m.get("tool_calls")]
+    if hidden:
+        return list(dict.fromkeys(str(message["role"]) for message in hidden))
     parts = re.split(r"(MESSAGE\d+CONTENT)", text)
-    if missing or parts[1::2] != names or any(message.keys() > {"role", "content"} for message in plain):
-        return _Layout(omitted_roles=tuple(missing))
-    return _Layout(fixed=_fixed_text(replaced, parts[0::2], template, prompt=prompt))
+    if parts[1::2] != names or any(message.keys() > {"role", "content"} for message in plain):
+        return None
+    return _fixed_text(replaced, parts[0::2], template, prompt=prompt)
 
 
 def _common_words(expected: str, text: str) -> int:

@@ -16,9 +16,9 @@ from nemo_rl.data.datasets.files import (
     JsonLines,
     column_names,
     converted,
+    load_data_path,
     load_example_table,
     load_response_rows,
-    load_table,
     options_of,
     require_columns,
     require_used_keys,
@@ -134,16 +134,16 @@ def load_conversations(cfg: TableConfig) -> Rows | StreamedTable:
         require_used_keys(cfg, ("chat_key", "system_key", "tool_key"), what, table)
         keys = cfg.model_dump(include={"chat_key", "system_key", "tool_key"})
         return converted(table, partial(chat_row, **keys, fill_ins=not isinstance(table, JsonLines)))
-    input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
-    if {"prompt", "completion"} <= set(columns) and not {input_key, output_key} <= set(columns):
+    keys = {"input_key": cfg.input_key or "input", "output_key": cfg.output_key or "output", **system}
+    if {"prompt", "completion"} <= set(columns) and not set(keys.values()) <= {*columns, cfg.system_key}:
         raise ValueError(
-            f"dataset {label!r} has no columns {input_key!r} (input_key) and {output_key!r} (output_key), but it has "
-            "'prompt' and 'completion': did you mean input_key=prompt output_key=completion?"
+            f"dataset {label!r} has no columns {keys['input_key']!r} (input_key) and {keys['output_key']!r} "
+            "(output_key), but it has 'prompt' and 'completion': did you mean input_key=prompt output_key=completion?"
         )
-    require_columns(table, {"input_key": input_key, "output_key": output_key, **system}, label)
+    require_columns(table, keys, label)
     what = f"the rows have no conversations, which chat_key would name, but texts; their columns: {', '.join(columns)}"
     require_used_keys(cfg, ("input_key", "output_key", "system_key"), what, table)
-    return converted(table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key))
+    return converted(table, partial(columns_row, **keys))
 
 
 def load_file(cfg: TableConfig) -> Rows | StreamedTable:
@@ -170,7 +170,7 @@ def load_open_assistant(cfg: TableConfig) -> list[Row]:
         raise ValueError("dataset 'open_assistant' cannot be streamed: a conversation is spread over its table")
     require_used_keys(cfg, (), "the dataset has columns of its own")
     path = cfg.data_path or "OpenAssistant/oasst2"
-    table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir)
+    table = load_data_path(cfg, path)
     if "prompt" in table.column_names:
         trees: Iterator[Mapping[str, Any]] = (row["prompt"] for row in table)
     else:

@@ -51,18 +51,18 @@ class JsonLines(LazyRows):
         return len(self._bounds)
 
     def __getitem__(self, index: Any) -> Any:
-        begin, end = self._bounds[index]
-        if (problem := _too_long(int(end - begin))) is not None:
-            raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) {problem}")
+        begin, end = map(int, self._bounds[index])
+        where = f"dataset file {self.path!r}: row {index} (from 0)"
+        _require_short(end - begin, where)
         with open(self.path, "rb") as file:
-            file.seek(int(begin))
-            line = file.read(int(end - begin))
+            file.seek(begin)
+            line = file.read(end - begin)
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # the latter of JSON with thousands of brackets
-            raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) is no JSON: {error}") from error
+            raise ValueError(f"{where} is no JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"dataset file {self.path!r}: row {index} (from 0) is no JSON object: {line[:80]!r}")
+            raise ValueError(f"{where} is no JSON object: {line[:80]!r}")
         return row
 
     @property
@@ -86,11 +86,10 @@ def _lines(path: str) -> Iterator[tuple[int, int]]:
             begin = end + 1
 
 
-def _too_long(num_bytes: int) -> str | None:
-    """Why a line of a file is not read."""
-    if num_bytes <= MAX_ROW_BYTES:
-        return None
-    return f"has {num_bytes / 2**20:,.0f} MiB, more than {MAX_ROW_BYTES >> 20} MiB: every row is a line of its own"
+def _require_short(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_ROW_BYTES:
+        size = f"{num_bytes / 2**20:,.0f} MiB, more than {MAX_ROW_BYTES >> 20} MiB"
+        raise ValueError(f"{where} has {size}: every row is a line of its own")
 
 
 class MarkedRows(LazyRows):
@@ -130,13 +129,12 @@ def convert_or_mark(row: Row, convert: Convert) -> Row:
     try:
         return convert(row)
     except KeyError as error:
-        return {BAD_ROW: f"has no column {error.args[0]!r}; it has: {', '.join(map(str, row))}"}
+        reason = f"has no column {error.args[0]!r}; it has: {', '.join(map(str, row))}"
     except TypeError as error:  # a value of another kind, or null, where the layout has a list or an object
-        return {
-            BAD_ROW: f"has columns {', '.join(map(str, row))}, which do not have the layout of the dataset: {error}"
-        }
+        reason = f"has columns {', '.join(map(str, row))}, which do not have the layout of the dataset: {error}"
     except ValueError as error:
-        return {BAD_ROW: str(error)}
+        reason = str(error)
+    return {BAD_ROW: reason}
 
 
 def converted(table: Any, convert: Convert) -> Rows | StreamedTable:
@@ -221,8 +219,7 @@ def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool
         raise ValueError(f"dataset file {path!r} is empty")
     if path.endswith(".jsonl") and Path(path).stat().st_size > MAX_ROW_BYTES:
         for row, (begin, end) in enumerate(_lines(path)):
-            if (problem := _too_long(end - begin)) is not None:
-                raise ValueError(f"dataset file {path!r}: row {row} (from 0) {problem}")
+            _require_short(end - begin, f"dataset file {path!r}: row {row} (from 0)")
     try:
         table = datasets.load_dataset(builder, data_files=path, cache_dir=cache_dir, streaming=streaming)["train"]
     except (DatasetGenerationError, ValueError) as error:
@@ -235,13 +232,12 @@ def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool
     return table
 
 
-def load_data_path(cfg: TableConfig) -> Any:
-    """The table of `data_path`. ValueError if there is no `data_path`; otherwise as `load_table`."""
-    if cfg.data_path is None:
+def load_data_path(cfg: TableConfig, path: str | None = None) -> Any:
+    """The table of `path`, or else of `data_path`. ValueError if there is neither; otherwise as `load_table`."""
+    if (path := path or cfg.data_path) is None:
         raise ValueError(f"dataset {cfg.dataset_name!r} needs data_path: a file or a Hugging Face path")
-    return load_table(
-        cfg.data_path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir, streaming=cfg.is_streamed
-    )
+    cache, streaming = cfg.download_dir, cfg.is_streamed
+    return load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=streaming)
 
 
 def load_example_table(cfg: ExampleTableConfig) -> tuple[Any, str]:
@@ -308,9 +304,8 @@ def require_columns(table: Any, needed: dict[str, str], label: str) -> None:
     columns = column_names(table)
     for key, column in needed.items():
         if column not in columns:
-            raise ValueError(
-                f"dataset {label!r} has no column {column!r} ({key}); its columns are: {', '.join(columns)}"
-            )
+            there = ", ".join(columns)
+            raise ValueError(f"dataset {label!r} has no column {column!r} ({key}); its columns are: {there}")
 
 
 def require_used_keys(cfg: TableConfig, used: Sequence[str], reason: str, table: Any = None) -> None:
@@ -320,48 +315,29 @@ def require_used_keys(cfg: TableConfig, used: Sequence[str], reason: str, table:
     """
     if not isinstance(cfg, ExampleTableConfig):
         return
-    fields = type(cfg).model_fields
-    keys = {key: value for key, value in cfg.model_dump().items() if key.endswith("_key")}
-    given = {key: value for key, value in keys.items() if value != fields[key].default}
+    given = {key: value for key, value in cfg.model_dump(exclude_defaults=True).items() if key.endswith("_key")}
     unused = [f"{key}={value}" for key, value in given.items() if key not in used]
     label = cfg.dataset_name or cfg.data_path
     if unused:
         raise ValueError(f"dataset {label!r}: {', '.join(unused)} is set but {reason}; remove it")
     for key, column in given.items():
-        if column not in column_names(table) and not (
-            isinstance(table, JsonLines) and any(column in row for row in MarkedRows(table, dict))
-        ):
+        # The first rows of a JSONL file, which tell its columns, may lack one that later rows have.
+        if not isinstance(table, JsonLines) or not any(column in row for row in MarkedRows(table, dict)):
             require_columns(table, {key: column}, str(label))
 
 
 # -- Tasks of NeMo Gym.
 
 
-class GymRows(LazyRows):
-    """Rows {"messages", "gym": the row as NeMo Gym has it} from a JSONL file of NeMo Gym."""
-
-    def __init__(self, rows: JsonLines) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        row = self._rows[index]
-        params = row.get("responses_create_params")
-        asked = params.get("input") if isinstance(params, dict) else None
-        items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-            raise ValueError(
-                f"dataset file {self._rows.path!r}: row {index} (from 0) has no responses_create_params.input, a text "
-                "or a list of items"
-            )
-        messages = [{"role": item["role"], "content": item.get("content", "")} for item in items if "role" in item]
-        return {"messages": messages, "gym": row}
-
-    @property
-    def column_names(self) -> list[str]:
-        return ["messages", "gym"]
+def gym_row(row: Row) -> Row:
+    """{"messages", "gym": the row as NeMo Gym has it}."""
+    params = row.get("responses_create_params")
+    asked = params.get("input") if isinstance(params, dict) else None
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+        raise ValueError("has no responses_create_params.input, a text or a list of items")
+    messages = [{"role": item["role"], "content": item.get("content", "")} for item in items if "role" in item]
+    return {"messages": messages, "gym": row}
 
 
 def load_gym_tasks(cfg: TableConfig) -> Rows:
@@ -369,4 +345,4 @@ def load_gym_tasks(cfg: TableConfig) -> Rows:
     if cfg.data_path is None:
         raise ValueError("dataset nemo_gym: set data_path to a JSONL file of NeMo Gym")
     _require_whole_file(cfg.data_path, cfg.subset, cfg.split)
-    return GymRows(JsonLines(cfg.data_path))
+    return MappedRows(JsonLines(cfg.data_path), gym_row, cfg.data_path)

@@ -25,6 +25,7 @@ from nemo_rl.data.datasets.files import (
     column_names,
     converted,
     is_file,
+    load_data_path,
     load_file_as,
     load_table,
     problem_row,
@@ -65,9 +66,9 @@ def load_problem_table(
             f"data.file_format={file_format!r} with dataset {path!r}: it is for local files and one of "
             f"{', '.join(suffix.removeprefix('.') for suffix in FORMATS)}"
         )
+    if is_file(path):  # a file is read whole; subset and split are meant for another dataset of the configuration
+        subset = split = None
     if file_format is None or path.endswith(f".{file_format}"):
-        if is_file(path):  # a file is read whole; subset and split are meant for another dataset of the configuration
-            subset = split = None
         table = load_table(path, subset=subset, split=split, cache_dir=cache_dir)
     else:
         table = load_file_as(path, FORMATS[f".{file_format}"], cache_dir)
@@ -98,12 +99,8 @@ class HubTable:
         subsets = (cfg.subset,) if cfg.subset or cfg.data_path else self.subsets
         split = cfg.split or (None if cfg.data_path else self.split)
         path = cfg.data_path or self.path
-        table = datasets.concatenate_datasets(
-            [
-                load_table(path, subset=subset, split=split, cache_dir=cfg.download_dir, streaming=cfg.is_streamed)
-                for subset in subsets
-            ]
-        )
+        how = {"split": split, "cache_dir": cfg.download_dir, "streaming": cfg.is_streamed}
+        table = datasets.concatenate_datasets([load_table(path, subset=subset, **how) for subset in subsets])
         for column in columns:
             require_columns(table, {f"of {cfg.dataset_name}": column}, path)
         return table
@@ -358,19 +355,19 @@ def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
             f"dataset {cfg.dataset_name!r}: data_path {cfg.data_path!r} is no folder with a {METADATA_FILE} (looked in "
             f"{Path.cwd()})"
         )
-    path, cache = str(folder / METADATA_FILE), cfg.download_dir
-    table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=cfg.is_streamed)
 
-    def convert(row: Row) -> Row:
-        if row.get("messages") is not None:
-            said = row["messages"]
-            return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
+    def asked(row: Row) -> Row:
         names = row["images"] if row.get("images") is not None else [row["file_name"]]
         images = [str(folder / name) for name in names]
         return {"problem": with_images(row["problem"], images), "expected_answer": str(row["answer"])}
 
-    as_asked = _for(cfg, convert)
-    return converted(table, lambda row: (convert if row.get("messages") is not None else as_asked)(row))
+    def convert(row: Row) -> Row:
+        if row.get("messages") is None:
+            return _for(cfg, asked)(row)
+        said = row["messages"]
+        return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
+
+    return converted(load_data_path(cfg, str(folder / METADATA_FILE)), convert)
 
 
 def _inside(folder: Path, content: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.data.chat.images import ImageReader, image_parts, images_of_log, row_contents
+from nemo_rl.data.chat.images import ImageReader, has_images, images_of_log
 from nemo_rl.data.config import (
     DEFAULT_VALIDATION_SET,
     AnyExampleDataConfig,
@@ -180,7 +180,7 @@ class RowReader:
         try:
             if self.images is not None:
                 row, pixels = self.images.read(prompt.row)
-            elif any(image_parts(content) for content in row_contents(prompt.row)):
+            elif has_images(prompt.row):
                 raise ValueError(
                     "it has images, and the model reads text alone: set policy.model_name to a vision-language model, "
                     "such as Qwen/Qwen2.5-VL-3B-Instruct"

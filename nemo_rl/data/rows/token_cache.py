@@ -189,8 +189,8 @@ def decode_row(value: bytes, prompt: Prompt) -> MadeRow:
     header = json.loads(arrays["header"].tobytes().decode().replace(_PLACEHOLDER, _quoted(prompt.prompt_id)))
     examples = []
     for number, (sample_id, margin) in enumerate(header.pop("examples")):
-        own = {"token_ids": arrays[f"ids_{number}"], "token_mask": arrays[f"mask_{number}"]}
-        examples.append(Example(sample_id=sample_id, margin=margin, **own))
+        ids, mask = arrays[f"ids_{number}"], arrays[f"mask_{number}"]
+        examples.append(Example(sample_id=sample_id, token_ids=ids, token_mask=mask, margin=margin))
     lengths = tuple(header.pop("lengths"))
     return examples, ExampleMeta(prompt_id=prompt.prompt_id, index=0, lengths=lengths, **header)
 
