@@ -1,5 +1,11 @@
-import json
+"""Orders of rows: every loader continues from a saved state with the batches of a run without interruption."""
 
+import json
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,45 +13,168 @@ from pydantic import ValidationError
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, whole_weights
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset, prompt_loader
+from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.data.rows.setup import StreamedRows
+from nemo_rl.data.rows.streaming import StreamedPrompts
+from nemo_rl.types import ExampleHandle, ExampleMeta
 
 
-def make_dataset(size=23, word="p"):
-    rows = [{"problem": f"{word}{i}", "expected_answer": "x"} for i in range(size)]
-    return PromptDataset([NamedRows(name="d", task_name="t", rows=rows)])
+def dataset(*sizes, weights=None):
+    weights = weights or [None] * len(sizes)
+    return PromptDataset(
+        [
+            NamedRows(name=f"d{i}", task_name="t", rows=[{"problem": f"p{row}"} for row in range(size)], weight=weight)
+            for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+        ]
+    )
 
 
-def take(loader, num_batches):
-    batches = []
-    while len(batches) < num_batches:
-        for batch in loader:
-            batches.append([prompt.prompt_id for prompt in batch])
-            if len(batches) == num_batches:
-                break
-    return batches
+def ids(batches):
+    return [[prompt.prompt_id for prompt in batch] for batch in batches]
+
+
+def epochs(source, num_epochs=2):
+    while source.epoch < num_epochs:
+        yield from source
+
+
+def take(source, num_batches):
+    return ids(islice(epochs(source, 99), num_batches))
+
+
+def mixed(sizes, weights, batch_size, *, seed=3, **options):
+    return PromptDataLoader(dataset(*sizes, weights=weights), batch_size, seed=seed, **options)
+
+
+class Rows:
+    """Rows without states."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        yield from ({"x": i} for i in range(self.size))
+
+
+class ResumableRows(Rows):
+    place = 0
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.size)
+
+    def __iter__(self):
+        while self.place < self.size:
+            self.place += 1
+            yield {"x": self.place - 1}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict):
+        self.place = state_dict["place"]
+
+
+def streamed(table, name, convert=dict):
+    return StreamedRows(name=name, task_name="t", table=table, convert=convert)
+
+
+class FakePool:
+    """Makes handles without tokens; notes what was begun and what was finished."""
+
+    def __init__(self):
+        self.started, self.finished = [], []
+
+    def start(self, prompts):
+        self.started.append(ids([prompts])[0])
+        return prompts
+
+    def finish(self, pending):
+        self.finished.append(ids([pending])[0])
+        metas = [ExampleMeta(prompt_id=i, index=0, lengths=(3,), num_loss_tokens=1) for i in self.finished[-1]]
+        return [ExampleHandle(ref=None, rows=[meta]) for meta in metas]
+
+
+class OfExamples(ExampleLoader):
+    """With the interface of a source, for two epochs."""
+
+    def __init__(self, batch_size, pool=None, **options):
+        prompts = PromptDataLoader(dataset(11), batch_size, seed=5, **options)
+        super().__init__(prompts, pool or FakePool(), max_num_epochs=2)
+
+    epoch = 0
+
+    def __iter__(self):
+        while (handles := self.next()) is not None:
+            yield [row for handle in handles for row in handle.rows]
+        self.epoch = 2
+
+
+def of_streams(first, block, batch_size, **options):
+    streams = [streamed(first(10), "a"), streamed(Rows(3), "b"), streamed(Rows(3), "c")]
+    return StreamedPrompts(streams, batch_size, shuffle_block=block, **options)
+
+
+SOURCES = {  # rows of an epoch, and what makes the source
+    "mixed": (11, st.just(partial(mixed, [5, 4, 2], [0.5, 0.3, 0.2]))),
+    "examples": (11, st.just(OfExamples)),
+    "streams": (16, st.builds(partial, st.just(of_streams), st.sampled_from([Rows, ResumableRows]), st.integers(1, 8))),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_interrupted_anywhere_a_source_continues_with_the_same_batches(kind):
+    num_rows, makers = SOURCES[kind]
+
+    @settings(max_examples=50, deadline=None)
+    @given(makers, st.integers(1, 9), st.booleans(), st.booleans(), st.data())
+    def check(make, batch_size, shuffle, drop_last, data):
+        def fresh():
+            return make(batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+
+        whole = ids(epochs(fresh()))
+        assert len(whole) == 2 * (num_rows // batch_size if drop_last else -(-num_rows // batch_size))
+        stop = data.draw(st.integers(0, len(whole)))
+        first, second = fresh(), fresh()
+        assert ids(islice(epochs(first), stop)) == whole[:stop]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert ids(epochs(second)) == whole[stop:]
+
+    check()
+
+
+def test_the_next_batch_of_examples_is_begun_when_one_is_handed_out():
+    loader = OfExamples(3, pool := FakePool())
+    assert pool.started == []
+    loader.next()
+    assert (len(pool.started), len(pool.finished)) == (2, 1)
+    list(loader)
+    assert pool.started == pool.finished and loader.next() is None
+
+
+# -- datasets with a length
 
 
 def test_an_epoch_has_every_prompt_once_and_epochs_differ():
-    loader = PromptDataLoader(make_dataset(), 5, seed=1, drop_last=False)
-    epochs = [[prompt.prompt_id for batch in loader for prompt in batch] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(f"d:{i}" for i in range(23))
-    assert epochs[0] != epochs[1]
-    assert len(loader) == 5
-    assert loader.epoch == 2
-    dropping = PromptDataLoader(make_dataset(), 5)
-    assert [len(batch) for batch in dropping] == [5] * 4
+    loader = PromptDataLoader(dataset(23), 5, seed=1, drop_last=False)
+    first, second = ([*chain(*ids(loader))] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted(f"d0:{i}" for i in range(23))
+    assert first != second and (len(loader), loader.epoch) == (5, 2)
+    assert [len(batch) for batch in PromptDataLoader(dataset(23), 5)] == [5] * 4
 
 
 def test_a_loader_of_your_own_decides_the_order_and_resumes():
     """examples/custom_dataloader/custom_dataloader.py: prompts of one to three digits, short ones first."""
-    options = {"shuffle": True, "seed": 1, "size_key": "grpo.num_prompts_per_step"}
     path = "examples.custom_dataloader.custom_dataloader:ShortFirst"
-    loader = prompt_loader(path, make_dataset(240), 8, **options)
-    whole = take(loader, 30)
+
+    def fresh(seed=1):
+        return prompt_loader(path, dataset(240), 8, shuffle=True, seed=seed, size_key="grpo.num_prompts_per_step")
+
+    whole = take(fresh(), 30)
     lengths = [sum(len(prompt) for prompt in batch) for batch in whole]
     assert lengths[0] < lengths[10] < lengths[29]
-    assert sorted(prompt for batch in whole for prompt in batch) == sorted(f"d:{i}" for i in range(240))
-    assert whole[:3] != take(prompt_loader(path, make_dataset(240), 8, **{**options, "seed": 2}), 3)
-    resumed, first = (prompt_loader(path, make_dataset(240), 8, **options) for _ in range(2))
+    assert sorted(chain(*whole)) == sorted(f"d0:{i}" for i in range(240))
+    assert whole[:3] != take(fresh(seed=2), 3)
+    first, resumed = fresh(), fresh()
     take(first, 7)
     resumed.load_state_dict(first.state_dict())
     assert take(resumed, 23) == whole[7:]
@@ -56,41 +185,23 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
     [
         ("nowhere.order:Loader", "no module 'nowhere' can be imported from here"),
         ("builtins:slice", "made a slice; it must make a subclass of"),
-        ("examples.custom_dataloader.custom_dataloader:LongFirst", "has no 'LongFirst'"),
     ],
 )
 def test_what_is_no_loader_is_refused(path, message):
     with pytest.raises(ValueError, match=message):
-        prompt_loader(path, make_dataset(), 4)
-
-
-def test_a_state_of_other_data_is_refused_with_the_differences():
-    state = PromptDataLoader(make_dataset(), 4, seed=1).state_dict()
-    other = PromptDataLoader(make_dataset(24), 3, seed=1)
-    with pytest.raises(ValueError, match=r"num_prompts: was 23, now 24; num_prompts_per_step: was 4, now 3"):
-        other.load_state_dict(state)
+        prompt_loader(path, dataset(23), 4)
 
 
 def test_too_few_prompts_are_refused_with_the_fix():
     with pytest.raises(ValueError, match="to at most 23"):
-        PromptDataLoader(make_dataset(), 24)
+        PromptDataLoader(dataset(23), 24)
     with pytest.raises(ValueError, match="empty"):
         PromptDataLoader(PromptDataset([]), 1)
 
 
-def mixed(sizes, weights, batch_size, *, shuffle=True, seed=3, drop_last=True):
-    parts = [
-        NamedRows(name=f"d{i}", task_name=f"t{i}", rows=[{"problem": str(row)} for row in range(size)], weight=weight)
-        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
-    ]
-    return PromptDataLoader(PromptDataset(parts), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
-
 def test_every_batch_has_its_share_exactly_and_each_dataset_comes_in_whole_passes():
-    loader = mixed([10, 7], [3.0, 1.0], 8)
-    batches = take(loader, 40)
-    for batch in batches:
-        assert sum(prompt.startswith("d0:") for prompt in batch) == 6
+    batches = take(mixed([10, 7], [3.0, 1.0], 8), 40)
+    assert all(sum(prompt.startswith("d0:") for prompt in batch) == 6 for batch in batches)
     for name, size in (("d0", 10), ("d1", 7)):
         drawn = [prompt for batch in batches for prompt in batch if prompt.startswith(name)]
         passes = [drawn[start : start + size] for start in range(0, len(drawn) - size, size)]
@@ -99,44 +210,72 @@ def test_every_batch_has_its_share_exactly_and_each_dataset_comes_in_whole_passe
     assert len(mixed([10, 7], [3.0, 1.0], 8)) == 17 // 8, "an epoch is as long as without weights"
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 11), st.integers(0, 9), st.integers(1, 9), st.booleans(), st.booleans())
-def test_a_mixed_loader_resumes_exactly(batch_size, before, after, shuffle, drop_last):
-    def fresh():
-        return mixed([5, 4, 2], [0.5, 0.3, 0.2], batch_size, shuffle=shuffle, drop_last=drop_last)
-
-    whole = take(fresh(), before + after)
-    first = fresh()
-    assert take(first, before) == whole[:before]
-    second = fresh()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert take(second, after) == whole[before:]
-
-
 def test_weights_are_proportions_and_decide_the_order():
-    assert take(mixed([9, 9], [3.0, 1.0], 4), 9) == take(mixed([9, 9], [0.75, 0.25], 4), 9)
-    assert take(mixed([9, 9], [3.0, 1.0], 4), 9) != take(mixed([9, 9], [3.0, 1.0], 4, seed=4), 9)
-    assert take(mixed([2, 2], [1.0, 1.0], 4, shuffle=False), 1) == [["d0:0", "d1:0", "d0:1", "d1:1"]]
-    with pytest.raises(ValueError, match=r"weights: was \[3, 1\], now \[1, 1\]"):
-        mixed([9, 9], [1.0, 1.0], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
-    with pytest.raises(ValueError, match=r"weights: was \[3, 1\], now None"):
-        mixed([9, 9], [None, None], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
-    assert whole_weights([0.7, 0.3]) == [7, 3]
-    assert whole_weights([1e-3, 2.0]) == [1, 2000]
-    with pytest.raises(ValueError, match="use rounder ones"):
-        whole_weights([1 / 3, 0.7])
+    def order(*weights, **options):
+        return take(mixed([9, 9], weights, 4, **options), 9)
+
+    assert order(3.0, 1.0) == order(0.75, 0.25) != order(3.0, 1.0, seed=4)
+    assert order(1.0, 1.0, shuffle=False)[0] == ["d0:0", "d1:0", "d0:1", "d1:1"]
+    assert whole_weights([0.7, 0.3]) == [7, 3] and whole_weights([1e-3, 2.0]) == [1, 2000]
 
 
-def section(**changes):
-    settings = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
-    return DatasetConfig.model_validate({**settings, **changes})
+@pytest.mark.parametrize(
+    ("sizes", "weights", "batch_size", "message"),
+    [
+        ([9, 9], [1.0, 1.0], 4, r"weights: was \[3, 1\], now \[1, 1\]"),
+        ([9, 9], [None, None], 4, r"weights: was \[3, 1\], now None"),
+        ([9, 8], [3.0, 1.0], 3, "num_prompts: was 18, now 17; num_prompts_per_step: was 4, now 3"),
+    ],
+)
+def test_a_state_of_other_data_is_refused_with_the_differences(sizes, weights, batch_size, message):
+    with pytest.raises(ValueError, match=message):
+        mixed(sizes, weights, batch_size).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
 
 
-def test_weights_are_for_all_training_datasets_or_for_none():
-    def told(message, train, validation=None):
-        with pytest.raises(ValidationError, match=message):
-            DataConfig(train=train, validation=validation, max_input_seq_length=9)
+@pytest.mark.parametrize(
+    ("train", "validation", "message"),
+    [
+        ([1.0, None], None, r"train\.1\.weight: .*give all of them one, or none"),
+        ([0.123456789, 1.0], None, r"train\.0\.weight: .*use rounder ones"),
+        ([None], [1.0], r"validation\.0\.weight: "),
+    ],
+)
+def test_weights_are_for_all_training_datasets_or_for_none(train, validation, message):
+    keys = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
+    sections = [weights and [DatasetConfig(**keys, weight=w) for w in weights] for weights in (train, validation)]
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(train=sections[0], validation=sections[1], max_input_seq_length=9)
 
-    told(r"train\.1\.weight: .*give all of them one, or none", [section(weight=1.0), section()])
-    told(r"train\.0\.weight: .*rounder", [section(weight=0.123456789), section(weight=1.0)])
-    told(r"validation\.0\.weight: ", [section()], [section(weight=1.0)])
+
+# -- streams
+
+
+def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
+    source = StreamedPrompts([streamed(Rows(30), "a"), streamed(Rows(10), "b")], 5, shuffle_block=15)
+    first, second = ([*chain(*ids(source))] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted([f"a:{i}" for i in range(30)] + [f"b:{i}" for i in range(10)])
+    assert first != second and source.epoch == 2
+    assert first[:15] != [f"a:{i}" for i in range(15)]
+    assert sorted(first[:15]) == sorted(f"a:{i}" for i in range(15))
+    assert set(first[30:]) == {f"b:{i}" for i in range(10)}
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_local_files_are_streamed_and_resumed(tmp_path: Path, kind):
+    table = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)])
+    path = str(tmp_path / f"rows.{kind}")
+    getattr(table, f"to_{kind}")(path)
+    stored = datasets.load_dataset(kind, data_files=path, split="train", streaming=True, cache_dir=str(tmp_path))
+    stream = streamed(stored, "f", lambda row: {"problem": row["text"]})
+
+    def fresh():
+        return StreamedPrompts([stream], 4, shuffle_block=7)
+
+    whole = list(epochs(fresh()))
+    assert all(p.row["problem"] == f"row {p.prompt_id.removeprefix('f:')}" for batch in whole for p in batch)
+    for stop in (0, 1, 4, 6, 9):
+        first, second = fresh(), fresh()
+        list(islice(epochs(first), stop))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert first.fingerprint() == fresh().fingerprint()  # which reads rows too
+        assert ids(epochs(second)) == ids(whole[stop:])
