@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, KeyPath, as_yaml
-from nemo_rl.config.loader import fill_defaults, known_keys, load_config, resolve, sections
+from nemo_rl.config.loader import Slot, fill_defaults, known_keys, load_config, resolve, sections
 from nemo_rl.config.sources import PARENTS_KEY, REPLACE_KEY, SourcedTree, load_parents
 from nemo_rl.config.translator import Translator
 from nemo_rl.utils.registry import import_object
@@ -203,7 +203,8 @@ def convert(path: Path) -> str:
     result, translator = today(model, tree)
     base, _ = today(model, parents)
     fill_defaults(model, base.values)
-    places = {section.path[:end] for section in sections(model, result.values) for end in range(len(section.path) + 1)}
+    found = (path for path, _, _ in sections(Slot.of(model), result.values))
+    places = {path[:end] for path in found for end in range(len(path) + 1)}
     wanted = _differing(_own(result, result.values, (), str(path)), base, (), places)
     node, lines = yaml.compose(text), text.splitlines()
     assert isinstance(node, yaml.MappingNode)

@@ -13,7 +13,7 @@ import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, as_yaml, dotted, nearest_key, unknown_key
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
-from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree, paths_of
+from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree, walk
 
 logger = logging.getLogger(__name__)
 
@@ -132,50 +132,33 @@ def register_omegaconf_resolvers() -> None:
 
 
 def resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
-    """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
+    """The values with every `${...}` replaced. An entry that cannot be resolved becomes null and a problem."""
     register_omegaconf_resolvers()
-    _refuse_malformed(tree, tree.values, (), problems)
-    return _resolved(tree, tree.values, OmegaConf.create(tree.values), (), problems)
-
-
-def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
-    """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
-    for key, entry in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
-        below = (*path, key)
-        if isinstance(entry, dict | list):
-            _refuse_malformed(tree, entry, below, problems)
-        elif isinstance(entry, str) and "${" in entry:
-            try:
-                OmegaConf.create({"entry": entry})
-            except OmegaConfBaseException:
-                problems.append(Problem(below, f"not a valid interpolation: {entry}", tree.location(below)))
-                value[key] = None
-
-
-def _resolved(tree: SourcedTree, raw: Any, view: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    """Walk the raw tree and OmegaConf's view of it side by side, so that each failure has a path."""
-    entries: dict[Any, Any] = {}
-    for key, entry in raw.items() if isinstance(raw, dict) else enumerate(raw):
-        below = (*path, key)
-        if isinstance(entry, dict | list):
-            entries[key] = _resolved(tree, entry, view[key], below, problems)
-            continue
-        entries[key] = entry
-        if not isinstance(entry, str) or ("${" not in entry and entry != "???"):
-            continue
+    texts = {path: entry for path, entry in walk(tree.values) if isinstance(entry, str)}
+    texts = {path: text for path, text in texts.items() if "${" in text or text == "???"}
+    for path, text in list(texts.items()):
         try:
-            value = view[key]
-            is_container = isinstance(value, DictConfig | ListConfig)
-            entries[key] = OmegaConf.to_container(value, resolve=True) if is_container else value
+            OmegaConf.create({"entry": text})
+        except OmegaConfBaseException:  # it cannot even be parsed: the others are resolved without it
+            problems.append(Problem(path, f"not a valid interpolation: {text}", tree.location(path)))
+            tree.get(path[:-1])[path[-1]] = None
+            del texts[path]
+    view, resolved = OmegaConf.create(tree.values), SourcedTree(copy.deepcopy(tree.values))
+    for path, text in texts.items():
+        holder = resolved.get(path[:-1])
+        holder[path[-1]] = None
+        try:
+            entry = reduce(operator.getitem, path, view)  # key by key: a key may contain dots
+            is_container = isinstance(entry, DictConfig | ListConfig)
+            holder[path[-1]] = OmegaConf.to_container(entry, resolve=True) if is_container else entry
             continue
         except MissingMandatoryValue:
-            message = f"must be given, e.g. {dotted(below)}=... on the command line"
+            message = f"must be given, e.g. {dotted(path)}=... on the command line"
         except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
             reason = str(error).strip().splitlines()
-            message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
-        problems.append(Problem(below, message, tree.location(below)))
-        entries[key] = None
-    return entries if isinstance(raw, dict) else list(entries.values())
+            message = f"cannot resolve {text}: {reason[0] if reason else type(error).__name__}"
+        problems.append(Problem(path, message, tree.location(path)))
+    return resolved.values
 
 
 # Validation errors
@@ -302,7 +285,7 @@ def _apply(
         hint = f", the nearest is {nearest}" if nearest else ""
         return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
     value = override.value()
-    if any(None in below for below in paths_of(value, path)):
+    if any(None in below for below, _ in walk(value, path)):
         return Problem(path, "a key must be a plain text (got null)", location)
     try:
         tree.put(path, value, location)
@@ -311,9 +294,7 @@ def _apply(
     return None
 
 
-# The models as a schema of the raw tree: which keys exist, their defaults, what is not supported yet.
-
-RawTree = dict[str, Any]
+# The models as a schema of the raw tree: which keys exist, and their defaults.
 
 
 @dataclass(frozen=True)
@@ -384,60 +365,50 @@ def container(annotation: Any, kind: type) -> Any | None:
     return next((member for member in members if get_origin(member) is kind), None)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A mapping of the tree together with the model it follows."""
-
-    path: KeyPath
-    model: type[BaseModel]
-    values: RawTree
+Section = tuple[KeyPath, type[BaseModel], dict[str, Any]]
+"""A mapping of the tree: its place, the model it follows, its values."""
 
 
-def sections(model: type[BaseModel], values: RawTree, path: KeyPath = ()) -> Iterator[Section]:
-    """This section and all below it, parents first."""
-    yield Section(path, model, values)
-    for name, field in model.model_fields.items():
-        if name in values:
-            yield from _sections_at(Slot.of_field(field), values[name], (*path, name))
-
-
-def _sections_at(slot: Slot, value: Any, path: KeyPath) -> Iterator[Section]:
+def sections(slot: Slot, value: Any, path: KeyPath = ()) -> Iterator[Section]:
+    """The sections at a place of the tree and below it, parents first."""
     item, mapped = slot.item(), slot.mapped()
     if isinstance(value, list) and item is not None:
         for index, entry in enumerate(value):
-            yield from _sections_at(item, entry, (*path, index))
+            yield from sections(item, entry, (*path, index))
     elif isinstance(value, dict):
         if item is not None and not slot.names_items(value):  # a single item may stand for a list of one
-            yield from _sections_at(item, value, path)
+            yield from sections(item, value, path)
         elif mapped is not None:
             for key, entry in value.items():
-                yield from _sections_at(mapped, entry, (*path, key))
+                yield from sections(mapped, entry, (*path, key))
         elif (model := slot.model(value)) is not None:
-            yield from sections(model, value, path)
+            yield path, model, value
+            for name, field in model.model_fields.items():
+                if name in value:
+                    yield from sections(Slot.of_field(field), value[name], (*path, name))
 
 
-def fill_defaults(model: type[BaseModel], values: RawTree) -> None:
+def fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     """Write every absent default into the tree, derived ones as interpolations, so that others can refer to them."""
-    for section in sections(model, values):
-        for name, field in section.model.model_fields.items():
+    for _, section, values in sections(Slot.of(model), tree):
+        for name, field in section.model_fields.items():
             slot = Slot.of_field(field)
-            derived = slot.mark(Derived)
-            if name not in section.values:
-                if derived is not None:
-                    section.values[name] = derived.interpolation
+            if name not in values:
+                if (derived := slot.mark(Derived)) is not None:
+                    values[name] = derived.interpolation
                 elif not field.is_required():
                     default = field.get_default(call_default_factory=True, validated_data={})
-                    section.values[name] = default.model_dump() if isinstance(default, BaseModel) else default
+                    values[name] = default.model_dump() if isinstance(default, BaseModel) else default
                 elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
-                    section.values[name] = {}
+                    values[name] = {}
             named_by_key = slot.mark(NamedByKey)
-            if named_by_key is not None and isinstance(section.values.get(name), dict):
-                for key, entry in section.values[name].items():
+            if named_by_key is not None and isinstance(values.get(name), dict):
+                for key, entry in values[name].items():
                     if isinstance(entry, dict):
                         entry.setdefault(named_by_key.field, key)
 
 
-def known_keys(model: type[BaseModel], values: RawTree) -> list[str]:
+def known_keys(model: type[BaseModel], values: dict[str, Any]) -> list[str]:
     """Dotted names of all keys of the models, and of the keys of free mappings in `values`."""
     found: dict[str, None] = {}
     _collect_keys(Slot.of(model), values, (), found)
@@ -464,7 +435,7 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
             _collect_keys(mapped or Slot(Any), entry, (*path, str(key)), found)
 
 
-def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
+def is_known(model: type[BaseModel], values: dict[str, Any], path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
     key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
     return key in known_keys(model, values)

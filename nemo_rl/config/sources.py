@@ -90,7 +90,7 @@ class SourcedTree:
             if not isinstance(holder, dict | list):
                 raise KeyError(path[: depth + 1])
         self._merge_value(holder, path, value)
-        for below in paths_of(value, path):
+        for below, _ in walk(value, path):
             self.locations[below] = location
 
     def merge(self, child: SourcedTree) -> None:
@@ -209,8 +209,9 @@ def _construct(
         raise ConfigError([Problem(path, f"is no {kind} that can be read: {error}", place)]) from None
 
 
-def paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    yield path
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """`value` at `path` and every entry below it, parents first."""
+    yield path, value
     if isinstance(value, dict | list):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from paths_of(entry, (*path, key))
+            yield from walk(entry, (*path, key))
