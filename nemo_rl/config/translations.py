@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.config.rules import Rules
+
 LOOPS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 ALIASES = {
     "loop": LOOPS,
@@ -73,142 +75,79 @@ PUZZLE_DATA: dict[str, dict[str, Any]] = {
 
 # -- Values: the tree with defaults and resolved values.
 
-
-@dataclass(frozen=True)
-class Value:
-    """A value that becomes another one where `when` holds."""
-
-    key: str
-    when: str
-    value: Any
-    reason: str
-    only_theirs: bool = False  # in a file that has other keys of NeMo RL; elsewhere it is a mistake
-    is_default: bool = False  # where the file does not state the key, which NeMo RL does not have
-
-
 _DDP, _PEFT = "megatron_cfg.distributed_data_parallel_config", "dtensor_cfg.lora_cfg"
-_NO_DECAY = (
-    "megatron_cfg.scheduler.lr_decay_style != constant and megatron_cfg.optimizer.min_lr={megatron_cfg.optimizer.lr}"
-)
 _PACKING = {
     "ffd": "first_fit_decreasing",
     "ffs": "first_fit_shuffle",
     "mffd": "modified_first_fit_decreasing",
     "modified_ffd": "modified_first_fit_decreasing",
 }
-VALUES = (
-    Value("loop.val_period", "val_period=-1", 0, "-1 is 0 today: no validation between the first and the last step"),
-    Value(
-        "ppo.adv_estimator.length_adaptive_alpha",
-        "ppo.adv_estimator.length_adaptive_alpha=0",
-        None,
-        "0 is null today: lambda does not depend on the length",
+VALUES: Rules = {
+    "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
+    "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
+        "0 is null today: lambda does not depend on the length"
     ),
-    Value("model.max_grad_norm", "max_grad_norm=0", None, "0 is null today: no clipping"),
-    Value(
-        "model.max_grad_norm",
-        "megatron_cfg.enabled and megatron_cfg.optimizer.clip_grad=0",
-        None,
-        "null: no clipping, as megatron_cfg.optimizer.clip_grad=0 says",
+    "model.max_grad_norm: max_grad_norm=0 -> null": "0 is null today: no clipping",
+    "model.max_grad_norm: megatron_cfg.enabled and megatron_cfg.optimizer.clip_grad=0 -> null": (
+        "null: no clipping, as megatron_cfg.optimizer.clip_grad=0 says"
     ),
-    Value("model.megatron_cfg.optimizer.clip_grad", "megatron_cfg.optimizer.clip_grad=0", None, "0 is null today"),
-    *(
-        Value(
-            f"model.{backend}.sequence_parallel",
-            f"{backend}.sequence_parallel and {backend}.{size}=1",
-            False,
-            "false: there is one tensor-parallel rank",
-            only_theirs=True,
+    "model.megatron_cfg.optimizer.clip_grad: megatron_cfg.optimizer.clip_grad=0 -> null": "0 is null today",
+    "model.megatron_cfg.scheduler.lr_decay_style: megatron_cfg.scheduler.lr_decay_style != constant and "
+    "megatron_cfg.optimizer.min_lr={megatron_cfg.optimizer.lr} -> constant": "constant, as min_lr is lr",
+    "model.megatron_cfg.moe_token_dispatcher_type: megatron_cfg.moe_token_dispatcher_type=flex -> alltoall": (
+        "alltoall: another way of the same tokens to their experts"
+    ),
+    "generation.vllm_cfg.expert_parallel_size: vllm_cfg.expert_parallel_size > 1 and "
+    "vllm_cfg.expert_parallel_size <= {vllm_cfg.tensor_parallel_size} -> 1": (
+        "an engine splits experts like its other layers"
+    ),
+    f"model.{_PEFT}.match_all_linear: {_PEFT}.match_all_linear=false and not {_PEFT}.target_modules and "
+    f"{_PEFT}.exclude_modules -> true": "true: every linear layer but exclude_modules",
+    **{
+        f"model.sequence_packing.algorithm: sequence_packing.algorithm={old} -> {new}": f"{old} is {new} today"
+        for old, new in _PACKING.items()
+    },
+    "environment.verifier_type: verifier_type=multichoice -> english_multichoice": "multichoice has a language today",
+}
+"""`key: condition -> value` that the key gets where the condition holds; reason."""
+
+VALUES_OF_THEIRS: Rules = {
+    **{
+        f"model.{backend}.sequence_parallel: {backend}.sequence_parallel and {backend}.{size}=1 -> false": (
+            "false: there is one tensor-parallel rank"
         )
         for backend, size in (
             ("dtensor_cfg", "tensor_parallel_size"),
             ("megatron_cfg", "tensor_model_parallel_size"),
         )
+    },
+    f"model.{_DDP}.overlap_param_gather: {_DDP}.overlap_param_gather and not {_DDP}.overlap_grad_reduce -> false": (
+        "false: it comes with overlap_grad_reduce, and changes no result"
     ),
-    Value(
-        f"model.{_DDP}.overlap_param_gather",
-        f"{_DDP}.overlap_param_gather and not {_DDP}.overlap_grad_reduce",
-        False,
-        "false: it comes with overlap_grad_reduce, and changes no result",
-        only_theirs=True,
+    "model.megatron_cfg.recompute_granularity: megatron_cfg.recompute_granularity and "
+    "not megatron_cfg.activation_checkpointing -> null": "null: nothing is recomputed without activation_checkpointing",
+    "grpo.batch_multiplier: grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling -> 1.0": (
+        "1: it counts for dynamic sampling alone"
     ),
-    Value(
-        "model.megatron_cfg.recompute_granularity",
-        "megatron_cfg.recompute_granularity and not megatron_cfg.activation_checkpointing",
-        None,
-        "null: nothing is recomputed without activation_checkpointing",
-        only_theirs=True,
-    ),
-    Value("model.megatron_cfg.scheduler.lr_decay_style", _NO_DECAY, "constant", "constant, as min_lr is lr"),
-    Value(
-        "model.megatron_cfg.moe_token_dispatcher_type",
-        "megatron_cfg.moe_token_dispatcher_type=flex",
-        "alltoall",
-        "alltoall: another way of the same tokens to their experts",
-    ),
-    Value(
-        "generation.vllm_cfg.expert_parallel_size",
-        "vllm_cfg.expert_parallel_size > 1 and vllm_cfg.expert_parallel_size <= {vllm_cfg.tensor_parallel_size}",
-        1,
-        "an engine splits experts like its other layers",
-    ),
-    Value(
-        f"model.{_PEFT}.match_all_linear",
-        f"{_PEFT}.match_all_linear=false and not {_PEFT}.target_modules and {_PEFT}.exclude_modules",
-        True,
-        "true: every linear layer but exclude_modules",
-    ),
-    *(
-        Value("model.sequence_packing.algorithm", f"sequence_packing.algorithm={old}", new, f"{old} is {new} today")
-        for old, new in _PACKING.items()
-    ),
-    Value(
-        "model.scheduler_step_per",
-        "scheduler_step_per=optimizer_step",
-        "train_call",
-        "train_call: NeMo RL's scheduler steps once in each training step",
-        only_theirs=True,
-        is_default=True,
-    ),
-    Value(
-        "grpo.adv_estimator.std",
-        "grpo.adv_estimator.normalize_rewards and grpo.adv_estimator.use_leave_one_out_baseline",
-        "leave_one_out",
-        "leave_one_out: NeMo RL divides by the standard deviation of the other samples",
-        only_theirs=True,
-        is_default=True,
-    ),
-    Value(
-        "grpo.batch_multiplier",
-        "grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling",
-        1.0,
-        "1: it counts for dynamic sampling alone",
-        only_theirs=True,
-    ),
-    Value(
-        "environment.verifier_type",
-        "verifier_type=multichoice",
-        "english_multichoice",
-        "multichoice has a language today",
-    ),
-    *(
-        Value(
-            f"model.{key}",
-            f"megatron_cfg.enabled and {key}",
-            None,
-            f"null: Megatron trains with megatron_cfg.{key}",
-            only_theirs=True,
-        )
+    **{
+        f"model.{key}: megatron_cfg.enabled and {key} -> null": f"null: Megatron trains with megatron_cfg.{key}"
         for key in ("optimizer", "scheduler")
+    },
+    "checkpointing.model_save_format: checkpointing.model_save_format=safetensors and policy.megatron_cfg.enabled "
+    "-> torch_save": "torch_save: Megatron's parts of tensors have a format of their own",
+}
+"""The same for a file that has other keys of NeMo RL; elsewhere such a value is a mistake."""
+
+DEFAULTS_OF_THEIRS: Rules = {
+    "model.scheduler_step_per: scheduler_step_per=optimizer_step -> train_call": (
+        "train_call: NeMo RL's scheduler steps once in each training step"
     ),
-    Value(
-        "checkpointing.model_save_format",
-        "checkpointing.model_save_format=safetensors and policy.megatron_cfg.enabled",
-        "torch_save",
-        "torch_save: Megatron's parts of tensors have a format of their own",
-        only_theirs=True,
+    "grpo.adv_estimator.std: grpo.adv_estimator.normalize_rewards and "
+    "grpo.adv_estimator.use_leave_one_out_baseline -> leave_one_out": (
+        "leave_one_out: NeMo RL divides by the standard deviation of the other samples"
     ),
-)
+}
+"""The same where the file does not state the key, which NeMo RL does not have."""
 
 DIFFERENCES = {
     "grpo.reward_shaping.enabled and not grpo.reward_shaping.stop_properly_penalty_coef": (
@@ -257,10 +196,6 @@ def one_of(*values: Any) -> Neutral:
     return lambda value: any(type(value) is type(v) and value == v for v in values)
 
 
-def none_of(*values: Any) -> Neutral:
-    return lambda value: value not in values
-
-
 def switched_off(value: Any) -> bool:
     """Whether a section is null, empty or has `enabled: false`."""
     return not value or (isinstance(value, dict) and value.get("enabled") in (False, None))
@@ -268,9 +203,6 @@ def switched_off(value: Any) -> bool:
 
 def anything(value: Any) -> bool:
     return True
-
-
-_nothing, _ZERO, _EMPTY = one_of(None, False), one_of(None, 0, 0.0), one_of(None, False, [], {})
 
 
 @dataclass(frozen=True)
@@ -282,8 +214,16 @@ class Foreign:
     is_ours: bool = False  # a key of this library whose other values are NeMo RL's; other rows leave our keys alone
 
 
+_nothing = one_of(None, False)
+
+
 def _keys(*keys: str, under: str = "", neutral: Neutral = _nothing) -> tuple[Foreign, ...]:
     return tuple(Foreign(f"{under}.{key}" if under else key, neutral) for key in keys)
+
+
+def _without(key: str, *values: str) -> Foreign:
+    """A key of this library that has these values in NeMo RL alone."""
+    return Foreign(key, lambda value: value not in values, is_ours=True)
 
 
 def _one_device(section: Any) -> bool:
@@ -364,150 +304,102 @@ PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
 """Sections of `env` that are of type `vlm` where they do not say it."""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Keys of something that this library lacks: one line in the error, however many of them a file has."""
+FEATURES: dict[str, tuple[Foreign, ...]] = {
+    "NeMo-Gym": (
+        *_keys("should_use_nemo_gym", under="env"),
+        *_keys("train_jsonl_fpath", "validation_jsonl_fpath", "agent_name", under="data"),
+        _without("dataset.dataset_name", "NemoGymDataset"),
+        _without("dataset.processor", "nemo_gym_data_processor"),
+    ),
+    "environments of video and sound": (
+        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
+        _without("environment.type", *SOUND_SETS),
+        _without("dataset.dataset_name", *SOUND_SETS),
+    ),
+    "distillation between different tokenizers": (
+        *_keys("gold_loss", "xtoken_loss", "uncommon_topk", "ce_loss_scale", "alpha", "temperature", under="loss_fn"),
+        *_keys("reverse_kl", "exact_token_match_only", "kl_loss_weight", "sum_weights_metric", under="loss_fn"),
+        *_keys("loss_fn.normalize_teacher_by_vocab"),
+        *_keys("dataset.characters_per_sample", "dataset.data_files", "dataset.text_key"),
+    ),
+    "engines other than vLLM": (_without("generation.backend", "sglang", "trtllm", "dynamo"),),
+    "drafts of EAGLE before version 3": (_without("generation.vllm_kwargs.speculative_config.method", "eagle"),),
+    "drafts of a policy that does not generate": _keys("model.draft", neutral=switched_off),
+    "quantisation-aware training": _keys(
+        *("model.quant_cfg", "generation.quant_cfg", "model.quant_batch_size", "model.quant_calib_data"),
+        *("model.quant_sequence_length", "model.quant_calib_size", "model.disable_modelopt_layer_spec"),
+    ),
+    "quantised base models": _keys("model.dequantize_base_checkpoint"),
+    "prediction of several tokens": (
+        *_keys("mtp_num_layers", under=_MEGATRON, neutral=one_of(None, 0)),
+        *_keys("mtp_use_repeated_layer", under=_MEGATRON),
+    ),
+    "experts split over several engines": _keys(f"{_VLLM}.expert_parallel_size", neutral=one_of(1, None)),
+    "layers that an FP8 engine keeps in bfloat16": (
+        *_keys("num_first_layers_in_bf16", "num_last_layers_in_bf16", under=_VLLM, neutral=one_of(0, None)),
+        *_keys("quantization_ignored_layer_kws", under=_VLLM, neutral=one_of([], None)),
+    ),
+    "parsers of tool calls and reasoning other than hermes": (
+        *_keys("tool_parser_plugin", "reasoning_parser_plugin", under=_VLLM),
+        *_keys(f"{_CHAT}.reasoning_parser"),
+        Foreign(f"{_CHAT}.tool_parser", one_of("hermes", None), is_ours=True),
+    ),
+    "other kinds of adapters": (
+        *_keys("lora_dtype", under=f"{_MEGATRON}.peft", neutral=one_of(None, "None")),
+        *_keys("lora_B_init_method", under=f"{_MEGATRON}.peft", neutral=one_of(None, "zero")),
+        *_keys("a2a_experimental", under=f"{_MEGATRON}.peft"),
+    ),
+    "penalties for malformed answers": (
+        *_keys("penalize_invalid_tool_call", "penalize_malformed_thinking", under="grpo"),
+        *_keys("invalid_tool_call_advantage", "malformed_thinking_advantage", under="grpo"),
+        *_keys("reward_penalties", neutral=one_of({}, None)),
+    ),
+    "several data loaders": _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
+    "teachers inside GRPO": _keys("on_policy_distillation", neutral=switched_off),
+    "likelihood of right answers in the loss": _keys(
+        "loss_fn.positive_example_nll_weight", neutral=one_of(None, 0, 0.0)
+    ),
+    "asynchronous PPO": _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off),
+    "dynamic sampling in PPO": (
+        *_keys("ppo.use_dynamic_sampling"),
+        *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None)),
+    ),
+    "masks by logprob error in PPO": _keys("ppo.seq_logprob_error_threshold"),
+    "validation from a later step on": _keys("loop.val_start_at", neutral=one_of(-1, None)),
+    "this form of early stopping": _keys("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold"),
+    "other estimators of advantages": (_without("grpo.adv_estimator.name", "raw_reward", "gae", "opd"),),
+    "training in float16": (_without("model.precision", "float16"),),
+    "checkpoints of Megatron to begin with": _keys("model.pretrained_checkpoint", neutral=one_of({}, None)),
+    "Megatron's own FSDP": _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp"),
+    "overrides of Megatron's model": _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None)),
+    "logprobs before temperature": _keys(f"{_VLLM}.logprobs_mode", neutral=one_of("processed_logprobs", None)),
+    "an HTTP server of Megatron's workers": _keys(
+        "expose_http_server", "parsers", under=_MCORE, neutral=one_of(None, False, [], {})
+    ),
+    "drafts of Megatron's workers": _keys(f"{_MCORE}.num_speculative_tokens", neutral=one_of(0, None)),
+    "special tokens around prompts": _keys(
+        "add_bos", "add_eos", "add_generation_prompt", "add_system_prompt", under="data"
+    ),
+    "an environment's model on several devices": (
+        *_keys("env.reward_model.dtensor_cfg", neutral=_one_device),
+        *_keys("env.reward_model.megatron_cfg", neutral=switched_off),
+    ),
+    "other reward models": _keys("env.reward_model.reward_model_type", neutral=one_of("bradley_terry", None)),
+    "indexes of passages on GPUs": _keys("environment.device", neutral=one_of("cpu", None)),
+    "stop strings of an environment": _keys("environment.stop_strings"),
+    "the single controller of NeMo RL": _keys("async_rl", neutral=one_of({}, None)),
+}
+"""What this library lacks -> keys: one line in the error, however many of the keys a file has."""
 
-    name: str
-    keys: tuple[Foreign, ...]
-    decides: tuple[str, ...] = ()  # sections that mean something else with it: their problems are not reported
-
-
-FEATURES = (
-    Feature(
-        "NeMo-Gym",
-        (
-            *_keys("env.should_use_nemo_gym", "data.train_jsonl_fpath", "data.validation_jsonl_fpath"),
-            *_keys("data.agent_name"),
-            Foreign("dataset.dataset_name", none_of("NemoGymDataset"), is_ours=True),
-            Foreign("dataset.processor", none_of("nemo_gym_data_processor"), is_ours=True),
-        ),
-        decides=("data", "env", *LOOPS, "policy.generation"),
-    ),
-    Feature(
-        "environments of video and sound",
-        (
-            *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
-            Foreign("environment.type", none_of(*SOUND_SETS), is_ours=True),
-            Foreign("dataset.dataset_name", none_of(*SOUND_SETS), is_ours=True),
-        ),
-        decides=("data", "env"),
-    ),
-    Feature(
-        "distillation between different tokenizers",
-        (
-            *_keys("loss_fn.gold_loss", "loss_fn.xtoken_loss", "loss_fn.uncommon_topk", "loss_fn.ce_loss_scale"),
-            *_keys("loss_fn.alpha", "loss_fn.temperature", "loss_fn.reverse_kl", "loss_fn.exact_token_match_only"),
-            *_keys("loss_fn.kl_loss_weight", "loss_fn.sum_weights_metric", "loss_fn.normalize_teacher_by_vocab"),
-            *_keys("dataset.characters_per_sample", "dataset.data_files", "dataset.text_key"),
-        ),
-        decides=("data", "loss_fn", "distillation", "teacher", "teachers"),
-    ),
-    Feature(
-        "engines other than vLLM",
-        (Foreign("generation.backend", none_of("sglang", "trtllm", "dynamo"), is_ours=True),),
-        decides=("policy.generation",),
-    ),
-    Feature(
-        "drafts of EAGLE before version 3",
-        (Foreign("generation.vllm_kwargs.speculative_config.method", none_of("eagle"), is_ours=True),),
-        decides=("policy.generation.vllm_kwargs",),
-    ),
-    Feature("drafts of a policy that does not generate", _keys("model.draft", neutral=switched_off)),
-    Feature(
-        "quantisation-aware training",
-        _keys(
-            *("model.quant_cfg", "generation.quant_cfg", "model.quant_batch_size", "model.quant_calib_data"),
-            *("model.quant_sequence_length", "model.quant_calib_size", "model.disable_modelopt_layer_spec"),
-        ),
-    ),
-    Feature("quantised base models", _keys("model.dequantize_base_checkpoint")),
-    Feature(
-        "prediction of several tokens",
-        (
-            *_keys(f"{_MEGATRON}.mtp_num_layers", neutral=one_of(None, 0)),
-            *_keys(f"{_MEGATRON}.mtp_use_repeated_layer"),
-        ),
-    ),
-    Feature("experts split over several engines", _keys(f"{_VLLM}.expert_parallel_size", neutral=one_of(1, None))),
-    Feature(
-        "layers that an FP8 engine keeps in bfloat16",
-        (
-            *_keys(f"{_VLLM}.num_first_layers_in_bf16", f"{_VLLM}.num_last_layers_in_bf16", neutral=one_of(0, None)),
-            *_keys(f"{_VLLM}.quantization_ignored_layer_kws", neutral=one_of([], None)),
-        ),
-    ),
-    Feature(
-        "parsers of tool calls and reasoning other than hermes",
-        (
-            *_keys("tool_parser_plugin", "reasoning_parser_plugin", under=_VLLM),
-            *_keys(f"{_CHAT}.reasoning_parser"),
-            Foreign(f"{_CHAT}.tool_parser", one_of("hermes", None), is_ours=True),
-        ),
-    ),
-    Feature(
-        "other kinds of adapters",
-        (
-            *_keys("lora_dtype", under=f"{_MEGATRON}.peft", neutral=one_of(None, "None")),
-            *_keys("lora_B_init_method", under=f"{_MEGATRON}.peft", neutral=one_of(None, "zero")),
-            *_keys("a2a_experimental", under=f"{_MEGATRON}.peft"),
-        ),
-    ),
-    Feature(
-        "penalties for malformed answers",
-        (
-            *_keys("grpo.penalize_invalid_tool_call", "grpo.penalize_malformed_thinking"),
-            *_keys("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
-            *_keys("reward_penalties", neutral=one_of({}, None)),
-        ),
-    ),
-    Feature(
-        "several data loaders",
-        _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
-        decides=("data",),
-    ),
-    Feature("teachers inside GRPO", _keys("on_policy_distillation", neutral=switched_off)),
-    Feature("likelihood of right answers in the loss", _keys("loss_fn.positive_example_nll_weight", neutral=_ZERO)),
-    Feature("asynchronous PPO", _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off)),
-    Feature(
-        "dynamic sampling in PPO",
-        (*_keys("ppo.use_dynamic_sampling"), *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None))),
-    ),
-    Feature("masks by logprob error in PPO", _keys("ppo.seq_logprob_error_threshold")),
-    Feature("validation from a later step on", _keys("loop.val_start_at", neutral=one_of(-1, None))),
-    Feature(
-        "this form of early stopping",
-        _keys("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold"),
-    ),
-    Feature(
-        "other estimators of advantages",
-        (Foreign("grpo.adv_estimator.name", none_of("raw_reward", "gae", "opd"), is_ours=True),),
-    ),
-    Feature("training in float16", (Foreign("model.precision", none_of("float16"), is_ours=True),)),
-    Feature("checkpoints of Megatron to begin with", _keys("model.pretrained_checkpoint", neutral=one_of({}, None))),
-    Feature("Megatron's own FSDP", _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp")),
-    Feature("overrides of Megatron's model", _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None))),
-    Feature("logprobs before temperature", _keys(f"{_VLLM}.logprobs_mode", neutral=one_of("processed_logprobs", None))),
-    Feature(
-        "an HTTP server of Megatron's workers", _keys("expose_http_server", "parsers", under=_MCORE, neutral=_EMPTY)
-    ),
-    Feature("drafts of Megatron's workers", _keys(f"{_MCORE}.num_speculative_tokens", neutral=one_of(0, None))),
-    Feature(
-        "special tokens around prompts",
-        _keys("data.add_bos", "data.add_eos", "data.add_generation_prompt", "data.add_system_prompt"),
-    ),
-    Feature(
-        "an environment's model on several devices",
-        (
-            *_keys("env.reward_model.dtensor_cfg", neutral=_one_device),
-            *_keys("env.reward_model.megatron_cfg", neutral=switched_off),
-        ),
-    ),
-    Feature("other reward models", _keys("env.reward_model.reward_model_type", neutral=one_of("bradley_terry", None))),
-    Feature("indexes of passages on GPUs", _keys("environment.device", neutral=one_of("cpu", None))),
-    Feature("stop strings of an environment", _keys("environment.stop_strings")),
-    Feature("the single controller of NeMo RL", _keys("async_rl", neutral=one_of({}, None))),
-)
+DECIDES = {
+    "NeMo-Gym": ("data", "env", *LOOPS, "policy.generation"),
+    "environments of video and sound": ("data", "env"),
+    "distillation between different tokenizers": ("data", "loss_fn", "distillation", "teacher", "teachers"),
+    "engines other than vLLM": ("policy.generation",),
+    "drafts of EAGLE before version 3": ("policy.generation.vllm_kwargs",),
+    "several data loaders": ("data",),
+}
+"""Feature -> sections that mean something else with it: their problems are not reported."""
 
 USED = {
     "model.dtensor_cfg": "dtensor_cfg.enabled",

@@ -9,12 +9,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
-from nemo_rl.config.rules import holds
+from nemo_rl.config.rules import Rules, holds
 from nemo_rl.config.sources import SourcedTree
 from nemo_rl.config.translations import (
     ALIASES,
     DATASET_NAMES,
+    DECIDES,
+    DEFAULTS_OF_THEIRS,
     DIFFERENCES,
     FEATURES,
     IGNORED,
@@ -29,6 +33,7 @@ from nemo_rl.config.translations import (
     USED,
     VALIDATION_OF,
     VALUES,
+    VALUES_OF_THEIRS,
     WITHOUT_MEANING,
     Foreign,
 )
@@ -37,13 +42,18 @@ NUM_SHOWN = 3  # keys of a missing feature in its message
 _TRANSLATED = Location("NeMo RL's form")
 
 
-def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
-    """(section of the alias, key) of every place of the tree that `pattern` names."""
+def _split(pattern: str) -> list[tuple[list[str], list[str]]]:
+    """(section, key) of a pattern, for each section of its alias; without an alias, the section is empty."""
     head, _, rest = pattern.partition(".")
     if head not in ALIASES:
-        return [((), path) for path, _ in _found(pattern.split("."), values, ())]
-    sections = [place for section in ALIASES[head] for place in _found(section.split("."), values, ())]
-    return [(at, path) for at, holder in sections for path, _ in _found(rest.split("."), holder, at)]
+        return [([], pattern.split("."))]
+    return [(section.split("."), rest.split(".")) for section in ALIASES[head]]
+
+
+def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
+    """(section of the alias, key) of every place of the tree that `pattern` names."""
+    found = [(key, *place) for section, key in _split(pattern) for place in _found(section, values, ())]
+    return [(at, path) for key, at, holder in found for path, _ in _found(key, holder, at)]
 
 
 def _is_dataset(written: Any) -> bool:
@@ -83,25 +93,22 @@ class Translator:
 
     def other_algorithm(self, sections: Collection[str]) -> list[Problem]:
         """A problem if the file is for another algorithm than the one whose configuration has `sections`."""
-        others = [name for name in (*LOOPS, "eval") if name in self.tree.values and name not in sections]
-        if not others or any(name in self.tree.values for name in (*LOOPS, "eval") if name in sections):
+        loops = [name for name in (*LOOPS, "eval") if name in self.tree.values]
+        if not loops or any(name in sections for name in loops):
             return []
-        text = f"this file is for another script: examples/run_{others[0]}.py"
-        return [Problem((others[0],), text, self.tree.location((others[0],)))]
+        text = f"this file is for another script: examples/run_{loops[0]}.py"
+        return [Problem((loops[0],), text, self.tree.location((loops[0],)))]
 
     def is_known(self, path: KeyPath) -> bool:
         """Whether the table has a key, or a section around it."""
-        tables = (WITHOUT_MEANING, *IGNORED.values(), *(feature.keys for feature in FEATURES))
+        tables = (WITHOUT_MEANING, *IGNORED.values(), *FEATURES.values())
         flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
-        for pattern in (*MOVED, *flat, *(row.key for rows in tables for row in rows)):
-            head, _, rest = pattern.partition(".")
-            for whole in [f"{section}.{rest}" for section in ALIASES[head]] if head in ALIASES else [pattern]:
-                parts = whole.split(".")
-                pairs = zip(parts, path, strict=False)
-                if len(parts) <= len(path) and all(
-                    part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs
-                ):
-                    return True
+        patterns = (*MOVED, *flat, *(row.key for rows in tables for row in rows))
+        for parts in ([*section, *key] for pattern in patterns for section, key in _split(pattern)):
+            pairs = zip(parts, path, strict=False)
+            same = all(part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs)
+            if same and len(parts) <= len(path):
+                return True
         return False
 
     # Old forms
@@ -138,7 +145,8 @@ class Translator:
         data = values.get("data")
         if isinstance(data, dict):
             if "eval" in values or "generation" in values:
-                self._file_of_an_evaluation()
+                if "data_paths" in data:
+                    self._move(("data", "data_paths"), ("data", "dataset_name"), "dataset_name today")
             elif all(_is_dataset(data.get(name)) for name in ("train", "validation", "default")):
                 self._datasets()
 
@@ -157,11 +165,6 @@ class Translator:
             self.moves[old] = new
         self.tree.delete(old)
         self.remark(old, text)
-
-    def _file_of_an_evaluation(self) -> None:
-        data = self.tree.values["data"]
-        if "data_paths" in data:
-            self._move(("data", "data_paths"), ("data", "dataset_name"), "dataset_name today")
 
     def _datasets(self) -> None:
         """Keys of `data` itself become keys of `data.train`, `data.validation` and `data.default`."""
@@ -233,10 +236,10 @@ class Translator:
             if not self._holds(condition, section)
         ]
         theirs = bool(self.remarks)
-        self._translate_values(off, theirs=False)
+        self._translate_values(VALUES, off)
         dropped = [path for row in WITHOUT_MEANING for path in self._foreign(row, keys)]
         asking: dict[str, list[KeyPath]] = {}
-        for name, rows in (*IGNORED.items(), *((feature.name, feature.keys) for feature in FEATURES)):
+        for name, rows in (*IGNORED.items(), *FEATURES.items()):
             for row in rows:
                 for path in self._foreign(row, keys):
                     is_neutral = row.neutral(self.tree.get(path))
@@ -250,10 +253,12 @@ class Translator:
         for why in IGNORED:
             for path in asking.get(why, ()):
                 self.remark(path, f"has no effect: {why}")
-        lacking = [feature for feature in FEATURES if feature.name in asking]
-        problems = [self._lacking(feature.name, asking[feature.name]) for feature in lacking]
-        self.decided = [section for feature in lacking for section in feature.decides]
-        self._translate_values(off, theirs=theirs or bool(asking or dropped))
+        lacking = [feature for feature in FEATURES if feature in asking]
+        problems = [self._lacking(feature, asking[feature]) for feature in lacking]
+        self.decided = [section for feature in lacking for section in DECIDES.get(feature, ())]
+        if theirs or asking or dropped:
+            self._translate_values(VALUES_OF_THEIRS, off)
+            self._translate_values(DEFAULTS_OF_THEIRS, off)
         if dropped or self.remarks:
             self._saves()
             self._verifier()
@@ -265,15 +270,16 @@ class Translator:
                 self.tree.delete(path)
         return problems
 
-    def _translate_values(self, off: list[KeyPath], *, theirs: bool) -> None:
-        """Apply the rows of `VALUES`: those that are only for files of NeMo RL if it is one (`theirs`)."""
-        for row in VALUES:
-            for section, path in places(row.key, self.tree.values):
-                applies = (theirs or not row.only_theirs) and not (row.is_default and path in self.tree.locations)
-                if applies and self._holds(row.when, section):
-                    self._put(path, row.value)
+    def _translate_values(self, table: Rules, off: list[KeyPath]) -> None:
+        for rule, reason in table.items():
+            key, _, change = rule.partition(": ")
+            condition, _, value = change.partition(" -> ")
+            for section, path in places(key, self.tree.values):
+                is_stated = table is DEFAULTS_OF_THEIRS and path in self.tree.locations
+                if not is_stated and self._holds(condition, section):
+                    self._put(path, yaml.safe_load(value))
                     if not any(path[: len(at)] == at for at in off):
-                        self.remark(path, row.reason)
+                        self.remark(path, reason)
 
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""

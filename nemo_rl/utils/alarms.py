@@ -5,7 +5,8 @@ An alarm compares steps with the first ones that this process saw, and speaks on
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from nemo_rl.utils.config import AlarmsConfig
 
@@ -21,29 +22,72 @@ LOOPS = "train/repetition_loop_rate"
 VALIDATION = "validation/accuracy"
 _WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED, LOOPS)
 _SPIKE_HISTORY = 20  # steps
-_TOO_HIGH = {
-    "kl_blowup": (
+
+
+class _Trend(NamedTuple):
+    """An alarm on the medians of a metric: of the latest steps, `now`, and of the first ones, `first`."""
+
+    metric: str
+    sounds: Callable[[float, float, float], bool]  # (now, first, the value of the key)
+    text: str
+    while_unsolved: bool = False  # a solved task may look like this
+
+
+_TRENDS = {
+    "entropy_collapse": _Trend(
+        ENTROPY,
+        lambda now, first, share: now < share * first,
+        "the entropy fell from {first:.3g} to {now:.3g} while the reward is {reward:.3g}: samples of a group become "
+        "equal. Raise the temperature or loss_fn.ratio_clip_max (clip-higher), lower the learning rate, or mix in "
+        "harder prompts",
+        while_unsolved=True,
+    ),
+    "length_explosion": _Trend(
+        LENGTH,
+        lambda now, first, factor: now > factor * first,
+        "answers grew from {first:.0f} to {now:.0f} tokens. Penalise overlong answers, use a loss per token instead of "
+        "per sequence, and read samples for repetition",
+    ),
+    "length_collapse": _Trend(
+        LENGTH,
+        lambda now, first, share: now < share * first,
+        "answers shrank from {first:.0f} to {now:.0f} tokens while the reward is {reward:.3g}. Look for a reward that "
+        "short answers earn, and for a length normalisation that favours them",
+        while_unsolved=True,
+    ),
+    "mixed_groups": _Trend(
+        MIXED,
+        lambda now, first, least: now < least,
+        "{now:.0%} of the groups have different rewards, the others teach nothing (reward {reward:.3g}). Take prompts "
+        "of other difficulty, more samples per prompt, or dynamic sampling",
+        while_unsolved=True,
+    ),
+    "kl_blowup": _Trend(
         KL,
-        "the KL from the reference policy is {:.3g} per token. Lower the learning rate, raise "
+        lambda now, first, most: now > most,
+        "the KL from the reference policy is {now:.3g} per token. Lower the learning rate, raise "
         "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
     ),
-    "clip_fraction": (
+    "clip_fraction": _Trend(
         CLIPPED,
-        "{:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
+        lambda now, first, most: now > most,
+        "{now:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
         "steps per batch, a smaller learning rate, or fresher samples",
     ),
-    "truncation": (
+    "truncation": _Trend(
         TRUNCATED,
-        "{:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
+        lambda now, first, most: now > most,
+        "{now:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
         "and policy.max_total_sequence_length, or read samples for repetition",
     ),
-    "repetition_loops": (
+    "repetition_loops": _Trend(
         LOOPS,
-        "{:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
+        lambda now, first, most: now > most,
+        "{now:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
         "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
     ),
 }
-"""Key of `AlarmsConfig` -> metric and message of an alarm that sounds above the key's value."""
+"""By key of `AlarmsConfig`."""
 
 
 class LearningAlarms:
@@ -77,49 +121,20 @@ class LearningAlarms:
 
     def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """(key of `AlarmsConfig`, message)."""
-        yield from self._of_drift()
-        yield from self._of_levels()
+        yield from self._of_trends()
         yield from self._of_spikes(metrics)
         yield from self._of_validation(metrics)
 
-    def _of_drift(self) -> Iterator[tuple[str, str]]:
-        cfg, solved = self._cfg, self._is_solved()
-        entropy, before = self._level(ENTROPY), self._start(ENTROPY)
-        if _under(entropy, before, cfg.entropy_collapse) and not solved:
-            yield (
-                "entropy_collapse",
-                f"the entropy fell from {before:.3g} to {entropy:.3g} while the reward is {self._level(REWARD):.3g}: "
-                "samples of a group become equal. Raise the temperature or loss_fn.ratio_clip_max (clip-higher), lower "
-                "the learning rate, or mix in harder prompts",
-            )
-        length, before = self._level(LENGTH), self._start(LENGTH)
-        if _over(length, before, cfg.length_explosion):
-            yield (
-                "length_explosion",
-                f"answers grew from {before:.0f} to {length:.0f} tokens. Penalise overlong answers, use a loss "
-                "per token instead of per sequence, and read samples for repetition",
-            )
-        if _under(length, before, cfg.length_collapse) and not solved:
-            yield (
-                "length_collapse",
-                f"answers shrank from {before:.0f} to {length:.0f} tokens while the reward is "
-                f"{self._level(REWARD):.3g}. Look for a reward that short answers earn, and for a length "
-                "normalisation that favours them",
-            )
-
-    def _of_levels(self) -> Iterator[tuple[str, str]]:
-        mixed, least = self._level(MIXED), self._cfg.mixed_groups
-        if mixed is not None and least is not None and mixed < least and not self._is_solved():
-            yield (
-                "mixed_groups",
-                f"{mixed:.0%} of the groups have different rewards, the others teach nothing (reward "
-                f"{self._level(REWARD):.3g}). Take prompts of other difficulty, more samples per prompt, or "
-                "dynamic sampling",
-            )
-        for key, (metric, text) in _TOO_HIGH.items():
-            level, most = self._level(metric), vars(self._cfg)[key]
-            if level is not None and most is not None and level > most:
-                yield key, text.format(level)
+    def _of_trends(self) -> Iterator[tuple[str, str]]:
+        reward = self._level(REWARD)
+        is_solved = reward is None or reward >= self._cfg.solved_reward  # all groups have equal, good answers
+        for key, trend in _TRENDS.items():
+            limit, now = vars(self._cfg)[key], self._level(trend.metric)
+            if limit is None or now is None or (trend.while_unsolved and is_solved):
+                continue
+            first = statistics.median(self._first[trend.metric])
+            if trend.sounds(now, first, limit):
+                yield key, trend.text.format(now=now, first=first, reward=reward)
 
     def _of_spikes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         factor, scaled = self._cfg.gradient_spike, _scaled_norm(metrics)
@@ -155,16 +170,6 @@ class LearningAlarms:
         values = self._latest.get(name, ())
         return statistics.median(values) if len(values) == self._cfg.window else None
 
-    def _start(self, name: str) -> float | None:
-        """Median of the first values."""
-        values = self._first.get(name, ())
-        return statistics.median(values) if len(values) == self._cfg.window else None
-
-    def _is_solved(self) -> bool:
-        """Whether the reward is so high that little is left to learn, as all groups have equal, good answers."""
-        reward = self._level(REWARD)
-        return reward is None or reward >= self._cfg.solved_reward
-
 
 def _scaled_norm(metrics: Mapping[str, float]) -> float | None:
     """The gradient norm that a step would have if all its groups had different rewards; None if none has.
@@ -173,11 +178,3 @@ def _scaled_norm(metrics: Mapping[str, float]) -> float | None:
     """
     norm, mixed = metrics.get(GRAD_NORM), metrics.get(MIXED, 1.0)
     return norm / mixed**0.5 if norm is not None and mixed > 0 else None
-
-
-def _under(value: float | None, before: float | None, share: float | None) -> bool:
-    return value is not None and before is not None and share is not None and value < share * before
-
-
-def _over(value: float | None, before: float | None, factor: float | None) -> bool:
-    return value is not None and before is not None and factor is not None and value > factor * before

@@ -13,7 +13,8 @@ from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfi
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.config.rules import _CLAUSE
-from nemo_rl.config.translations import DIFFERENCES, USED, VALUES
+from nemo_rl.config import translations
+from nemo_rl.config.translations import DIFFERENCES, USED
 from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.rewards import find_reward_function, load_reward
 from nemo_rl.evals.config import EvalMasterConfig
@@ -288,7 +289,10 @@ def test_numbers_that_differ_at_equal_keys_are_said(
 
 
 def test_every_condition_of_the_table_can_be_read() -> None:
-    conditions = [row.when for row in VALUES] + [*USED.values(), *DIFFERENCES]
+    tables = (translations.VALUES, translations.VALUES_OF_THEIRS, translations.DEFAULTS_OF_THEIRS)
+    rules = [rule for table in tables for rule in table]
+    assert all(": " in rule and " -> " in rule for rule in rules)
+    conditions = [rule.partition(": ")[2].partition(" -> ")[0] for rule in rules] + [*USED.values(), *DIFFERENCES]
     assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))
 
 
