@@ -24,7 +24,7 @@ Z_95 = 1.959963984540054  # 0.975 quantile of the standard normal distribution
 SCORED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """What the metrics need of one sample."""
 
@@ -32,6 +32,11 @@ class Outcome:
     reward: float
     answer: str | None
     num_tokens: int  # generated
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment or the engine failed: another try might give an outcome."""
+        return self.status.is_failure or self.status.is_late
 
 
 # -- one prompt
@@ -124,7 +129,7 @@ def summarize(prompts: Sequence[Sequence[Outcome]], *, metric: str, k: int) -> d
     scored = [[sample for sample in prompt if sample.status in SCORED] for prompt in prompts]
     with_outcome = [prompt for prompt in scored if prompt]
     flat = [sample for prompt in with_outcome for sample in prompt]
-    num_failed = sum(sample.status.is_failure or sample.status.is_late for sample in samples)
+    failed = [sample.failed for sample in samples]
     values = [score_of(prompt, metric=metric, k=k) for prompt in scored if len(prompt) >= k]
     rewards = [[sample.reward for sample in prompt] for prompt in with_outcome]
     return {
@@ -140,8 +145,8 @@ def summarize(prompts: Sequence[Sequence[Outcome]], *, metric: str, k: int) -> d
         "mean_length": _mean_or_none([sample.num_tokens for sample in flat]),
         "max_length": max((sample.num_tokens for sample in flat), default=None),
         "truncated_rate": _mean_or_none([sample.status is SampleStatus.TRUNCATED for sample in flat]),
-        "failed_rate": _mean_or_none([sample.status.is_failure or sample.status.is_late for sample in samples]),
-        "num_failed": num_failed,
+        "failed_rate": _mean_or_none(failed),
+        "num_failed": sum(failed),
         "num_prompts_too_long": sum(
             any(sample.status is SampleStatus.PROMPT_TOO_LONG for sample in prompt) for prompt in prompts
         ),

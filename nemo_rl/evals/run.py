@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,22 +113,15 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
-    sampling = sampling_params(config.generation, model.tokenizer)
+    sampling = vars(sampling_params(config.generation, model.tokenizer))
+    # The order of the keys is part of the folder's name.
+    order = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
     identity = {
         **model.identity,
         **data.identity(config),
-        "eval": {
-            "seed": config.eval.seed,
-            "num_tests_per_prompt": config.eval.num_tests_per_prompt,
-            "max_rollout_turns": config.eval.max_rollout_turns,
-        },
+        "eval": {key: vars(config.eval)[key] for key in ("seed", "num_tests_per_prompt", "max_rollout_turns")},
         "generation": {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "stop_strings": list(sampling.stop_strings),
+            **{key: sampling[key] for key in order},
             "max_model_len": config.generation.vllm_cfg.max_model_len,
             "precision": config.generation.vllm_cfg.precision,
             "vllm_kwargs": config.generation.vllm_kwargs,
@@ -144,7 +137,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
 def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Outcome]]]:
     """The samples of each prompt, in the order of the data."""
     found: dict[str, list[list[Outcome]]] = {part.name: [] for part in data.prompts.parts}
-    for prompt in data.all_prompts():
+    for prompt in data.prompts:
         found[prompt.task_name].append(samples.outcomes[prompt.prompt_id])
     return found
 
@@ -187,20 +180,18 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
         TooManyFailures: if more samples failed than `eval.max_failed_sample_fraction` allows. Prompts with failed
             samples are then not written, so the same command samples them again.
     """
-    left = [prompt for prompt in inputs.data.all_prompts() if prompt.prompt_id not in samples.outcomes]
+    left = {prompt.prompt_id: prompt for prompt in inputs.data.prompts if prompt.prompt_id not in samples.outcomes}
     if not left:
         return
     with ExitStack() as stack:
         init_ray(str(samples.folder))
         stack.callback(shutdown_ray)
         collector, num_engines = _start(config, stack, inputs)
-        num = config.eval.num_tests_per_prompt
         in_flight = config.generation.num_prompts_per_step
         if in_flight == -1:
-            in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // num)
-        writer = _Writer(config, inputs, samples, console, collector, {prompt.prompt_id: prompt for prompt in left})
+            in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // config.eval.num_tests_per_prompt)
         sampling = sampling_params(config.generation, inputs.model.tokenizer)
-        writer.ask_all(sampling, in_flight)
+        _Writer(config, inputs, samples, console, collector, left).ask_all(sampling, in_flight)
 
 
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
@@ -338,8 +329,8 @@ class _Writer:
         self.num_played += len(groups)
         self.num_tokens += sum(record.num_tokens for group in groups for record in group)
         self._check_answers(groups)
-        self.held_back += [group for group in groups if any(map(_failed, group))]
-        self.samples.append([group for group in groups if not any(map(_failed, group))])
+        self.held_back += [group for group in groups if any(record.failed for record in group)]
+        self.samples.append([group for group in groups if not any(record.failed for record in group)])
         self._check_failures(groups)
 
     def _record(self, handle: GroupHandle, index: int, messages: list[dict[str, str]]) -> SampleRecord:
@@ -369,7 +360,7 @@ class _Writer:
         if self.config.eval.metric != "cons@k":
             return
         for name, task in self.inputs.data.tasks.items():
-            mine = [record for group in groups for record in group if record.dataset == name and not _failed(record)]
+            mine = [record for group in groups for record in group if record.dataset == name and not record.failed]
             known = isinstance(self.config.env[task.env_name], MathEnvironmentConfig)
             if mine and not known and all(record.answer is None for record in mine):
                 raise ValueError(
@@ -378,7 +369,7 @@ class _Writer:
                 )
 
     def _check_failures(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        for record in (record for group in groups for record in group if _failed(record)):
+        for record in (record for group in groups for record in group if record.failed):
             self.reasons[str(record.failure)] = self.reasons.get(str(record.failure), 0) + 1
         num_failed, fraction = sum(self.reasons.values()), self.config.eval.max_failed_sample_fraction
         total = len(self.prompts) * self.config.eval.num_tests_per_prompt
@@ -402,11 +393,6 @@ class _Writer:
             f"{len(self.samples.outcomes):,}/{len(self.inputs.data.prompts):,} prompts  mean reward "
             f"{sum(rewards) / len(rewards):.4f}  {self.num_tokens / seconds:,.0f} tok/s  {format_duration(left)} left"
         )
-
-
-def _failed(record: SampleRecord) -> bool:
-    status = SampleStatus(record.status)
-    return status.is_failure or status.is_late
 
 
 # -- the model, the prompts and the environments, found and checked before Ray starts
@@ -473,15 +459,13 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
 
 
 def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
-    own = ("model_name", "num_prompts_per_step")
-    generation = config.generation.model_dump()
     values: dict[str, Any] = {
         "model_name": config.generation.model_name,
         "precision": config.generation.vllm_cfg.dtype,
         "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
         "train_global_batch_size": 1,
         "tokenizer": config.tokenizer.model_dump(),
-        "generation": {key: value for key, value in generation.items() if key not in own},
+        "generation": config.generation.model_dump(exclude={"model_name", "num_prompts_per_step"}),
     }
     return build_config(_EvaluatedModel, values)
 
@@ -497,10 +481,6 @@ class EvalData:
     def environments(self) -> list[str]:
         """The sections of `env` that are used."""
         return sorted({task.env_name for task in self.tasks.values()})
-
-    def all_prompts(self) -> Iterator[Prompt]:
-        """The prompts in order."""
-        return (self.prompts[index] for index in range(len(self.prompts)))
 
     def identity(self, config: EvalMasterConfig) -> dict[str, Any]:
         """What decides the prompts and how answers are scored."""
@@ -582,8 +562,7 @@ def _check_answers(rows: Rows, label: str) -> None:
     """Read every row, which raises for most faults; then check that it has an answer."""
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to ask")
-    for index in range(len(rows)):
-        row = rows[index]
+    for index, row in enumerate(rows[index] for index in range(len(rows))):
         if "expected_answer" in row and not str(row["expected_answer"] or "").strip():
             raise ValueError(
                 f"dataset {label!r}: row {index} has no answer: column 'expected_answer' is empty; fill it in or "

@@ -49,12 +49,11 @@ class SampleRecord:
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(
-            status=SampleStatus(self.status),
-            reward=self.reward if self.reward is not None else 0.0,
-            answer=self.answer,
-            num_tokens=self.num_tokens,
-        )
+        return Outcome(SampleStatus(self.status), self.reward or 0.0, self.answer, self.num_tokens)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome.failed
 
 
 class SampleFolder:
@@ -83,12 +82,6 @@ class SampleFolder:
         for group in groups:
             assert len(group) == self.num_samples, "whole groups are written"
             self.outcomes[group[0].prompt_id] = [record.outcome for record in group]
-
-    def records(self) -> Iterator[SampleRecord]:
-        """All samples written so far."""
-        with self.path.open(encoding="utf-8") as file:
-            for line in file:
-                yield SampleRecord(**json.loads(line))
 
     def write_results(self, results: Mapping[str, Any]) -> Path:
         """Replace results.json."""
@@ -154,9 +147,7 @@ def open_folder(
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ValueError(
-            f"eval.save_path: cannot write to {str(folder)!r}: {error.strerror}; name another folder"
-        ) from error
+        raise _not_writable(folder, error) from error
     try:
         if not try_lock(descriptor):
             raise CheckpointError(f"another process writes to {folder}; wait for it, or set eval.save_path to another")
@@ -178,11 +169,10 @@ def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}); set eval.save_path to another folder") from error
-    differences = flat_differences(saved, identity, theirs="the folder")
-    if differences:
+    if differences := flat_differences(saved, identity, theirs="the folder"):
+        text = "\n".join([f"{folder} holds another evaluation:", *differences])
         raise CheckpointError(
-            f"{folder} holds another evaluation:\n" + "\n".join(differences) + "\nTo continue it, put these back; to "
-            "begin a new one, set eval.save_path to another folder"
+            f"{text}\nTo continue it, put these back; to begin a new one, set eval.save_path to another folder"
         )
 
 
@@ -194,6 +184,8 @@ def _replace(path: Path, text: str) -> None:
         partial.replace(path)
         sync_directory(path.parent)
     except OSError as error:
-        raise ValueError(
-            f"eval.save_path: cannot write to {str(path.parent)!r}: {error.strerror}; name another folder"
-        ) from error
+        raise _not_writable(path.parent, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"eval.save_path: cannot write to {str(folder)!r}: {error.strerror}; name another folder")

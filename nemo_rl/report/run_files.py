@@ -99,10 +99,6 @@ class Run:
     def last_step(self) -> int:
         return max(self.rows, default=0)
 
-    def latest(self, name: str) -> float | None:
-        """The newest value of a metric; None if no step has it."""
-        return next((row[name] for _, row in sorted(self.rows.items(), reverse=True) if name in row), None)
-
 
 def read_run(folder: Path) -> Run:
     """Read a run without its groups, timeline and samples."""
@@ -220,9 +216,3 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     return ["/".join(part[-depth:]) for part in parts]
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[tuple[str, Any, Any]]:
-    """(key, before, after) of the keys that differ; None where one lacks the key."""
-    keys = [*before, *(key for key in after if key not in before)]
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]

@@ -10,17 +10,10 @@ from typing import NamedTuple
 
 from nemo_rl.utils.config import AlarmsConfig
 
-ENTROPY = "train/approx_entropy"
-LENGTH = "train/mean_gen_tokens_per_sample"
 REWARD = "train/reward"
 MIXED = "train/baseline_reward/pct_mixed"
-KL = "train/kl_penalty"
 GRAD_NORM = "train/grad_norm"
-CLIPPED = "train/clip_fraction"
-TRUNCATED = "train/truncation_rate"
-LOOPS = "train/repetition_loop_rate"
 VALIDATION = "validation/accuracy"
-_WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED, LOOPS)
 _SPIKE_HISTORY = 20  # steps
 
 
@@ -35,7 +28,7 @@ class _Trend(NamedTuple):
 
 _TRENDS = {
     "entropy_collapse": _Trend(
-        ENTROPY,
+        "train/approx_entropy",
         lambda now, first, share: now < share * first,
         "the entropy fell from {first:.3g} to {now:.3g} while the reward is {reward:.3g}: samples of a group become "
         "equal. Raise the temperature or loss_fn.ratio_clip_max (clip-higher), lower the learning rate, or mix in "
@@ -43,13 +36,13 @@ _TRENDS = {
         while_unsolved=True,
     ),
     "length_explosion": _Trend(
-        LENGTH,
+        "train/mean_gen_tokens_per_sample",
         lambda now, first, factor: now > factor * first,
         "answers grew from {first:.0f} to {now:.0f} tokens. Penalise overlong answers, use a loss per token instead of "
         "per sequence, and read samples for repetition",
     ),
     "length_collapse": _Trend(
-        LENGTH,
+        "train/mean_gen_tokens_per_sample",
         lambda now, first, share: now < share * first,
         "answers shrank from {first:.0f} to {now:.0f} tokens while the reward is {reward:.3g}. Look for a reward that "
         "short answers earn, and for a length normalisation that favours them",
@@ -63,31 +56,32 @@ _TRENDS = {
         while_unsolved=True,
     ),
     "kl_blowup": _Trend(
-        KL,
+        "train/kl_penalty",
         lambda now, first, most: now > most,
         "the KL from the reference policy is {now:.3g} per token. Lower the learning rate, raise "
         "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
     ),
     "clip_fraction": _Trend(
-        CLIPPED,
+        "train/clip_fraction",
         lambda now, first, most: now > most,
         "{now:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
         "steps per batch, a smaller learning rate, or fresher samples",
     ),
     "truncation": _Trend(
-        TRUNCATED,
+        "train/truncation_rate",
         lambda now, first, most: now > most,
         "{now:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
         "and policy.max_total_sequence_length, or read samples for repetition",
     ),
     "repetition_loops": _Trend(
-        LOOPS,
+        "train/repetition_loop_rate",
         lambda now, first, most: now > most,
         "{now:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
         "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
     ),
 }
 """By key of `AlarmsConfig`."""
+_WATCHED = {REWARD, GRAD_NORM, *(trend.metric for trend in _TRENDS.values())}
 
 
 class LearningAlarms:
@@ -95,7 +89,7 @@ class LearningAlarms:
 
     def __init__(self, cfg: AlarmsConfig) -> None:
         self._cfg = cfg
-        self._first: dict[str, list[float]] = {}  # of each metric the first `window` values
+        self._first: dict[str, float] = {}  # the first level of each metric
         self._latest: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=_SPIKE_HISTORY)
         self._best: tuple[float, float] | None = None  # best validation, and the reward of that time
@@ -105,18 +99,15 @@ class LearningAlarms:
         """The alarms of a step that did not sound before it. `metrics` are by logged name."""
         if not self._cfg.enabled:
             return []
-        for name in _WATCHED:
-            if name in metrics:
-                first = self._first.setdefault(name, [])
-                if len(first) < self._cfg.window:
-                    first.append(metrics[name])
-                self._latest.setdefault(name, deque(maxlen=self._cfg.window)).append(metrics[name])
+        for name in _WATCHED & metrics.keys():
+            self._latest.setdefault(name, deque(maxlen=self._cfg.window)).append(metrics[name])
+            if (first := self._level(name)) is not None:
+                self._first.setdefault(name, first)
         found = dict(self._found(metrics))
         if (scaled := _scaled_norm(metrics)) is not None:
             self._norms.append(scaled)
         new = [f"{key}: {text}" for key, text in found.items() if key not in self._speaking]
-        is_step = any(name in metrics for name in _WATCHED)
-        self._speaking = set(found) if is_step else self._speaking | set(found)
+        self._speaking = set(found) if _WATCHED & metrics.keys() else self._speaking | set(found)
         return new
 
     def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -132,7 +123,7 @@ class LearningAlarms:
             limit, now = vars(self._cfg)[key], self._level(trend.metric)
             if limit is None or now is None or (trend.while_unsolved and is_solved):
                 continue
-            first = statistics.median(self._first[trend.metric])
+            first = self._first[trend.metric]
             if trend.sounds(now, first, limit):
                 yield key, trend.text.format(now=now, first=first, reward=reward)
 

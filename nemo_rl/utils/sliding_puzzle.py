@@ -145,23 +145,17 @@ def picture_of(board: Board) -> dict[str, str]:
     return {"type": "image", "image": f"sliding_puzzle:{render(board)}"}
 
 
-def read_action(text: str) -> str | None:
-    """The text between `<action>` and `</action>` in lower case; None without one."""
-    found = ACTION.search(text)
-    return None if found is None else " ".join(found[1].lower().split())
-
-
 def play(board: Board, text: str) -> tuple[Board, str | None]:
     """The board after the first action in a player's text, and the problem of the action, or None.
 
     An action is written `<action>...</action>`: `up`, `down`, `left`, `right` (the direction of the tile) or `slide N`
-    (tile N moves into the empty square). An invalid action leaves the board as it is.
+    (tile N moves into the empty square), in letters of any case. An invalid action leaves the board as it is.
     """
-    action = read_action(text)
-    options = moves(board)
+    found, options = ACTION.search(text), moves(board)
     known = f"Possible now: {', '.join(options)}."
-    if action is None:
+    if found is None:
         return board, f"No action found. Write one like <action>{next(iter(options))}</action>. {known}"
+    action = " ".join(found[1].lower().split())
     if action in TILE_MOVES:
         return (options[action], None) if action in options else (board, f"No tile can move {action}. {known}")
     slide = SLIDE.fullmatch(action)
@@ -184,24 +178,22 @@ def solve(board: Board) -> list[str]:
 
     ValueError for a board of more than nine squares, or one that no moves solve.
     """
-    first_moves = _first_moves(len(board), len(board[0]))
-    if board not in first_moves:
+    known = first_moves(len(board), len(board[0]))
+    if board not in known:
         raise ValueError(f"no moves solve {board}")
     way: list[str] = []
     while not is_solved(board):
-        way.append(first_moves[board])
+        way.append(known[board])
         board = moves(board)[way[-1]]
     return way
 
 
-def reachable(rows: int, columns: int) -> list[Board]:
-    """Every reachable board, the solved one first, then by the length of a shortest solution; nine squares at most."""
-    return list(_first_moves(rows, columns))
-
-
 @functools.cache
-def _first_moves(rows: int, columns: int) -> dict[Board, str]:
-    """Every reachable board -> the first move of a shortest solution ("" for the solved board), breadth first."""
+def first_moves(rows: int, columns: int) -> dict[Board, str]:
+    """Every reachable board -> the first move of a shortest solution; the solved board comes first and has "".
+
+    The others come by the length of their solution. ValueError for more than nine squares.
+    """
     if rows * columns > MAX_SOLVED_SQUARES:
         raise ValueError(f"only boards of up to {MAX_SOLVED_SQUARES} squares are enumerated, not {rows}x{columns}")
     goal = solved_board(rows, columns)

@@ -5,7 +5,6 @@ whatever the other options are. A board of 2x2 has 12 states. Two of the 11 unso
 passes through most of the others, so use `split: all` for boards of that size.
 """
 
-import functools
 import random
 from typing import Any
 
@@ -18,10 +17,10 @@ from nemo_rl.utils.sliding_puzzle import (
     ACTION_END,
     TILE_MOVES,
     describe,
+    first_moves,
     is_solved,
     picture_of,
     play,
-    reachable,
     render,
     rows_and_columns,
     shuffle_range,
@@ -29,7 +28,6 @@ from nemo_rl.utils.sliding_puzzle import (
     solve,
 )
 
-_reachable = functools.cache(reachable)
 MAX_TRIES = 1_000  # shuffled boards in a row that belong to the other split
 DEMONSTRATED_MOVES = 6  # no 2x2 board needs more
 
@@ -82,7 +80,7 @@ def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -
     two are impossible there. Not every game ends with the solved board. Held-out boards are among them, as a real model
     has seen such boards before.
     """
-    board = rng.choice(_reachable(2, 2)[1:])
+    board = rng.choice(list(first_moves(2, 2))[1:])
     conversation = [{"role": "user", "content": render(board)}]
     for _ in range(DEMONSTRATED_MOVES):
         direction = rng.choice(list(TILE_MOVES)) if rng.random() < mistake_probability else solve(board)[0]

@@ -146,9 +146,8 @@ class CheckpointManager:
         An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
         in between.
         """
-        step = _step_of(tmp_path.name.removeprefix("tmp_"))
-        path = self.checkpoint_dir / f"step_{step}"
-        old_path = self.checkpoint_dir / f"old_step_{step}"
+        path = self.checkpoint_dir / tmp_path.name.removeprefix("tmp_")
+        old_path = self.checkpoint_dir / f"old_{path.name}"
         if path.exists():
             remove_tree(old_path)
             path.rename(old_path)
@@ -156,7 +155,7 @@ class CheckpointManager:
         tmp_path.rename(path)
         sync_directory(self.checkpoint_dir)
         os.close(self._tmp_lock_fds.pop(tmp_path))
-        self._damaged_steps.discard(step)
+        self._damaged_steps.discard(int(path.name.removeprefix("step_")))
         remove_tree(old_path)
         logger.info("saved %s (%s)", path, size_text(num_bytes))
         return path
@@ -174,31 +173,26 @@ class CheckpointManager:
             kept.add(max(ranked))
         for step in ranked:
             if step not in kept:
-                path = self.checkpoint_dir / f"step_{step}"
-                tmp_path = self._tmp_path(step)
-                path.rename(tmp_path)  # a process that dies while deleting leaves no half checkpoint called step_N
-                remove_tree(tmp_path)
-                logger.info("removed %s", path)
+                # A process that dies while deleting leaves no half checkpoint called step_N.
+                remove_tree(self._path(step).rename(self._tmp_path(step)))
+                logger.info("removed %s", self._path(step))
 
     # -- finding
 
     def get_latest_checkpoint_path(self) -> Path | None:
         """The highest N, not checked for damage; None when there is none."""
         steps = self._steps()
-        return self.checkpoint_dir / f"step_{steps[-1]}" if steps else None
+        return self._path(steps[-1]) if steps else None
 
     def get_best_checkpoint_path(self) -> Path | None:
         """The best by `metric_name` (the latest without a metric), not checked for damage; None when there is none."""
         ranked = self._best_first()
-        return self.checkpoint_dir / f"step_{ranked[0]}" if ranked else None
+        return self._path(ranked[0]) if ranked else None
 
     def latest_finished(self) -> Path | None:
         """The newest checkpoint with an intact manifest and training_info.json; its other files are not checked."""
-        for step in reversed(self._steps()):
-            path = self.checkpoint_dir / f"step_{step}"
-            if sealed_bytes(path) is not None and find_damage(path, [TRAINING_INFO_NAME]) is None:
-                return path
-        return None
+        newest_first = map(self._path, reversed(self._steps()))
+        return next((path for path in newest_first if find_damage(path, [TRAINING_INFO_NAME]) is None), None)
 
     def latest_sound(self) -> Path | None:
         """The newest checkpoint with every file as it was saved; None if there is no checkpoint.
@@ -207,9 +201,8 @@ class CheckpointManager:
         """
         reasons = []
         for step in reversed(self._steps()):
-            path = self.checkpoint_dir / f"step_{step}"
-            damage = find_damage(path)
-            if damage is None:
+            path = self._path(step)
+            if (damage := find_damage(path)) is None:
                 if reasons:
                     logger.warning("falling back to %s, the newest sound checkpoint", path)
                 return path
@@ -218,11 +211,8 @@ class CheckpointManager:
             self._damaged_steps.add(step)
         if not reasons:
             return None
-        raise CheckpointError(
-            f"{self.checkpoint_dir} holds {len(reasons)} checkpoints and none is sound:\n"
-            + "\n".join(reasons)
-            + f"\nRestore one from a copy; {_START_ANEW}."
-        )
+        text = "\n".join([f"{self.checkpoint_dir} holds {len(reasons)} checkpoints and none is sound:", *reasons])
+        raise CheckpointError(f"{text}\nRestore one from a copy; {_START_ANEW}.")
 
     @staticmethod
     def load_training_info(path: Path | str | None) -> dict[str, Any] | None:
@@ -242,6 +232,9 @@ class CheckpointManager:
         return weights, optimizer if optimizer.is_dir() else None
 
     # -- details
+
+    def _path(self, step: int) -> Path:
+        return self.checkpoint_dir / f"step_{step}"
 
     def _tmp_path(self, step: int) -> Path:
         return self.checkpoint_dir / f"tmp_step_{step}"
@@ -263,11 +256,10 @@ class CheckpointManager:
         """Higher is better for every metric. A checkpoint without it is worst; without a metric all are equal."""
         if self._logged_metric is None:
             return 0.0
-        path = self.checkpoint_dir / f"step_{step}"
         try:
-            info = self.load_training_info(path)
+            info = self.load_training_info(self._path(step))
         except (OSError, ValueError) as error:
-            logger.warning("%s is refused: %s cannot be read: %s", path, TRAINING_INFO_NAME, error)
+            logger.warning("%s is refused: %s cannot be read: %s", self._path(step), TRAINING_INFO_NAME, error)
             self._damaged_steps.add(step)
             return -math.inf
         assert info is not None
@@ -328,7 +320,7 @@ class CheckpointManager:
             path = self.checkpoint_dir / old_path.name.removeprefix("old_")
             if path.exists():
                 remove_tree(old_path)
-            elif not self._tmp_path(_step_of(path.name)).exists():
+            elif not path.with_name(f"tmp_{path.name}").exists():
                 logger.warning("%s comes back: the process that was replacing it died", path)
                 old_path.rename(path)
         sync_directory(self.checkpoint_dir)
@@ -404,13 +396,9 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     An identity is what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint of
     the dataset, the settings that define a sample and a step.
     """
-    differences = flat_differences(saved, current, theirs="the checkpoint")
-    if differences:
-        raise CheckpointIdentityError(
-            "the checkpoint belongs to another run:\n"
-            + "\n".join(differences)
-            + f"\nTo continue it, put these back; {_START_ANEW}."
-        )
+    if differences := flat_differences(saved, current, theirs="the checkpoint"):
+        text = "\n".join(["the checkpoint belongs to another run:", *differences])
+        raise CheckpointIdentityError(f"{text}\nTo continue it, put these back; {_START_ANEW}.")
 
 
 def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
@@ -432,9 +420,3 @@ def require_optimizer(path: Path) -> None:
             f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
             f"continued from it; {_START_ANEW}"
         )
-
-
-def _step_of(name: str) -> int:
-    match = _STEP_PATTERN.fullmatch(name)
-    assert match is not None, name
-    return int(match[1])
