@@ -68,9 +68,8 @@ def test_configuration(tmp_path: Path) -> None:
     config.register_omegaconf_resolvers()
     (tmp_path / "base.yaml").write_text("policy: {model_name: a, tokenizer: {name: '${policy.model_name}'}}\n")
     (tmp_path / "run.yaml").write_text("defaults: base.yaml\ngrpo: {n: '${mul:2,3}'}\n")
-    cfg = config.parse_hydra_overrides(
-        config.load_config(tmp_path / "run.yaml"), ["policy.model_name=b", "+grpo.k=[1,2]"]
-    )
+    overrides = ["policy.model_name=b", "+grpo.k=[1,2]"]
+    cfg = config.parse_hydra_overrides(config.load_config(tmp_path / "run.yaml"), overrides)
     assert (cfg.policy.tokenizer.name, cfg.grpo.n, list(cfg.grpo.k)) == ("b", 6, [1, 2])
     run = config.load_config(Path(__file__).parents[2] / "examples/configs/grpo_math_cpu.yaml")
     sections: Any = OmegaConf.to_container(config.parse_hydra_overrides(run, ["grpo.max_num_steps=3"]))
@@ -85,15 +84,13 @@ def test_data(tmp_path: Path) -> None:
     datasets, processors = theirs("data.datasets"), theirs("data.processors")
 
     (tmp_path / "rows.jsonl").write_text('{"q": "1+1", "a": "2"}\n{"q": "2+2", "a": "4"}\n')
-    section = {"dataset_name": "ResponseDataset", "data_path": f"{tmp_path}/rows.jsonl"}
-    data = datasets.load_response_dataset(
-        {**section, "input_key": "q", "output_key": "a", "split_validation_size": 0.5}
-    )
+    section: dict[str, Any] = {"dataset_name": "ResponseDataset", "data_path": f"{tmp_path}/rows.jsonl"}
+    section |= {"input_key": "q", "output_key": "a", "split_validation_size": 0.5}
+    data = datasets.load_response_dataset(section)
     assert (len(data.dataset), len(data.val_dataset), data.task_name) == (1, 1, "ResponseDataset")
     build_tiny_tokenizer().save_pretrained(tmp_path / "model")
-    tokenizer = theirs("algorithms.utils").get_tokenizer(
-        {"name": f"{tmp_path}/model", "chat_template": "default", "use_fastokens": False}
-    )
+    section = {"name": f"{tmp_path}/model", "chat_template": "default", "use_fastokens": False}
+    tokenizer = theirs("algorithms.utils").get_tokenizer(section)
     rows = [{"problem": "1+1", "expected_answer": "2", "task_name": "math"}]
     process = processors.math_hf_data_processor
     for given in (process, {"math": (TaskDataSpec("math"), process)}):
@@ -107,45 +104,38 @@ def test_data(tmp_path: Path) -> None:
 
 def test_advantages_are_theirs() -> None:
     estimators, utils = theirs("algorithms.advantage_estimator"), theirs("algorithms.utils")
-    prompts, rewards = torch.tensor([[7], [7], [7], [7]]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    prompts, rewards, mask = torch.full((4, 1), 7), torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 3)
     baseline, std = utils.calculate_baseline_and_std_per_prompt(prompts, rewards, torch.ones(4))
     assert baseline.tolist() == pytest.approx([0.0, 1 / 3, 1 / 3, 1 / 3])
     assert std.tolist() == pytest.approx([0.0, 3**-0.5, 3**-0.5, 3**-0.5])
-    mask = torch.ones(4, 3)
-    found = estimators.GRPOAdvantageEstimator({"use_leave_one_out_baseline": True}, {}).compute_advantage(
-        prompts, rewards, mask
-    )
-    assert found[:, 2].tolist() == pytest.approx([1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)], rel=1e-5)
-    mixed = torch.tensor([[7], [8], [7], [8]])
-    found = estimators.GRPOAdvantageEstimator({"use_leave_one_out_baseline": False}).compute_advantage(
-        mixed, rewards, mask
-    )
-    assert found[:, 0].tolist() == pytest.approx([2**-0.5, 0, -(2**-0.5), 0], rel=1e-5)
-    found = estimators.ReinforcePlusPlusAdvantageEstimator({"minus_baseline": True}).compute_advantage(
-        prompts, rewards, mask
-    )
-    assert found.sum().item() == pytest.approx(0, abs=1e-5)
-    gdpo = estimators.GDPOAdvantageEstimator({"use_leave_one_out_baseline": False})
-    batch = {"reward1": rewards, "reward2": 10 * rewards.flip(0)}
-    found = gdpo.compute_advantage(prompts, rewards, mask, repeated_batch=batch)
-    assert found[0].tolist() == pytest.approx(found[3].tolist(), rel=1e-5)
     assert utils.masked_mean(rewards, torch.tensor([1, 1, 0, 0])).item() == 0.5
+
+    def advantages(kind: str, config: dict[str, Any], prompts: torch.Tensor = prompts, **batch: Any) -> list[float]:
+        estimator = getattr(estimators, f"{kind}AdvantageEstimator")(config, {})
+        return estimator.compute_advantage(prompts, rewards, mask, **batch)[:, 2].tolist()
+
+    relative = advantages("GRPO", {"use_leave_one_out_baseline": True})
+    assert relative == pytest.approx([1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)], rel=1e-5)
+    mixed = advantages("GRPO", {"use_leave_one_out_baseline": False}, torch.tensor([[7], [8], [7], [8]]))
+    assert mixed == pytest.approx([2**-0.5, 0, -(2**-0.5), 0], rel=1e-5)
+    assert sum(advantages("ReinforcePlusPlus", {"minus_baseline": True})) == pytest.approx(0, abs=1e-5)
+    batch = {"reward1": rewards, "reward2": 10 * rewards.flip(0)}
+    first, *_, last = advantages("GDPO", {"use_leave_one_out_baseline": False}, repeated_batch=batch)
+    assert first == pytest.approx(last, rel=1e-5)
 
 
 def test_losses_take_a_batch_by_name() -> None:
     loss_functions = theirs("algorithms.loss")
     ids, ones = torch.arange(8).view(2, 4), torch.ones(2, 4)
     data = BatchedDataDict({"input_ids": ids, "token_mask": ones, "sample_mask": torch.ones(2)})
-    logprobs = torch.full((2, 3), -0.5)
-    loss, metrics = loss_functions.NLLLossFn()(data, torch.tensor(2.0), torch.tensor(6.0), next_token_logprobs=logprobs)
+    logprobs, counts = torch.full((2, 3), -0.5), (torch.tensor(2.0), torch.tensor(6.0))
+    loss, metrics = loss_functions.NLLLossFn()(data, *counts, next_token_logprobs=logprobs)
     assert (loss.item(), metrics["num_unmasked_tokens"].item()) == (0.5, 6)
     columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     data |= dict.fromkeys(columns, -0.5 * ones) | {"advantages": 2 * ones}
     cfg = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
     cfg["positive_example_nll_weight"] = 0.0  # a key of theirs that asks for nothing
-    loss, _ = loss_functions.ClippedPGLossFn(cfg)(
-        data, torch.tensor(2.0), torch.tensor(6.0), next_token_logprobs=logprobs
-    )
+    loss, _ = loss_functions.ClippedPGLossFn(cfg)(data, *counts, next_token_logprobs=logprobs)
     assert loss.item() == -2
 
 

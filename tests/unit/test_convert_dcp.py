@@ -27,12 +27,6 @@ IDS = torch.arange(2, 26).view(2, 12)
 EXPERTS = ("qwen3-moe", "mixtral", "deepseek_v3")
 
 
-def model_of(family: str) -> PreTrainedModel:
-    with tempfile.TemporaryDirectory() as directory:
-        save_model(family, Path(directory))
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits.float()
@@ -40,8 +34,9 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 
 def save(directory: Path, family: str, save_format: Any) -> torch.Tensor:
     """A checkpoint of two ranks under `directory/policy`; the logits of the policy."""
-
-    model = model_of(family)  # here: in a world, save_pretrained writes on rank 0 alone
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(family, Path(folder))  # here: in a world, save_pretrained writes on rank 0 alone
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def rank_main(rank: int, world: int) -> torch.Tensor:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -59,7 +54,6 @@ def save(directory: Path, family: str, save_format: Any) -> torch.Tensor:
     ("family", "save_format", "given"),
     [
         ("qwen2-tied", "torch_save", "."),
-        ("llama", "safetensors", "policy/weights"),
         ("qwen3-moe", "torch_save", "policy/weights"),
         ("mixtral", "safetensors", "."),
         ("deepseek_v3", "torch_save", "."),
@@ -119,11 +113,10 @@ def test_weights_of_another_model_are_refused_with_the_differences(tmp_path):
 
 
 def test_a_damaged_step_is_refused_by_file(tmp_path):
-    def write(directory: Path) -> None:
-        save(directory, "llama", "torch_save")
-
-    config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "c"), metric_name=None)
-    step = CheckpointManager(config).start_save(1, write, {}, "", {}).finish()
+    manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(tmp_path / "c"), metric_name=None))
+    tmp = manager.init_tmp_checkpoint(1, {})
+    save(tmp, "llama", "torch_save")
+    step = manager.finalize_checkpoint(tmp)
     shard = next((step / "policy" / "weights").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

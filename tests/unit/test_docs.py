@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -75,50 +75,45 @@ def anchors(text: str) -> set[str]:
 # -- keys
 
 
-class Table(NamedTuple):
-    page: str
-    header: str
-    model: type[BaseModel]
-    elsewhere: frozenset[str]  # keys that another guide has
+TABLES: dict[tuple[str, str], type[BaseModel]] = {
+    ("sft", "`sft`"): SFTConfig,
+    ("sft", "`data`"): ExampleDataConfig,
+    ("sft", "a dataset"): ExampleDatasetConfig,
+    ("sft", "`sft.early_stopping`"): EarlyStoppingConfig,
+    ("dpo", "`dpo`"): DPOConfig,
+    ("dpo", "`data`"): PreferenceDataConfig,
+    ("dpo", "a dataset"): PreferenceDatasetConfig,
+    ("logging", "`logger`"): LoggerConfig,
+    ("logging", "`logger.alarms`"): AlarmsConfig,
+    ("report", "`logger.report`"): ReportConfig,
+    ("rm", "`rm`"): RMConfig,
+    ("rm", "`env.reward_model`"): RewardModelEnvironmentConfig,
+}
+"""(guide, section of a table `key of ...`) -> the section's class."""
+ELSEWHERE: dict[Any, type[BaseModel]] = {
+    PreferenceDataConfig: ExampleDataConfig,
+    PreferenceDatasetConfig: ExampleDatasetConfig,
+}
+"""Class -> the class whose keys another guide has."""
 
 
-OF_DATA = frozenset(ExampleDataConfig.model_fields)
-OF_DATASET = frozenset(ExampleDatasetConfig.model_fields)
-TABLES = [
-    Table("sft", "key of `sft`", SFTConfig, frozenset()),
-    Table("sft", "key of `data`", ExampleDataConfig, frozenset()),
-    Table("sft", "key of a dataset", ExampleDatasetConfig, frozenset()),
-    Table("sft", "key of `sft.early_stopping`", EarlyStoppingConfig, frozenset()),
-    Table("dpo", "key of `dpo`", DPOConfig, frozenset()),
-    Table("dpo", "key of `data`", PreferenceDataConfig, OF_DATA),
-    Table("dpo", "key of a dataset", PreferenceDatasetConfig, OF_DATASET),
-    Table("logging", "key of `logger`", LoggerConfig, frozenset()),
-    Table("logging", "key of `logger.alarms`", AlarmsConfig, frozenset()),
-    Table("report", "key of `logger.report`", ReportConfig, frozenset()),
-    Table("rm", "key of `rm`", RMConfig, frozenset()),
-    Table("rm", "key of `env.reward_model`", RewardModelEnvironmentConfig, frozenset()),
-]
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.page}: {table.header}")
-def test_a_table_has_every_key_of_its_section_with_its_default(table: Table):
-    (rows,) = [rows for header, rows in tables(PAGES[f"docs/guides/{table.page}.md"]) if header == table.header]
+@pytest.mark.parametrize(("page", "section"), TABLES, ids=map(": ".join, TABLES))
+def test_a_table_has_every_key_of_its_section_with_its_default(page: str, section: str):
+    model, text = TABLES[page, section], PAGES[f"docs/guides/{page}.md"]
+    (rows,) = [rows for header, rows in tables(text) if header == f"key of {section}"]
     keys = [key for row in rows for key in code(row[0])]
     assert len(keys) == len(set(keys))
-    assert set(keys) | table.elsewhere >= set(table.model.model_fields), "keys that are not in the guide"
-    assert set(keys) <= set(table.model.model_fields), "keys that do not exist"
+    elsewhere = set(ELSEWHERE[model].model_fields) if model in ELSEWHERE else set()
+    assert set(keys) | elsewhere >= set(model.model_fields), "keys that are not in the guide"
+    assert set(keys) <= set(model.model_fields), "keys that do not exist"
     for row in rows:
         stated = code(row[1]) if "`" in row[1] else re.findall(r"^[\d.]+$", row[1])
         for key in code(row[0]) if stated else ():
-            field = table.model.model_fields[key]
+            field = model.model_fields[key]
             if not any(isinstance(mark, Derived) for mark in field.metadata):
                 assert yaml.safe_load(stated[0]) == field.get_default(call_default_factory=True), key
-
-
-def test_the_tables_of_keys_are_known():
-    pages = {f"docs/guides/{table.page}.md" for table in TABLES}
-    found = {(page, header) for page in pages for header, _ in tables(PAGES[page]) if header.startswith("key")}
-    assert found == {(f"docs/guides/{table.page}.md", table.header) for table in TABLES}
+    headers = {header for header, _ in tables(text) if header.startswith("key")}
+    assert headers == {f"key of {of}" for guide, of in TABLES if guide == page}, "a table that is not checked"
 
 
 # -- commands and YAML
@@ -219,19 +214,14 @@ def test_metrics_are_reported(page: str):
     sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/algorithms").rglob("*.py"))
     named = [name for header, rows in tables(PAGES[page]) if header == "name" for row in rows for name in code(row[0])]
     assert named
-    for name in named:
-        assert name in known or (name.startswith(("timing/", "performance/")) and f'"{Path(name).name}"' in sources), (
-            name
-        )
+    measured = {name for name in named if name.startswith(("timing/", "performance/"))}
+    assert set(named) - measured <= known
+    assert all(f'"{Path(name).name}"' in sources for name in measured)
 
 
 def test_guides_name_every_reason_to_leave_a_row_out():
     sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/data/rows").glob("*.py"))
     kinds = set(re.findall(r'(?:Problem\(\s*|problem_kind=)"(\w+)"', sources))
-    of_pages = {
-        page: {
-            name for header, rows in tables(PAGES[page]) if header == "metric" for row in rows for name in code(row[0])
-        }
-        for page in ("docs/guides/sft.md", "docs/guides/dpo.md")
-    }
-    assert set().union(*of_pages.values()) == {f"train/num_{kind}" for kind in kinds}
+    found = [table for method in ("sft", "dpo") for table in tables(PAGES[f"docs/guides/{method}.md"])]
+    named = {name for header, rows in found if header == "metric" for row in rows for name in code(row[0])}
+    assert named == {f"train/num_{kind}" for kind in kinds}

@@ -49,35 +49,19 @@ def submit(tmp_path):
         (bin_dir / name).chmod(stat.S_IRWXU)
 
     def run(**variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        env = {
-            "PATH": f"{bin_dir}:/usr/bin:/bin",
-            "FAKE_LOG": str(tmp_path / "calls"),
-            "FAKE_DIR": str(state),
-            "SLURM_JOB_ID": "17",
-            "SLURM_JOB_NODELIST": "n[0-2]",
-            "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_CPUS_ON_NODE": "32",
-            "GPUS_PER_NODE": "4",
-            "SETUP_COMMAND": "",
-            "RUN": "",
-            "POLL_S": "0.1",
-            "HOME": os.environ["HOME"],
-        }
+        env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "FAKE_LOG": str(tmp_path / "calls"), "FAKE_DIR": str(state)}
+        env |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[0-2]", "SLURM_SUBMIT_DIR": str(tmp_path)}
+        env |= {"SLURM_CPUS_ON_NODE": "32", "GPUS_PER_NODE": "4", "SETUP_COMMAND": "", "RUN": "", "POLL_S": "0.1"}
+        env |= {"HOME": os.environ["HOME"], **variables}
         done = subprocess.run(
-            ["bash", str(RAY_SUB)],
-            env=env | variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            ["bash", str(RAY_SUB)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )
         return done, (tmp_path / "calls").read_text().splitlines()
 
     return run
 
 
-def test_the_command_runs_on_the_head_when_all_nodes_are_there(submit, tmp_path):
+def test_the_command_runs_on_the_head_when_all_nodes_are_there_also_in_a_container(submit, tmp_path):
     done, calls = submit(COMMAND='echo "hello from $FAKE_NODE at $RAY_ADDRESS"; exit 3', SETUP_COMMAND="touch made")
     assert done.returncode == 3, done.stderr
     assert "hello from n0 at 10.0.0.7:6379" in done.stdout
@@ -92,24 +76,14 @@ def test_the_command_runs_on_the_head_when_all_nodes_are_there(submit, tmp_path)
         f"ray@n2 start --address=10.0.0.7:6379 {common}",
     ]
     assert not any("container" in call for call in calls)
-
-
-def test_all_nodes_share_one_secret_which_the_next_job_does_not_know(submit, tmp_path):
-    secrets = []
-    for _ in range(2):
-        _, calls = submit(COMMAND="true")
-        used = {call for call in calls if call.startswith("secret token ")} - set(secrets)
-        assert len(used) == 1
-        secrets += used
-    assert all(len(secret.split()[2]) == 64 for secret in secrets)
-
-
-def test_a_container_gets_the_folder_and_the_mounts(submit, tmp_path):
+    (secret,) = {call for call in calls if call.startswith("secret token ")}
+    assert len(secret.split()[2]) == 64, "all nodes share one"
     done, calls = submit(COMMAND="true", CONTAINER="image.sqsh", MOUNTS="/data:/data")
     assert done.returncode == 0, done.stderr
-    started = next(call for call in calls if call.startswith("srun") and "ray start --head" in call)
+    started = [call for call in calls if call.startswith("srun") and "ray start --head" in call][-1]
     assert "--container-image=image.sqsh" in started
     assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data" in started
+    assert len({call for call in calls if call.startswith("secret token ")}) == 2, "the next job has another secret"
 
 
 @pytest.mark.parametrize(

@@ -56,27 +56,17 @@ def test_a_correct_command_line_loads() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "loaded mine\n", "")
 
 
-def test_dry_run_prints_the_whole_configuration_and_the_placement() -> None:
-    done, _ = run("--dry-run", "cluster.gpus_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")
-    assert done.returncode == 0, done.stderr
-    assert "num_prompts_per_step: 32" in done.stdout
-    assert "rank 1" in done.stdout and "engine 0 shard 1" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--config", "examples/configs/nothing.yaml"), "examples/configs/grpo_math_cpu.yaml"),
-        (("--config", "nothing.yaml"), "examples/configs/grpo_math_cpu.yaml"),
-        (("--dryrun",), "unknown option --dryrun"),
-        ((*CPU, "grpo.seed"), "write section.key=value"),
+        ("--config nothing.yaml", "examples/configs/grpo_math_cpu.yaml"),
+        ("--dryrun", "unknown option --dryrun"),
     ],
 )
-def test_mistakes_of_the_command_line(arguments: tuple[str, ...], message: str) -> None:
-    done, _ = run(*arguments)
+def test_mistakes_of_the_command_line(arguments: str, message: str) -> None:
+    done, _ = run(*arguments.split())
     assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_engines_wheel_names_this_python_and_the_cached_file_keeps_its_text(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ OLD = """\
 grpo:
   num_prompts_per_step: 32    # the default
   num_generations_per_prompt: 8  # fewer
-  max_val_samples: null
-
 checkpointing:
   metric_name: val_reward  # ranks
 
@@ -21,17 +19,13 @@ policy:
   train_global_batch_size: 256
   generation_batch_size: 32
   scheduler_step_per: optimizer_step
-  tokenizer:
-    name: ${policy.model_name}
   # packing
   sequence_packing:
     enabled: true   # yes
-    fuse_loss: true
     algorithm: "modified_ffd"
   generation:
     max_new_tokens: ${policy.max_total_sequence_length}
     vllm_cfg: {async_engine: true, gpu_memory_utilization: 0.7}
-
 # the rows
 data:
   # a big one
@@ -39,8 +33,7 @@ data:
   prompt_file: p.txt   # chain of thought
   env_name: math
 env:
-  math:
-    num_workers: 4
+  math: {num_workers: 4}
 # the end
 """
 NEW = """\
@@ -49,7 +42,6 @@ grpo:
   num_generations_per_prompt: 8  # fewer
   adv_estimator:
     std: leave_one_out
-
 checkpointing:
   metric_name: val:reward  # ranks
 
@@ -62,7 +54,6 @@ policy:
   generation:
     vllm_cfg:
       gpu_memory_utilization: 0.7
-
 # the rows
 data:
   default:
@@ -72,8 +63,7 @@ data:
     dataset_name: OpenMathInstruct-2  # 14M
     split_validation_size: 0.05
 env:
-  math:
-    num_workers: 4
+  math: {num_workers: 4}
 # the end
 """
 

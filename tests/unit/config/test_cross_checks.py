@@ -117,13 +117,23 @@ EAGLE3} -> policy.generation.vllm_kwargs.speculative_config.model ... (policy.dr
 +policy.draft.enabled=true & EAGLE3, model: a}
     -> policy.generation.vllm_kwargs.speculative_config.model ... policy.draft.model_name decides it
 policy.generation.top_k=0 -> policy.generation.top_k ... greater than or equal to 1
+policy.generation.backend=megatron
+    -> set policy.megatron_cfg.enabled=true and policy.dtensor_cfg.enabled=false, or policy.generation.backend=vllm
+policy.router_replay.enabled=true -> needs policy.megatron_cfg.enabled=true
+ON_CPU & policy.generation.vllm_cfg.precision=fp8
+    -> vllm_cfg.precision ... runs on GPUs only; use policy.precision=float32
+ON_CPU & policy.generation.vllm_cfg.kv_cache_dtype=fp8 -> vllm_cfg.kv_cache_dtype ... runs on GPUs only; use auto
+policy.generation.vllm_cfg.kv_cache_dtype=int8 -> vllm_cfg.kv_cache_dtype ... fp8_per_token_head
++policy.generation.vllm_kwargs.quantization=fp8
+    -> vllm_kwargs.quantization ... policy.generation.vllm_cfg.precision decides it
++policy.generation.vllm_kwargs.seed=1 -> vllm_kwargs.seed ... engines have those of the run; remove the key
++policy.generation.vllm_kwargs.load_format=auto -> vllm_kwargs.load_format ... the library decides it; remove the key
 """
-
-
 EAGLE3 = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 2"
+ON_CPU = "cluster.gpus_per_node=0 & policy.precision=float32"
 
 
-@pytest.mark.parametrize(("overrides", "said"), cases(CASES.replace("EAGLE3", EAGLE3)))
+@pytest.mark.parametrize(("overrides", "said"), cases(CASES.replace("EAGLE3", EAGLE3).replace("ON_CPU", ON_CPU)))
 def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
     if said == FINE:
         build(*overrides)

@@ -5,13 +5,8 @@ import pytest
 from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key
 
 KEYS = [
-    *(
-        "grpo.seed",
-        "grpo.val_period",
-        "grpo.reward_shaping.enabled",
-        "loss_fn.ratio_clip_min",
-        "loss_fn.ratio_clip_max",
-    ),
+    *("grpo.seed", "grpo.val_period", "grpo.reward_shaping.enabled"),
+    *("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"),
     *("policy.generation.temperature", "policy.generation.val_temperature", "checkpointing.enabled"),
     *("cluster.num_nodes", "data.train"),
 ]
@@ -20,6 +15,7 @@ KEYS = [
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
+        ("cluster.num_of_nodes", "cluster.num_nodes"),
         ("grpo.ratio_clip_min", "loss_fn.ratio_clip_min"),
         ("loss_fn.ratio_clip_mim", "loss_fn.ratio_clip_min"),
         ("policy.temperature", "policy.generation.temperature"),

@@ -16,15 +16,10 @@ REPOSITORY = Path(__file__).parents[3]
 V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
 
 
-def load_text(folder: Path, text: str) -> GRPOMasterConfig:
-    path = folder / "run.yaml"
-    path.write_text(text)
-    return load_config(GRPOMasterConfig, path)
-
-
 def error_of(folder: Path, text: str) -> str:
+    (folder / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_text(folder, text)
+        load_config(GRPOMasterConfig, folder / "run.yaml")
     return str(error.value).replace(f"{folder}/", "")
 
 
@@ -52,14 +47,12 @@ def test_defaults_that_follow_other_keys() -> None:
     config = build(
         "policy.max_total_sequence_length=100", "policy.train_micro_batch_size=8", "policy.precision=float32"
     )
-    assert config.policy.tokenizer.name == "m"
-    assert config.policy.logprob_batch_size == 8
-    assert config.policy.generation.max_new_tokens == 100
-    assert config.policy.generation.vllm_cfg.max_model_len == 100
-    assert config.policy.generation.vllm_cfg.precision == "float32"
-    assert config.data.max_input_seq_length == 100
+    policy, engine = config.policy, config.policy.generation.vllm_cfg
+    assert (policy.tokenizer.name, policy.logprob_batch_size) == ("m", 8)
+    assert (engine.max_model_len, engine.precision) == (100, "float32")
+    assert policy.generation.max_new_tokens == config.data.max_input_seq_length == 100
     assert config.grpo.reward_shaping.max_response_length == 100
-    assert config.policy.generation.val_temperature == config.policy.generation.temperature
+    assert policy.generation.val_temperature == policy.generation.temperature
     assert not build("grpo.normalize_rewards=false").grpo.adv_estimator.normalize_rewards
 
 
@@ -84,17 +77,13 @@ def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> Non
     assert config.env["mine"].type == "pkg.mod:Env"
 
 
-def test_interpolation_is_lazy_relative_and_nested(tmp_path: Path) -> None:
-    config = load_text(
-        tmp_path,
-        BASE
-        + """
-grpo:
-  num_prompts_per_step: ${div:${policy.train_global_batch_size}, ${.num_generations_per_prompt}}
-  max_val_samples: ${mul:${add:1, 2}, ${max:4, 5}}
-  val_batch_size: ${.max_val_samples}
-""",
-    )
+def test_interpolation_is_lazy_relative_and_nested() -> None:
+    grpo = {
+        "num_prompts_per_step": "${div:${policy.train_global_batch_size}, ${.num_generations_per_prompt}}",
+        "max_val_samples": "${mul:${add:1, 2}, ${max:4, 5}}",
+        "val_batch_size": "${.max_val_samples}",
+    }
+    config = build_config(GRPOMasterConfig, {**MINIMAL, "grpo": grpo})
     assert config.grpo.num_prompts_per_step == 32
     assert config.grpo.max_val_samples == config.grpo.val_batch_size == 15
 
@@ -102,48 +91,37 @@ grpo:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("${policy.nothing}", "run.yaml:6: grpo.seed: cannot resolve ${policy.nothing}"),
-        ("${unknown:1}", "run.yaml:6: grpo.seed: cannot resolve ${unknown:1}"),
-        ("${div:1,0}", "run.yaml:6: grpo.seed: cannot resolve ${div:1,0}"),
-        ("${policy.", "run.yaml:6: grpo.seed: not a valid interpolation"),
-        ("${.seed}", "run.yaml:6: grpo.seed: cannot resolve ${.seed}"),
-        ("???", "run.yaml:6: grpo.seed: must be given"),
+        ("${policy.nothing}", "cannot resolve ${policy.nothing}"),
+        ("${unknown:1}", "cannot resolve ${unknown:1}"),
+        ("${div:1,0}", "cannot resolve ${div:1,0}"),
+        ("${policy.", "not a valid interpolation"),
+        ("${.seed}", "cannot resolve ${.seed}"),
+        ("???", "must be given"),
     ],
 )
 def test_interpolation_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     error = error_of(tmp_path, BASE + f"grpo:\n  seed: '{text}'\n")
-    assert message in error
-    assert "problems:" not in error  # said once
+    assert error.startswith(f"run.yaml:6: grpo.seed: {message}"), "and no other problem"
 
 
 def test_all_problems_are_in_one_message_with_their_lines(tmp_path: Path) -> None:
-    text = BASE + (
-        "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\n  val_period: -2\n"
-        "loss_fn:\n  reference_policy_kl_type: k4\nlogger: 3\nenvv: {}\n"
-    )
-    assert error_of(tmp_path, text).splitlines() == [
-        "6 problems:",
-        "  run.yaml:6: grpo.ratio_clip_min: unknown key; the nearest valid key is loss_fn.ratio_clip_min",
-        "  run.yaml:7: grpo.seed: must be a valid integer (got '1')",
-        "  run.yaml:8: grpo.val_period: must be greater than or equal to 0 (got -2)",
-        "  run.yaml:10: loss_fn.reference_policy_kl_type: must be 'k1', 'k2' or 'k3' (got k4)",
-        "  run.yaml:11: logger: must be a section with keys (got 3)",
-        "  run.yaml:12: envv: unknown key; the nearest valid key is env",
-    ]
-
-
-def test_problems_of_items_and_environments_have_their_line(tmp_path: Path) -> None:
     text = (
         "policy: {model_name: m}\n"
         "data:\n  train:\n    - dataset_name: a\n      split_validation_size: -2.0\n    - input_key: q\n"
         "env:\n  math:\n    num_worker: 3\n  maze: 5\n"
+        "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\nloss_fn: {reference_policy_kl_type: k4}\nenvv: {}\n"
     )
-    assert error_of(tmp_path, text).splitlines()[1:] == [
+    assert error_of(tmp_path, text).splitlines() == [
+        "8 problems:",
         "  run.yaml:5: data.train.0.split_validation_size: must be greater than or equal to 0 (got -2.0)",
         "  run.yaml:6: data.train.1.dataset_name: name a dataset, e.g. dataset_name: gsm8k, or a file: "
         "data_path: my_rows.jsonl",
         "  run.yaml:9: env.math.num_worker: unknown key; the nearest valid key is env.math.num_workers",
         "  run.yaml:10: env.maze: must be a section with keys (got 5)",
+        "  run.yaml:12: grpo.ratio_clip_min: unknown key; the nearest valid key is loss_fn.ratio_clip_min",
+        "  run.yaml:13: grpo.seed: must be a valid integer (got '1')",
+        "  run.yaml:14: loss_fn.reference_policy_kl_type: must be 'k1', 'k2' or 'k3' (got k4)",
+        "  run.yaml:15: envv: unknown key; the nearest valid key is env",
     ]
 
 
@@ -174,8 +152,6 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     "named",
     [
-        "policy.generation.backend=sglang (engines other than vLLM)",
-        "policy.precision=float16 (training in float16)",
         "grpo.adv_estimator.name=raw_reward (other estimators of advantages)",
         "data.use_multiple_dataloader=true (several data loaders)",
     ],
@@ -185,7 +161,7 @@ def test_what_is_not_supported_yet_is_refused_by_name(named: str) -> None:
     assert problems_of(override) == f"command line: {override}: not supported yet: {named}"
 
 
-def test_a_section_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_value_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
     text = V0_6.read_text().replace('precision: "bfloat16"', "precision: float16")
     line = text[: text.index("precision: float16")].count("\n") + 1
     assert error_of(tmp_path, text).startswith(f"run.yaml:{line}: not supported yet: policy.precision=float16 (")
@@ -204,9 +180,6 @@ def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
 
 
 def test_the_resolved_config_loads_back_unchanged(tmp_path: Path) -> None:
-    for source in [V0_6, REPOSITORY / "examples" / "configs" / "grpo_math_cpu.yaml"]:
-        config = load_config(GRPOMasterConfig, source, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
-        (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        again = load_config(GRPOMasterConfig, tmp_path / "config.yaml")
-        assert again == config
-        assert dump_config(again) == dump_config(config)
+    config = load_config(GRPOMasterConfig, V0_6, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config(GRPOMasterConfig, tmp_path / "config.yaml") == config

@@ -28,10 +28,8 @@ RECIPES = [
 ]
 
 # As published in the models' config.json.
-LLAMA3_ROPE = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
-    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}
+_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {"rope_parameters": _ROPE | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 
@@ -42,12 +40,8 @@ def model(kind: Any, vocab: int, hidden: int, mlp: int, layers: int, heads: int,
 
 
 MODELS: dict[str, PretrainedConfig] = {
-    "meta-llama/Llama-3.1-8B-Instruct": model(
-        LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 131072, rope_parameters=LLAMA3_ROPE
-    ),
-    "meta-llama/Llama-3.3-70B-Instruct": model(
-        LlamaConfig, 128256, 8192, 28672, 80, 64, 8, 131072, rope_parameters=LLAMA3_ROPE
-    ),
+    "meta-llama/Llama-3.1-8B-Instruct": model(LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 131072, **LLAMA3_ROPE),
+    "meta-llama/Llama-3.3-70B-Instruct": model(LlamaConfig, 128256, 8192, 28672, 80, 64, 8, 131072, **LLAMA3_ROPE),
     "Qwen/Qwen2.5-7B-Instruct": model(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 32768),
     "Qwen/Qwen2.5-32B-Instruct": model(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 32768),
     "Qwen/Qwen3-8B": model(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
@@ -99,8 +93,7 @@ def test_dry_run_proves_the_placement(case, tmp_path, capsys, monkeypatch) -> No
     assert sizes.world_size == num_ranks
     assert sizes.tensor_parallel <= per_node and sizes.expert_parallel <= per_node, "their traffic stays on a node"
     if "deepseek" in path.stem:
-        lines = [" ".join(line.split()) for line in text.splitlines()]
-        assert set(OF_DEEPSEEK) <= set(lines)
+        assert set(OF_DEEPSEEK) <= {" ".join(line.split()) for line in text.splitlines()}
 
 
 OF_DEEPSEEK = (

@@ -15,32 +15,18 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_child_is_laid_over_its_parent_and_each_key_keeps_its_place(tmp_path: Path) -> None:
-    parent = write(tmp_path, "parent.yaml", "a:\n  x: 1\n  y: 2\nb: 3\n")
-    child = write(tmp_path, "child.yaml", "defaults: parent.yaml\na:\n  y: 20\n  z: [1, 2]\n")
+def test_children_are_laid_over_parents_and_each_key_keeps_its_place(tmp_path: Path) -> None:
+    """Parents are relative to the file that names them, and the later one wins; `_override_` replaces a section."""
+    root = write(tmp_path, "base/root.yaml", "a:\n  x: 1\n  y: 2\nb: 1\nc: {x: 1}\nd: {x: 1}\n")
+    write(tmp_path, "base/first.yaml", "defaults: root.yaml\nb: 2\n")
+    write(tmp_path, "second.yaml", "b: 3\n")
+    text = "defaults: [base/first.yaml, second.yaml]\na:\n  y: 20\n  z: [1, 2]\n"
+    child = write(tmp_path, "child.yaml", text + "c: {_override_: true, z: 3}\nd: {_override_: false}\n")
     tree = load_tree(child)
-    assert tree.values == {"a": {"x": 1, "y": 20, "z": [1, 2]}, "b": 3}
-    assert tree.location(("a", "x")) == Location(str(parent), 2)
+    assert tree.values == {"a": {"x": 1, "y": 20, "z": [1, 2]}, "b": 3, "c": {"z": 3}, "d": {"x": 1}}
+    assert tree.location(("a", "x")) == Location(str(root), 2)
     assert tree.location(("a", "y")) == Location(str(child), 3)
-    assert tree.location(("b",)) == Location(str(parent), 4)
-
-
-def test_parents_are_relative_to_the_file_that_names_them_and_the_later_one_wins(tmp_path: Path) -> None:
-    write(tmp_path, "base/root.yaml", "a: 1\nb: 1\nc: 1\n")
-    write(tmp_path, "base/first.yaml", "defaults: root.yaml\nb: 2\nc: 2\n")
-    write(tmp_path, "second.yaml", "c: 3\n")
-    child = write(tmp_path, "child.yaml", "defaults: [base/first.yaml, second.yaml]\nd: 4\n")
-    assert load_tree(child).values == {"a": 1, "b": 2, "c": 3, "d": 4}
-
-
-def test_override_flag_replaces_a_section(tmp_path: Path) -> None:
-    write(tmp_path, "parent.yaml", "a: {x: 1, y: 2}\nb: {x: 1}\n")
-    child = write(
-        tmp_path, "child.yaml", "defaults: parent.yaml\na: {_override_: true, z: 3}\nb: {_override_: false}\n"
-    )
-    tree = load_tree(child)
-    assert tree.values == {"a": {"z": 3}, "b": {"x": 1}}
-    assert ("a", "x") not in tree.locations
+    assert ("c", "x") not in tree.locations
 
 
 SCALARS = {

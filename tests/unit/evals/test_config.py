@@ -30,12 +30,9 @@ def test_every_file_loads_and_reads_back(path, tmp_path):
 
 def test_what_follows_from_what():
     """NeMo RL's own keys, with what they leave out."""
-    values = {
-        "generation": {"model_name": "m", "vllm_cfg": {"max_model_len": 512}, "top_k": -1},
-        "data": {"dataset_name": "math500"},
-        "env": {"math": {}},
-    }
-    config = build_config(EvalMasterConfig, values)
+    generation = {"model_name": "m", "vllm_cfg": {"max_model_len": 512}, "top_k": -1}
+    sections = {"generation": generation, "data": {"dataset_name": "math500"}, "env": {"math": {}}}
+    config = build_config(EvalMasterConfig, sections)
     assert (config.generation.max_new_tokens, config.data.max_input_seq_length) == (512, 512)
     assert (config.generation.temperature, config.generation.val_temperature) == (0.0, 0.0)
     assert (config.tokenizer.name, config.generation.num_prompts_per_step) == ("m", -1)

@@ -13,33 +13,42 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.metrics import show_results
-from nemo_rl.evals.run import EvalData, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
+from nemo_rl.evals.run import Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
 
 CPU = Path(__file__).parents[3] / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
 
 
 class FakeCollector:
-    """Says the answers that the metas hold."""
+    """Plays at once and says the answers that the metas hold; conversations with a number of `failures` end with it."""
+
+    def __init__(self, failures: dict[int, WorkerError] | None = None) -> None:
+        self.failures = failures or {}
+        self.num_asked = 0
+        self.played: list[str] = []
+
+    def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
+        for request in requests:
+            self.played.append(request.prompt.prompt_id)
+            yield [handle(request.prompt.prompt_id, 1.0, 0.0)]
 
     def conversations(self, handles: list[GroupHandle]) -> list[list[list[dict[str, str]]]]:
-        return [
-            [
-                [
-                    {"role": "user", "content": "1+1"},
-                    {"role": "assistant", "content": f"\\boxed{{{sample.answer}}}"},
-                    {"role": "environment", "content": "well"},
-                ]
-                if sample.has_reward
-                else []
-                for sample in handle.samples
-            ]
-            for handle in handles
-        ]
+        self.num_asked += 1
+        if self.num_asked in self.failures:
+            raise self.failures[self.num_asked]
+        return [[spoken(sample) for sample in handle.samples] for handle in handles]
+
+
+def spoken(sample: SampleMeta) -> list[dict[str, str]]:
+    if not sample.has_reward:
+        return []
+    texts = {"user": "1+1", "assistant": f"\\boxed{{{sample.answer}}}", "environment": "well"}
+    return [{"role": role, "content": text} for role, text in texts.items()]
 
 
 def handle(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
@@ -54,14 +63,14 @@ def handle(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> 
     return GroupHandle(group_id=prompt_id, prompt_id=prompt_id, task_name="arithmetic", ref=None, samples=samples)
 
 
-def writer(folder: SampleFolder, *overrides: str) -> _Writer:
+def writer(folder: SampleFolder, *overrides: str, collector: Any = None) -> _Writer:
     config = load_config(EvalMasterConfig, CPU, [*SMALL, *overrides])
     data = load_eval_data(config)
     nothing: Any = None
     inputs = Inputs(model=nothing, data=data, process=nothing, identity={}, folder=folder.folder)
-    prompts = {data.prompts[i].prompt_id: data.prompts[i] for i in range(len(data.prompts))}
-    collector: Any = FakeCollector()
-    return _Writer(config, inputs, folder, RunConsole(num_steps=1, file=io.StringIO()), collector, prompts)
+    prompts = {prompt.prompt_id: prompt for prompt in data.prompts}
+    console = RunConsole(num_steps=1, file=io.StringIO())
+    return _Writer(config, inputs, folder, console, collector or FakeCollector(), prompts)
 
 
 @pytest.fixture
@@ -78,39 +87,13 @@ def test_too_many_failures_end_it_and_are_not_written(folder):
     assert list(folder.outcomes) == ["arithmetic:1"]
 
 
-class LosesGroups(FakeCollector):
-    """Plays at once; the given conversations end with the error."""
-
-    def __init__(self, failures: dict[int, WorkerError]) -> None:
-        self.failures = failures
-        self.num_asked = 0
-        self.played: list[str] = []
-
-    def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
-        for request in requests:
-            self.played.append(request.prompt.prompt_id)
-            yield [handle(request.prompt.prompt_id, 1.0, 0.0)]
-
-    def conversations(self, handles: list[GroupHandle]) -> list[list[list[dict[str, str]]]]:
-        self.num_asked += 1
-        if self.num_asked in self.failures:
-            raise self.failures[self.num_asked]
-        return super().conversations(handles)
-
-
-def ask_all(chosen: _Writer, collector: Any) -> None:
-    chosen.collector = collector
-    chosen.ask_all(SamplingParams(max_new_tokens=1), 2)
-
-
 def lost(kind: type[WorkerError], exception_type: str = "") -> WorkerError:
     return kind("rollout-0 died", worker="rollout-0", rank=0, method="conversations", exception_type=exception_type)
 
 
 def test_groups_that_end_with_their_worker_are_asked_again(folder):
-    chosen = writer(folder)
-    collector = LosesGroups({2: lost(WorkerDied), 6: lost(WorkerError), 7: lost(WorkerDied)})
-    ask_all(chosen, collector)
+    collector = FakeCollector({2: lost(WorkerDied), 6: lost(WorkerError), 7: lost(WorkerDied)})
+    writer(folder, collector=collector).ask_all(SAMPLING, 2)
     assert collector.played == [*(f"arithmetic:{n}" for n in range(6)), "arithmetic:1", "arithmetic:5", "arithmetic:1"]
     assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
 
@@ -124,25 +107,22 @@ def test_groups_that_end_with_their_worker_are_asked_again(folder):
     ],
 )
 def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
-    collector = LosesGroups(failures)
+    collector = FakeCollector(failures)
     with pytest.raises(WorkerError):
-        ask_all(writer(folder), collector)
+        writer(folder, collector=collector).ask_all(SAMPLING, 2)
     assert collector.num_asked < 6
 
 
 def test_a_vote_needs_answers(folder):
-    mine = ("+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k")
-    config = load_config(EvalMasterConfig, CPU, [*SMALL, *mine])
     chosen = writer(folder)
-    chosen.config = config
-    chosen.inputs.data.tasks.update({"arithmetic": _judged_by(chosen.inputs.data, "mine")})
+    chosen.config = load_config(
+        EvalMasterConfig, CPU, [*SMALL, "+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k"]
+    )
+    tasks = chosen.inputs.data.tasks
+    tasks["arithmetic"] = replace(tasks["arithmetic"], env_name="mine")
     chosen.take([handle("arithmetic:0", 1.0, 1.0, answer=None)])
     with pytest.raises(ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in 2 samples"):
         chosen.finish()
-
-
-def _judged_by(data: EvalData, env_name: str) -> Any:
-    return replace(data.tasks["arithmetic"], env_name=env_name)
 
 
 def test_results_and_table(folder):
@@ -163,14 +143,11 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
     several = f"[{{dataset_name: arithmetic, split: validation}}, {{dataset_name: '{tmp_path}/rows.csv'}}, "
     several += "{dataset_name: arithmetic, split: train, kwargs: {num_samples: 3}}]"
-    config = load_config(
-        EvalMasterConfig,
-        CPU,
-        ["data.dataset_name=null", "data.kwargs={}", "data.split=null", f"data.datasets={several}"],
-    )
+    none = ["data.dataset_name=null", "data.kwargs={}", "data.split=null"]
+    config = load_config(EvalMasterConfig, CPU, [*none, f"data.datasets={several}"])
     data = load_eval_data(config)
     assert list(data.tasks) == ["arithmetic", "rows", "arithmetic#2"]
-    ids = [data.prompts[index].prompt_id for index in range(len(data.prompts))]
+    ids = [prompt.prompt_id for prompt in data.prompts]
     assert len(set(ids)) == len(ids) and "rows:0" in ids and ids[-1] == "arithmetic#2:2"
     assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
 

@@ -34,21 +34,16 @@ def data_of(path: Path) -> dict[str, Any]:
 
 
 def test_the_page_holds_every_metric_of_every_step(tmp_path):
+    """A value that is not finite is a text, and a line in the making is left out."""
     run = write_run(tmp_path / "exp_000")
+    append(run / "metrics.jsonl", **{"step": 13, "train/loss": "NaN"})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 14, "train/lo')
     (found,) = data_of(write_report([run]))["runs"]
-    assert found["steps"] == list(range(13))
+    assert found["steps"] == list(range(14)) and found["num_steps"] == 12 and found["algorithm"] == "grpo"
     assert found["metrics"]["train/reward"][0] is None
     assert found["metrics"]["train/reward"][12] == pytest.approx(0.9502129)
-    assert found["num_steps"] == 12 and found["algorithm"] == "grpo"
-
-
-def test_a_value_that_is_not_finite_is_a_text_and_a_line_in_the_making_is_left_out(tmp_path):
-    run = write_run(tmp_path / "exp_000", 2)
-    append(run / "metrics.jsonl", **{"step": 3, "train/loss": "NaN"})
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "train/lo')
-    (found,) = data_of(write_report([run]))["runs"]
-    assert found["steps"] == [0, 1, 2, 3] and found["metrics"]["train/loss"][-1] == "nan"
+    assert found["metrics"]["train/loss"][-1] == "nan"
 
 
 def test_json_in_a_script_ends_nothing():
@@ -74,16 +69,6 @@ def test_a_browser_draws_the_curves_and_zooms(tmp_path, browser: Browser):
     assert browser.errors == []
 
 
-def test_text_of_a_run_is_shown_and_never_run(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000", model=EVIL)
-    append(run / "metrics.jsonl", **{"step": 13, f"train/{EVIL}": 1.0})
-    browser.open(write_report([run]), "#config")
-    assert EVIL in browser.evaluate("document.getElementById('main').textContent")
-    assert browser.evaluate("document.title") == f"{tmp_path.name}/exp_000"
-    assert browser.evaluate("document.images.length") == 0
-    assert browser.errors == []
-
-
 def test_the_policy_of_the_page_stops_a_script_that_came_in(tmp_path, browser: Browser):
     path = write_report([write_run(tmp_path / "exp_000")])
     path.write_text(path.read_text().replace("</body>", "<script>document.title = 'taken'</script></body>"))
@@ -100,32 +85,24 @@ def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 5
     """
     folder = run / "samples"
     folder.mkdir()
+    text = {"ids": [1, 2, 3, 4], "texts": ["a", " b", EVIL, "\n"], "mask": "0011"}
+    text |= {"generation_logprobs": [0, 0, -1, -0.5], "outputs": [0, 0, -3, -0.5]}
     with (folder / "index_policy-0.jsonl").open("w") as index:
         for first in range(1, num_steps + 1, block_steps):
-            lines = []
+            lines, block = [], f"policy-0_{first:06d}.js"
+            is_written = first == 1 or first + block_steps > num_steps
             for step in range(first, min(first + block_steps, num_steps + 1)):
                 for number in range(per_step):
-                    about = {
-                        "step": step,
-                        "id": f"{step}/0/p:{number}/0",
-                        "group": f"{step}/0/p:{number}",
-                        "reward": number,
-                    }
-                    about |= {"prompt": f"p:{number}", "status": "completed", "length": 4, "error": 1 + number / 100}
-                    summary = {"block": f"policy-0_{first:06d}.js", **about, "advantage": -number}
-                    index.write(json.dumps(summary) + "\n")
-                    if 1 < first <= num_steps - block_steps:
-                        continue
-                    sample = {**about, "ids": [1, 2, 3, 4], "texts": ["a", " b", EVIL, "\n"], "mask": "0011"}
-                    sample |= {
-                        "generation_logprobs": [0, 0, -1, -0.5],
-                        "outputs": [0, 0, -3, -0.5],
-                        "advantages": -number,
-                    }
-                    sample |= {"messages": [{"role": "assistant", "content": f"<tool_call>{EVIL}</tool_call> {step}"}]}
-                    lines.append(f"nemo_rl_sample({script_json(sample | more)});\n")
-            if first == 1 or first + block_steps > num_steps:
-                (folder / f"policy-0_{first:06d}.js").write_text("".join(lines))
+                    group = f"{step}/0/p:{number}"
+                    about = {"step": step, "id": f"{group}/0", "group": group, "reward": number, "status": "completed"}
+                    about |= {"prompt": f"p:{number}", "length": 4, "error": 1 + number / 100}
+                    index.write(json.dumps({"block": block, **about, "advantage": -number}) + "\n")
+                    if is_written:
+                        said = [{"role": "assistant", "content": f"<tool_call>{EVIL}</tool_call> {step}"}]
+                        sample = {**about, **text, "advantages": -number, "messages": said, **more}
+                        lines.append(f"nemo_rl_sample({script_json(sample)});\n")
+            if is_written:
+                (folder / block).write_text("".join(lines))
 
 
 def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Browser):
@@ -164,27 +141,23 @@ def test_a_hundred_thousand_samples_are_sorted_at_once(tmp_path, browser: Browse
     assert time.monotonic() - began < 2.0  # 0.04 s by themselves
 
 
-def test_the_pictures_of_a_sample_are_shown(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
+def test_text_and_pictures_of_a_run_are_shown_and_never_run(tmp_path, browser: Browser):
+    run = write_run(tmp_path / "exp_000", model=EVIL)
+    append(run / "metrics.jsonl", **{"step": 13, f"train/{EVIL}": 1.0})
     jpeg = base64.b64encode(small_jpeg(Image.new("RGB", (300, 150), "red")).tobytes()).decode()
     write_samples(run, 1, 1, pictures=[f"data:image/jpeg;base64,{jpeg}", f'data:," onerror="document.title=1{EVIL}'])
+    append(run / "events.jsonl", time=1.0, step=1, kind="warning", text=EVIL)
     browser.open(write_report([run]), "#samples")
     browser.wait("document.images.length === 2 && [...document.images].every(image => image.complete)")
     assert browser.evaluate("[...document.images].map(image => image.naturalWidth)") == [192, 0]
-    assert browser.evaluate("document.title") not in ("1", "taken")
-
-
-def test_an_answer_of_html_is_shown_and_never_run(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
-    write_samples(run, 1, 1)
-    append(run / "events.jsonl", time=1.0, step=1, kind="warning", text=EVIL)
-    browser.open(write_report([run]), "#samples")
     browser.wait("document.querySelectorAll('#sample .message').length === 1")
     assert browser.evaluate("document.querySelectorAll('#sample .t')[2].textContent") == EVIL
     assert browser.evaluate("document.querySelector('#sample .call').textContent") == f"<tool_call>{EVIL}</tool_call>"
-    browser.evaluate("document.getElementById('tab-events').click()")
-    assert EVIL in browser.evaluate("document.getElementById('main').textContent")
-    assert browser.evaluate("document.images.length") == 0 and browser.evaluate("document.title") != "taken"
+    for tab in ("events", "config"):
+        browser.evaluate(f"document.getElementById('tab-{tab}').click()")
+        assert EVIL in browser.evaluate("document.getElementById('main').textContent")
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.title") == f"{tmp_path.name}/exp_000"
     assert browser.errors == []
 
 

@@ -41,21 +41,17 @@ def test_a_run_is_drawn_and_new_lines_are_read(tmp_path):
     assert "entropy_collapse" in later and "\x1b[31mlook" not in later  # model output cannot steer the terminal
 
 
-def test_a_dead_run_is_called_dead_and_the_age_of_its_last_line_is_said(tmp_path):
+def test_a_dead_run_is_called_dead_and_its_last_samples_are_shown_turn_by_turn(tmp_path):
     folder = write_run(tmp_path / "exp_000")
     (folder / "run.json").write_text(json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "pid_started": "1"}))
-    watch = Watch(folder)
-    watch.update()
-    assert "dead: its process is gone; last line 3 min ago" in drawn(watch, now=watch.run.written_at + 180)
-
-
-def test_the_last_samples_are_shown_turn_by_turn(tmp_path):
-    folder = write_run(tmp_path / "exp_000")
     messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "x" * 5000 + "THE END"}]
     sample = {"step": 3, "id": "3/0/p:1/0", "reward": 1.0, "messages": messages}
     (folder / "samples").mkdir()
     (folder / "samples" / "policy-0_000003.js").write_text(f"nemo_rl_sample({json.dumps(sample)});\n")
-    text = drawn(Watch(folder))
+    watch = Watch(folder)
+    watch.update()
+    text = drawn(watch, now=watch.run.written_at + 180)
+    assert "dead: its process is gone; last line 3 min ago" in text
     assert "3/0/p:1/0" in text and "2+2" in text and "[…]" in text and "THE END" in text
 
 

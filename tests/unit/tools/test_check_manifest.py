@@ -40,33 +40,26 @@ def test_the_command_of_the_job_loads_and_its_ray_is_one_that_this_package_runs_
     ("old", "new", "message"),
     [
         ("backoffLimit: 2", "backofLimit: 2", "unknown key; the nearest valid key is spec.backoffLimit"),
-        ("secretRef:", "secret:", "unknown key"),
         ("replicas: 2\n", "replicas: two\n", "spec.rayClusterSpec.workerGroupSpecs.0.replicas"),
         ('num-cpus: "0"', "num-cpus: 0", "rayStartParams.num-cpus"),
         ("memory: 1200Gi", "memory: 1200 GB", "memory"),
         ("maxReplicas: 2", "maxReplicas: 1", "set maxReplicas to replicas=2"),
         ("cluster.num_nodes=2", "cluster.num_nodes=3", "cluster.num_nodes=3, and 2 pods have GPUs"),
         ("gpus_per_node=8", "gpus_per_node=9", "cluster.gpus_per_node=9, and a pod has 8"),
-        (
-            "- {name: shared, mountPath",
-            "- {name: share, mountPath",
-            "ray-head mounts share, and no volume has that name",
-        ),
+        ("{name: shared, mountPath", "{name: share, mountPath", "ray-head mounts share, and no volume has that name"),
         ("  shutdownAfterJobFinishes: true\n", "", "has an effect only with shutdownAfterJobFinishes"),
         ("nemo-rl:0.1.0", "nemo-rl:0.2.0", "so one image"),
         ("kind: RayJob", "kind: RayJobs", "RayJob"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path, old, new, message):
-    text = RAYJOB.read_text()
+    text, manifest = RAYJOB.read_text(), tmp_path / "job.yaml"
     assert old in text
-    manifest = tmp_path / "job.yaml"
     manifest.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError) as error:
         check(manifest)
     (problem,) = error.value.problems
-    assert message in str(problem)
-    assert str(problem).startswith(f"{manifest}:")
+    assert message in str(problem) and str(problem).startswith(f"{manifest}:")
 
 
 def test_kueue_needs_a_job_that_deletes_its_cluster(tmp_path):

@@ -31,12 +31,9 @@ def predicted(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dic
 
 def test_it_prints_phases_beside_the_ideal_and_the_measurement(model, tmp_path, capsys):
     common = ("--config", RECIPE, "--gpu", "NVIDIA H100", "--model-config", model)
-    batch = (
-        "grpo.num_prompts_per_step=128",
-        "grpo.num_generations_per_prompt=16",
-        "policy.train_global_batch_size=2048",
-    )
-    phases = predicted(capsys, *common, "policy.max_total_sequence_length=4096", *batch)
+    batch = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=16")
+    whole = ("policy.train_global_batch_size=2048", "policy.max_total_sequence_length=4096")
+    phases = predicted(capsys, *common, *batch, *whole)
     assert list(phases) == ["generation", "policy_and_reference_logprobs", "policy_training", "weight_sync", "step"]
     assert all(expected > ideal for expected, ideal in phases.values())
     # 2,048 samples of 1,000 tokens on eight H100: below a minute and a half, and not below the 11 s of the operations.

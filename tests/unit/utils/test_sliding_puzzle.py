@@ -6,22 +6,19 @@ from hypothesis import strategies as st
 
 from nemo_rl.utils.sliding_puzzle import (
     Board,
+    first_moves,
     is_solved,
     moves,
     parse_grid,
     play,
-    reachable,
-    read_action,
     shuffled,
     solve,
 )
 
-SIZES = st.tuples(st.integers(2, 5), st.integers(2, 5))
-
 
 @st.composite
 def boards(draw: st.DrawFn) -> Board:
-    rows, columns = draw(SIZES)
+    rows, columns = draw(st.tuples(st.integers(2, 5), st.integers(2, 5)))
     return shuffled(rows, columns, draw(st.integers(1, 40)), random.Random(draw(st.integers(0, 2**32))))
 
 
@@ -37,9 +34,8 @@ def test_shuffled_boards_can_be_solved_and_are_not_and_exchanging_two_tiles_make
 
 @pytest.mark.parametrize(("rows", "columns", "boards_there", "longest"), [(2, 2, 12, 6), (2, 3, 360, 21)])
 def test_the_solver_knows_every_board_and_no_way_is_longer_than_needed(rows, columns, boards_there, longest):
-    everything = reachable(rows, columns)
-    lengths = {board: len(solve(board)) for board in everything}
-    assert len(everything) == boards_there and max(lengths.values()) == longest
+    lengths = {board: len(solve(board)) for board in first_moves(rows, columns)}
+    assert len(lengths) == boards_there and max(lengths.values()) == longest
     for board, length in lengths.items():
         neighbours = [lengths[after] for after in moves(board).values()]
         assert length == (0 if is_solved(board) else 1 + min(neighbours))
@@ -49,29 +45,32 @@ def test_the_solver_knows_every_board_and_no_way_is_longer_than_needed(rows, col
         assert is_solved(after)
 
 
+BOARD, UP, RIGHT = ((1, 0), (3, 2)), ((1, 2), (3, 0)), ((0, 1), (3, 2))
+
+
 @pytest.mark.parametrize(
-    ("text", "action"),
+    ("text", "after"),
     [
-        ("<action>up</action>", "up"),
-        ("I think.\n<action>\n Slide   3 \n</action>", "slide 3"),
-        ("<action> I mean <action>left</action>", "left"),
-        ("<action>left</action> or <action>up</action>", "left"),
-        ("<action></action>", ""),
-        ("</action><action>up</action>", "up"),
-        ("<action>up", None),
-        ("up</action>", None),
-        ("", None),
+        ("<action>up</action>", UP),
+        ("I think.\n<action>\n Slide   2 \n</action>", UP),
+        ("<action> I mean <action>right</action> or <action>up</action>", RIGHT),
+        ("</action><action>up</action>", UP),
+        ("<action></action>", "Unknown action"),
+        ("<action>up", "No action found"),
+        ("", "No action found"),
     ],
 )
-def test_an_action_is_what_stands_before_the_first_end(text, action):
-    assert read_action(text) == action
+def test_an_action_is_what_stands_before_the_first_end(text, after):
+    board, problem = play(BOARD, text)
+    assert board == (BOARD if isinstance(after, str) else after)
+    assert (problem is None) != isinstance(after, str) and (problem or "").startswith(after if problem else "")
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=st.sampled_from("<>/action up1\n"), max_size=60))
 def test_no_text_breaks_the_game(text):
     board, _ = play(((1, 2), (0, 3)), text)
-    assert board in reachable(2, 2)
+    assert board in first_moves(2, 2)
 
 
 @pytest.mark.parametrize("grid", [[[1, 0]], [[1, 2], [3]], [[1, 2], [3, 3]], [[1, 2], [3, 4]], []])
