@@ -8,6 +8,7 @@ begins with `->`, `&` or `...` goes on with the line before.
 """
 
 import re
+from collections.abc import Mapping
 
 FINE = "fine"
 
@@ -20,8 +21,10 @@ def lines(text: str) -> list[tuple[str, str]]:
     return [(left, right) for left, _, right in rows]
 
 
-def cases(text: str) -> list[tuple[tuple[str, ...], str]]:
-    """(overrides, message) of every line."""
+def cases(text: str, short: Mapping[str, str] | None = None) -> list[tuple[tuple[str, ...], str]]:
+    """(overrides, message) of every line. `short`: words of the table -> what they stand for, replaced in order."""
+    for word, whole in (short or {}).items():
+        text = re.sub(rf"\b{word}\b", whole, text)
     return [(tuple(left.split(" & ")), message) for left, message in lines(text)]
 
 

@@ -54,20 +54,20 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
         assert text in shown
 
 
+STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
+
+
 def test_samples_of_older_weights_disagree_by_design():
-    stale = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
-    assert (
-        alarms(stale) == [] and summary_line(stale) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
-    )
-    (alarm,) = alarms({**stale, "train/weight_version_lag/max": 0.0})
-    assert "disagree" in alarm
-    assert len(alarms({**stale, "train/token_mult_prob_error": float("inf")})) == 1
+    assert alarms(STALE) == []
+    assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
 
 
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
         ({"train/token_mult_prob_error": 1.06}, "token_mult_prob_error is 1.0600, above 1.05"),
+        ({**STALE, "train/weight_version_lag/max": 0.0}, "token_mult_prob_error is 1.2000, above 1.05"),
+        ({**STALE, "train/token_mult_prob_error": float("inf")}, "token_mult_prob_error is inf"),
         ({"train/token_mult_prob_error": float("nan")}, "token_mult_prob_error is nan"),
         ({"train/loss": float("nan")}, "train/loss is nan"),
         ({"train/baseline_reward/pct_mixed": 0.0}, "no gradient"),
@@ -84,20 +84,14 @@ def test_alarms(metrics, text):
 
 
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
-    logs = [
-        [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "[red]4\x1b[2J\x07"}],
-        [{"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}],
-    ]
-    file = io.StringIO()
-    RunConsole(num_steps=1, file=file).show_samples(logs, [1.0, 0.0], num_samples=1, title="validation at step 5")
-    text = file.getvalue()
-    assert "validation at step 5, sample 1, reward 1.0000" in text
-    assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in text
-    assert "3+3" not in text
-    live = io.StringIO()
+    said = (("2+2?", "[red]4\x1b[2J\x07"), ("3+3?", "6"))
+    logs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in said]
+    plain, live = io.StringIO(), io.StringIO()
+    RunConsole(num_steps=1, file=plain).show_samples(logs, [1.0, 0.0], num_samples=1, title="validation at step 5")
+    assert "validation at step 5, sample 1, reward 1.0000" in plain.getvalue()
+    assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in plain.getvalue() and "3+3" not in plain.getvalue()
     RunConsole(num_steps=1, file=live, force_terminal=True).show_samples(logs, [1.0, 0.0], num_samples=2, title="t")
-    assert "\x1b[2J" not in live.getvalue()
-    assert "3+3" in live.getvalue()
+    assert "\x1b[2J" not in live.getvalue() and "3+3" in live.getvalue()
 
 
 def test_log_records_go_to_the_console():

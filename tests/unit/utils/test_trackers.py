@@ -5,13 +5,14 @@ import logging
 import socket
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
 from nemo_rl.utils.logger import Logger, check_packages
-from nemo_rl.utils.trackers import RETRY_S, GuardedTracker, Tracker
+from nemo_rl.utils.trackers import RETRY_S, GuardedTracker
 
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
 DEATH = "RuntimeError: it died"
@@ -108,22 +109,17 @@ def test_wandb_offline_resumes_by_its_id(tmp_path):
     assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mlflow",
-        pytest.param("swanlab", marks=pytest.mark.slow),  # which tries for 20 s
-        pytest.param("wandb", marks=pytest.mark.slow),  # which tries for 90 s
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("swanlab", "wandb")]  # these try for 20 and 90 s
+
+
+@pytest.mark.parametrize("name", ["mlflow", *SLOW])
 def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch):
     pytest.importorskip(name)
     with socket.socket() as taken:  # a port where nothing answers
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        for variable, value in {"WANDB_BASE_URL": uri, "WANDB_API_KEY": 40 * "0"}.items():
-            monkeypatch.setenv(variable, value)
-        for variable, value in {"SWANLAB_API_HOST": uri, "SWANLAB_API_KEY": 21 * "a"}.items():
+        keys = {"WANDB_BASE_URL": uri, "WANDB_API_KEY": 40 * "0", "SWANLAB_API_HOST": uri, "SWANLAB_API_KEY": 21 * "a"}
+        for variable, value in keys.items():
             monkeypatch.setenv(variable, value)
         cfg = LoggerConfig.model_validate({f"{name}_enabled": True, "mlflow": {"tracking_uri": uri}})
         with caplog.at_level(logging.WARNING, "nemo_rl"):
@@ -144,49 +140,27 @@ def test_swanlab_without_a_key_says_how_to_log_in(tmp_path, monkeypatch):
         Logger(LoggerConfig(swanlab_enabled=True), tmp_path)
 
 
-class FailingTracker(Tracker):
-    """Its server is away while `is_away`."""
-
-    def __init__(self) -> None:
-        self.is_away = False
-        self.steps: list[int] = []
-        self.run_id = "run"
-
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        return (ConnectionError,)
-
-    def log(self, metrics, step):
-        if self.is_away:
-            raise ConnectionRefusedError("nobody there")
-        self.steps.append(step)
-
-    def log_hyperparams(self, params, text): ...
-
-    def log_samples(self, rows, step): ...
-
-    def close(self, error=None): ...
-
-
 def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
-    now = [0.0]
-    tracker = FailingTracker()
-    guarded = GuardedTracker("fake", lambda: tracker, tracker.failures(), clock=lambda: now[0])
+    now, steps, tracker = 0.0, [], cast(Any, object())
+    guarded = GuardedTracker("fake", lambda: tracker, (ConnectionError,), clock=lambda: now)
 
-    def log(step: int) -> None:
-        guarded.send(lambda tracker: tracker.log({}, step))
+    def log(step: int, is_away: bool = False) -> None:
+        def call(_: object) -> None:
+            if is_away:
+                raise ConnectionRefusedError("nobody there")
+            steps.append(step)
+
+        guarded.send(call)
 
     log(1)
-    tracker.is_away = True
-    log(2)
-    now[0] = RETRY_S + 1
-    log(3)
-    tracker.is_away = False
+    log(2, is_away=True)
+    now = RETRY_S + 1
+    log(3, is_away=True)
     log(4)
-    assert tracker.steps == [1], "it rests after a failure"
-    now[0] = 2 * RETRY_S + 2
+    assert steps == [1], "it rests after a failure"
+    now = 2 * RETRY_S + 2
     log(5)
-    assert tracker.steps == [1, 5]
+    assert steps == [1, 5]
     assert [record.getMessage() for record in caplog.records] == [
         "fake does not answer, and the run goes on without it; metrics.jsonl has every metric "
         "(ConnectionRefusedError: nobody there)",

@@ -75,27 +75,21 @@ def test_the_projects_own_extras_are_found() -> None:
         unmet_requirements("vlm", find_project_root())
 
 
-def test_made_once_and_again_when_the_project_changes(project: Path, fake_uv: Path) -> None:
-    python = ensure_venv("old", project)
-    assert python == str(project / "venvs" / "old" / "bin" / "python")
-    assert ensure_venv("old", project) == python
-    assert num_calls(fake_uv) == 1
-    (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
-    ensure_venv("old", project)
-    assert num_calls(fake_uv) == 2
-    (project / ".python-version").write_text("3.11\n")
-    ensure_venv("old", project)
-    assert num_calls(fake_uv) == 3
-
-
-def test_forced_rebuild_happens_once_in_a_process(
+def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_process(
     project: Path, fake_uv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    python = ensure_venv("broken", project)
+    assert python == str(project / "venvs" / "broken" / "bin" / "python")
+    assert ensure_venv("broken", project) == python and num_calls(fake_uv) == 1
+    (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
     ensure_venv("broken", project)
+    (project / ".python-version").write_text("3.11\n")
+    ensure_venv("broken", project)
+    assert num_calls(fake_uv) == 3
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
     python_executable_for("broken", project)
     python_executable_for("broken", project)
-    assert num_calls(fake_uv) == 2
+    assert num_calls(fake_uv) == 4
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "yes please")
     with pytest.raises(ValueError, match="NRL_FORCE_REBUILD_VENVS"):
         python_executable_for("broken", project)
@@ -110,21 +104,19 @@ def test_two_drivers_build_once(project: Path, fake_uv: Path) -> None:
     assert num_calls(fake_uv) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ("error: Failed to fetch: `https://index/simple/six/`\n  Caused by: dns error", "check the network"),
-        ("error: Distribution `six==1` can't be installed because it doesn't have a wheel for the current platform",
-         "no wheel for this platform"),
-        ("error: Failed to download `six==1`\n  Caused by: No space left on device (os error 28)", "disk is full"),
-    ],
-)  # fmt: skip
+FAILURES = {
+    "error: Failed to fetch: `https://index/simple/six/`\n  Caused by: dns error": "check the network",
+    "error: `six==1` can't be installed because it doesn't have a wheel for the current platform": "no wheel for this",
+    "error: Failed to download `six==1`\n  Caused by: No space left on device (os error 28)": "disk is full",
+}
+
+
+@pytest.mark.parametrize(("words", "advice"), FAILURES.items())
 def test_failed_build_says_what_to_do(project: Path, fake_uv: Path, words: str, advice: str) -> None:
     (fake_uv / "fail").write_text("Resolved 3 packages in 2ms\n" + words + "\n")
     with pytest.raises(VenvBuildError, match=r"(?s)extra 'old'.*six.*What to do.*uv sync --extra old") as caught:
         ensure_venv("old", project)
-    assert advice in str(caught.value)
-    assert "Resolved 3 packages" not in str(caught.value)
+    assert advice in str(caught.value) and "Resolved 3 packages" not in str(caught.value)
 
 
 def test_without_uv(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
