@@ -5,7 +5,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -66,21 +67,17 @@ def parse_hydra_overrides(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def _config_of(path: str) -> Callable[..., BaseModel]:
-    def checked(**sections: Any) -> BaseModel:
-        """The configuration with these sections, checked, with defaults. ConfigError with everything that is wrong."""
-        return build_config(import_object(path, "configuration"), sections)
-
-    return checked
+def _config_of(path: str, **sections: Any) -> BaseModel:
+    """The configuration with these sections, checked, with defaults. ConfigError with everything that is wrong."""
+    return build_config(import_object(f"nemo_rl.algorithms.config.{path}", "configuration"), sections)
 
 
-_CONFIGS = "nemo_rl.algorithms.config"
-grpo_config = _config_of(f"{_CONFIGS}.grpo:GRPOMasterConfig")
-ppo_config = _config_of(f"{_CONFIGS}.ppo:PPOMasterConfig")
-distillation_config = _config_of(f"{_CONFIGS}.distillation:DistillationMasterConfig")
-sft_config = _config_of(f"{_CONFIGS}.supervised:SFTMasterConfig")
-dpo_config = _config_of(f"{_CONFIGS}.supervised:DPOMasterConfig")
-rm_config = _config_of(f"{_CONFIGS}.supervised:RMMasterConfig")
+grpo_config = partial(_config_of, "grpo:GRPOMasterConfig")
+ppo_config = partial(_config_of, "ppo:PPOMasterConfig")
+distillation_config = partial(_config_of, "distillation:DistillationMasterConfig")
+sft_config = partial(_config_of, "supervised:SFTMasterConfig")
+dpo_config = partial(_config_of, "supervised:DPOMasterConfig")
+rm_config = partial(_config_of, "supervised:RMMasterConfig")
 
 
 def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -110,16 +107,15 @@ class LoadedDataset(NamedTuple):
 
 def load_response_dataset(data_config: Mapping[str, Any]) -> LoadedDataset:
     """The rows of a section such as `data.train`."""
-    return _load(DatasetConfig, {"env_name": "", **data_config})
+    return _load(DatasetConfig.model_validate({"processor": "default", "env_name": "", **data_config}))
 
 
 def load_preference_dataset(data_config: Mapping[str, Any]) -> LoadedDataset:
     """The rows of a section such as `data.train` of DPO."""
-    return _load(PreferenceDatasetConfig, data_config)
+    return _load(PreferenceDatasetConfig.model_validate({"processor": "default", **data_config}))
 
 
-def _load(kind: type[DatasetConfig | PreferenceDatasetConfig], settings: Mapping[str, Any]) -> LoadedDataset:
-    cfg = kind.model_validate({"processor": "default", **settings})
+def _load(cfg: DatasetConfig | PreferenceDatasetConfig) -> LoadedDataset:
     return LoadedDataset(*load_rows(cfg), task_name=str(cfg.dataset_name or cfg.data_path))
 
 
@@ -222,19 +218,19 @@ class _Estimator:
         **unused: Any,
     ) -> Tensor:
         """`prompt_ids` [B, P], equal in a group; `rewards` [B]; `mask` [B, S]; `repeated_batch` has `reward1`, ..."""
-        parts = sorted(key for key in repeated_batch or {} if key.removeprefix("reward").isdigit())
+        batch, of_groups = repeated_batch or {}, _groups(prompt_ids)
+        parts = sorted(key for key in batch if key.removeprefix("reward").isdigit())
         groups = [
             GroupRewards(
                 rewards=rewards[rows].tolist(),
                 valid=[True] * len(rows),
                 num_loss_tokens=mask[rows].sum(-1).int().tolist(),
-                parts=list(zip(*((repeated_batch or {})[key][rows].tolist() for key in parts), strict=True)),
+                parts=list(zip(*(batch[key][rows].tolist() for key in parts), strict=True)),
             )
-            for rows in _groups(prompt_ids)
+            for rows in of_groups
         ]
-        found = compute_advantages(groups, self.cfg).advantages
         result = torch.zeros(len(rewards), dtype=torch.float32)
-        for rows, values in zip(_groups(prompt_ids), found, strict=True):
+        for rows, values in zip(of_groups, compute_advantages(groups, self.cfg).advantages, strict=True):
             result[rows] = torch.tensor(values, dtype=torch.float32)
         return result[:, None].expand(mask.shape)
 
@@ -289,42 +285,36 @@ class ClippedPGLossFn(NLLLossFn):
 # What ours means differently
 
 
-def _refused(theirs: str, ours: str) -> Callable[..., NoReturn]:
-    def call(*args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"{theirs}: {ours}")
-
-    return call
+def _refuse(text: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(text)
 
 
-def _of_a_run(algorithm: str, module: str) -> Sequence[Callable[..., NoReturn]]:
-    """`setup` and `<algorithm>_train` of an algorithm."""
-    ours = (
-        f"a run is built from its configuration alone; call nemo_rl.algorithms.setup.{module}.run_{algorithm}(config), "
-        "and name your own datasets, processors and environments in it by import path"
-    )
-    return _refused("setup", ours), _refused(f"{algorithm}_train", ours)
-
-
-setup_grpo, grpo_train = _of_a_run("grpo", "grpo")
-setup_ppo, ppo_train = _of_a_run("ppo", "ppo")
-setup_distillation, distillation_train = _of_a_run("distillation", "distillation")
-setup_sft, sft_train = _of_a_run("sft", "supervised")
-setup_dpo, dpo_train = _of_a_run("dpo", "supervised")
-setup_rm, rm_train = _of_a_run("rm", "supervised")
-
-_PAIRS = "compares sums of a column that the policy keeps; use nemo_rl.algorithms.losses.preference"
-DPOLossFn = _refused("DPOLossFn", f"{_PAIRS}.DPOLoss")
-PreferenceLossFn = _refused("PreferenceLossFn", f"{_PAIRS}.PreferenceLoss")
-DistillationLossFn = _refused(
-    "DistillationLossFn", "reads the student's head; use nemo_rl.algorithms.losses.distillation.DistillationLoss"
+_RUN = (
+    "a run is built from its configuration alone; call nemo_rl.algorithms.setup.{}(config), and name your own "
+    "datasets, processors and environments in it by import path"
 )
-setup_response_data = _refused("setup_response_data", "use nemo_rl.data.rows.setup.setup_data(config.data, config.env)")
-setup_preference_data = _refused("setup_preference_data", "use nemo_rl.data.rows.setup.setup_examples(config.data)")
-configure_generation_config = _refused(
-    "configure_generation_config", "nothing has to be filled in; a run reads policy.generation as it stands"
+setup_grpo = grpo_train = partial(_refuse, _RUN.format("grpo.run_grpo"))
+setup_ppo = ppo_train = partial(_refuse, _RUN.format("ppo.run_ppo"))
+setup_distillation = distillation_train = partial(_refuse, _RUN.format("distillation.run_distillation"))
+setup_sft = sft_train = partial(_refuse, _RUN.format("supervised.run_sft"))
+setup_dpo = dpo_train = partial(_refuse, _RUN.format("supervised.run_dpo"))
+setup_rm = rm_train = partial(_refuse, _RUN.format("supervised.run_rm"))
+
+_LOSSES = "nemo_rl.algorithms.losses"
+_PAIRS = f"it compares sums of a column that the policy keeps; use {_LOSSES}.preference"
+DPOLossFn = partial(_refuse, f"DPOLossFn: {_PAIRS}.DPOLoss")
+PreferenceLossFn = partial(_refuse, f"PreferenceLossFn: {_PAIRS}.PreferenceLoss")
+DistillationLossFn = partial(
+    _refuse, f"DistillationLossFn reads the student's head; use {_LOSSES}.distillation.DistillationLoss"
 )
-run_multi_turn_rollout = _refused(
-    "run_multi_turn_rollout",
-    "use examples/collect_rollouts.py, or nemo_rl.rollouts.episode.run_episode for a sample",
+_DATA = "use nemo_rl.data.rows.setup"
+setup_response_data = partial(_refuse, f"setup_response_data: {_DATA}.setup_data(config.data, config.env)")
+setup_preference_data = partial(_refuse, f"setup_preference_data: {_DATA}.setup_examples(config.data)")
+configure_generation_config = partial(
+    _refuse, "configure_generation_config: nothing has to be filled in; a run reads policy.generation as it stands"
 )
-refit_policy_generation = _refused("refit_policy_generation", "use nemo_rl.refit.sync")
+run_multi_turn_rollout = partial(
+    _refuse,
+    "run_multi_turn_rollout: use examples/collect_rollouts.py, or nemo_rl.rollouts.episode.run_episode for a sample",
+)
+refit_policy_generation = partial(_refuse, "refit_policy_generation: use nemo_rl.refit.sync")

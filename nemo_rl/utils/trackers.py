@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import re
 import threading
 import time
@@ -30,7 +31,11 @@ log = logging.getLogger(__name__)
 def start_trackers(cfg: LoggerConfig, run_dir: Path, run_ids: Mapping[str, str]) -> dict[str, GuardedTracker]:
     """The enabled trackers by name. `run_ids` are the runs to continue, by tracker."""
     return {
-        name: GuardedTracker(name, partial(TRACKERS[name], cfg, run_dir, run_ids.get(name)), TRACKERS[name].failures())
+        name: GuardedTracker(
+            name,
+            partial(TRACKERS[name], cfg, run_dir, run_ids.get(name)),
+            tuple(map(pkgutil.resolve_name, TRACKERS[name].failures)),
+        )
         for name in cfg.enabled_trackers
     }
 
@@ -42,16 +47,13 @@ class Tracker:
     """
 
     run_id: str | None = None
+    failures: tuple[str, ...] = ("builtins:OSError",)  # base of the errors of `requests`
+    """Errors of a service that is gone or refuses, by import path."""
     _run: Any
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         """Raises an error of `failures` if the service cannot be reached."""
         raise NotImplementedError
-
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        """Errors of a service that is gone or refuses."""
-        return (OSError,)  # base of the errors of `requests`
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the metrics of a step, after its samples and histograms."""
@@ -125,14 +127,12 @@ class GuardedTracker:
 class TensorBoard(Tracker):
     """Event files in the folder of the run."""
 
+    failures = ()
+
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        return ()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -158,6 +158,8 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """Weights & Biases. A step that runs again after a resume keeps its first values there."""
 
+    failures = ("wandb.errors:CommError", "builtins:TimeoutError")
+
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import wandb
         from wandb.errors import AuthenticationError, UsageError
@@ -181,12 +183,6 @@ class Wandb(Tracker):
             raise ValueError(f"logger.wandb: {error}; log in with `wandb login`, or set wandb.mode=offline") from error
         self.run_id = self._run.id
 
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        from wandb.errors import CommError
-
-        return (CommError, TimeoutError)
-
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
 
@@ -207,6 +203,7 @@ class Wandb(Tracker):
 class MLflow(Tracker):
     """MLflow, on a server or in SQLite. A step that runs again after a resume has a second value there."""
 
+    failures = ("mlflow.exceptions:MlflowException", "builtins:OSError")
     MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARS = 1000, 100, 6000  # of one request
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
@@ -232,12 +229,6 @@ class MLflow(Tracker):
             self.run_id = self._client.create_run(experiment_id, run_name=of.run_name or run_dir.name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
-
-    @staticmethod
-    def failures() -> tuple[type[Exception], ...]:
-        from mlflow.exceptions import MlflowException
-
-        return (MlflowException, OSError)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
