@@ -26,7 +26,7 @@ from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.openai_server import AnswerSettings
-from nemo_rl.types import Completion, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 
 PROMPT = "1+2=" * 64
 ANSWER_TOKENS = 50
@@ -67,7 +67,7 @@ async def measure(num_episodes: int, num_calls: int, stream: bool) -> dict[str, 
     said = [*encode(tokenizer, "7")] * (ANSWER_TOKENS - 1) + [end]
     logprobs = [-0.1] * len(said)
 
-    async def generate(*_: Any, on_tokens: Any = None, **__: Any) -> Completion:
+    async def generate(request: GenerationRequest, on_tokens: Any = None) -> Completion:
         if on_tokens is not None:
             for begin in range(0, len(said), 10):
                 on_tokens((said[begin : begin + 10], logprobs[begin : begin + 10]))

@@ -416,7 +416,7 @@ def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     """Tokens per second of the actor's class, and memory that is left asleep."""
     from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
     from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
-    from nemo_rl.types import SamplingParams
+    from nemo_rl.types import GenerationRequest, SamplingParams
 
     before = used_bytes()
     cfg = GenerationConfig(
@@ -434,8 +434,11 @@ def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
         best = 0.0
         for _ in range(3):
             started = time.perf_counter()
-            calls = (worker.generate(prompt, sampling, seed) for seed, prompt in enumerate(prompts_of(size)))
-            done = await asyncio.gather(*calls)
+            requests = (
+                GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=seed)
+                for seed, prompt in enumerate(prompts_of(size))
+            )
+            done = await asyncio.gather(*map(worker.generate, requests))
             best = max(best, sum(len(one.token_ids) for one in done) / (time.perf_counter() - started))
         await worker.offload(keep_weights=False)  # as where a whole sync follows
         return best

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.types import SamplingParams
+from nemo_rl.types import GenerationRequest, SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 
@@ -97,7 +97,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     speeds = []
     for number in range(args.rounds + 1):
         started = time.perf_counter()
-        done = await asyncio.gather(*(worker.generate(p, sampling, seed) for seed, p in enumerate(prompts)))
+        requests = (
+            GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=seed)
+            for seed, prompt in enumerate(prompts)
+        )
+        done = await asyncio.gather(*map(worker.generate, requests))
         if number > 0:  # the first one warms up
             speeds.append(sum(len(one.token_ids) for one in done) / (time.perf_counter() - started))
     counts = await worker.draft_counts()

@@ -103,22 +103,16 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptImage:
-    """An image of a prompt, for an engine."""
-
-    span: ImageSpan
-    ref: Any  # ray.ObjectRef of its Pixels
-
-
-@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One turn of one sample, for an engine."""
+    """One turn of one sample: a prompt to complete."""
 
-    request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     seed: int
-    images: tuple[PromptImage, ...] = ()  # in the order of their tokens
+    images: Sequence[ImageSpan] = ()  # in the order of their tokens
+    # The client of an engine sets the rest.
+    pixels: Mapping[str, Any] = field(default_factory=dict)  # digest of an image -> ray.ObjectRef of its Pixels
+    request_id: str = ""
     streams: bool = False  # tokens are wanted as they are sampled, where the engine can
 
 
@@ -144,15 +138,7 @@ class GenerationAnswer:
 class GenerateFn(Protocol):
     """Generation as an episode sees it; a unit test passes a fake."""
 
-    async def __call__(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[ImageSpan] = (),
-        *,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion: ...
+    async def __call__(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion: ...
 
 
 class RenderedObservation(NamedTuple):

@@ -9,13 +9,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.errors import WorkerCallError
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, GenerationRequest, OnTokens, PromptImage, SampledTokens, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,8 @@ class Engines:
         self._replaced.set()
         self._replaced = asyncio.Event()
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[PromptImage] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Complete one prompt on the least loaded replica, on which the tokens do not depend.
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """Complete a prompt on the least loaded replica. The tokens do not depend on the replica.
 
         `on_tokens` gets tokens as they are sampled, as far as the engine sends them before the completion.
 
@@ -99,7 +93,7 @@ class Engines:
                 continue
             client = min(alive, key=lambda client: len(client.results))
             try:
-                return await client.generate(prompt_token_ids, sampling, seed, images, on_tokens and send)
+                return await client.generate(request, on_tokens and send)
             except _RequestDropped:
                 continue
             except EngineDied as death:
@@ -172,26 +166,12 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[PromptImage] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Complete one prompt. Raises EngineDied, or RequestFailed with the engine's message.
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+        """Complete a prompt. Raises EngineDied, or RequestFailed with the engine's message.
 
         If the caller is cancelled, the engine stops sampling.
         """
-        request = GenerationRequest(
-            request_id=next(self._ids),
-            prompt_token_ids=list(prompt_token_ids),
-            sampling=sampling,
-            seed=seed,
-            images=tuple(images),
-            streams=on_tokens is not None,
-        )
+        request = replace(request, request_id=next(self._ids), streams=on_tokens is not None)
         if on_tokens is not None:
             self._streams[request.request_id] = on_tokens
         result = self.results[request.request_id] = asyncio.get_running_loop().create_future()

@@ -20,6 +20,7 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerateFn,
+    GenerationRequest,
     ImageSpan,
     Message,
     RenderedObservation,
@@ -153,10 +154,14 @@ async def run_episode(
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
         room = limits.max_total_tokens - len(transcript.token_ids)
-        params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        request = GenerationRequest(
+            prompt_token_ids=list(transcript.token_ids),
+            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            seed=seed_of_turn(len(turns)),
+            images=tuple(transcript.images),
+        )
         started = time.perf_counter()
-        images = (transcript.images,) if transcript.images else ()
-        completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)), *images)
+        completion = await generate(request)
         generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})

@@ -47,7 +47,7 @@ from nemo_rl.rollouts.openai_forms import (
     as_server_sent,
     parse_request,
 )
-from nemo_rl.types import Completion, OnTokens, SampledTokens, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SampledTokens, SamplingParams, StopReason
 
 CLIENT_ID = "openai-server"
 MAX_BODY_BYTES = 16 << 20
@@ -113,7 +113,7 @@ class Answers:
 
     settings: AnswerSettings
     chat: Chat
-    generate: Callable[..., Awaitable[Completion]]  # (tokens, sampling, seed), and on_tokens of a stream
+    generate: GenerateFn
     sampling: SamplingParams
     ended: asyncio.Event
     shows_tokens: bool
@@ -266,10 +266,11 @@ class Answers:
         on_tokens: Sequence[OnTokens] | None = None,
     ) -> list[Completion]:
         """Complete a prompt `num` times; `on_tokens` has a function for each."""
-        asks = [partial(self.generate, token_ids, sampling, seed + i) for i in range(num)]
-        if on_tokens is not None:
-            asks = [partial(ask, on_tokens=send) for ask, send in zip(asks, on_tokens, strict=True)]
-        tasks = [asyncio.ensure_future(ask()) for ask in asks]
+        requests = [GenerationRequest(prompt_token_ids=token_ids, sampling=sampling, seed=seed + i) for i in range(num)]
+        tasks = [
+            asyncio.ensure_future(self.generate(request, send))
+            for request, send in zip(requests, on_tokens or [None] * num, strict=True)
+        ]
         sampled = asyncio.gather(*tasks)
         closed = asyncio.create_task(self.ended.wait())
         try:

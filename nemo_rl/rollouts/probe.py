@@ -88,7 +88,7 @@ async def _complete(
     return await run_episode(
         datum,
         sample_id=f"{request.group_id}/{number}",
-        generate=partial(worker.generate, pixels=pixels) if pixels else worker.generate,
+        generate=partial(worker.generate, pixels),
         env_step=_end,
         decode=worker.settings.decode,
         render=_no_observation,

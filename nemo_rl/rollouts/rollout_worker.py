@@ -25,12 +25,11 @@ from nemo_rl.types import (
     EnvironmentFailure,
     EnvironmentStep,
     GenerateFn,
+    GenerationRequest,
     GroupHandle,
-    ImageSpan,
     OnTokens,
     Pixels,
     Prompt,
-    PromptImage,
     RenderedObservation,
     RolloutGroup,
     Sample,
@@ -146,19 +145,13 @@ class RolloutWorker:
         self.engines.replace(workers)
 
     async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[ImageSpan] = (),
-        *,
-        on_tokens: OnTokens | None = None,
-        pixels: Mapping[str, ray.ObjectRef] | None = None,
+        self, pixels: Mapping[str, ray.ObjectRef], request: GenerationRequest, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Complete one prompt; see `Engines.generate`. `pixels`: of each image, by digest."""
-        shown = tuple(PromptImage(span=span, ref=(pixels or {})[span.digest]) for span in images)
+        """Complete a prompt; see `Engines.generate`. `pixels` has those of each image, by digest."""
+        if request.images:
+            request = replace(request, pixels={span.digest: pixels[span.digest] for span in request.images})
         with self.busy.request():
-            completion = await self.engines.generate(prompt_token_ids, sampling, seed, shown, on_tokens)
+            completion = await self.engines.generate(request, on_tokens)
         self.busy.num_tokens += len(completion.token_ids)
         return completion
 
@@ -242,19 +235,20 @@ class RolloutWorker:
         try:
             async with self.engines.time_limit(limits.timeout_s) as limit:
                 seed_of_turn = partial(sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index)
+                generate = partial(self.generate, images.refs)
                 if prompt.task_name in self.agents:
                     return await self.agents[prompt.task_name].play(
                         prompt,
                         datum,
                         sample_id=sample_id,
-                        generate=self.generate,
+                        generate=generate,
                         sampling=request.sampling,
                         seed_of_turn=seed_of_turn,
                     )
                 return await run_episode(
                     datum,
                     sample_id=sample_id,
-                    generate=partial(self.generate, pixels=images.refs),
+                    generate=generate,
                     env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
                     decode=self.settings.decode,
                     render=partial(self._render, sample_id, images),

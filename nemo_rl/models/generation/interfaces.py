@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,7 +55,6 @@ class GenerationInterface(ABC):
         self.name_prefix = name_prefix  # of worker names, which appear in errors
         self._start = start
         self.weights_follow = False  # the next weights come whole, before any further request
-        self._bytes_of_stopped = 0
         self._replicas = start_groups(num_replicas, start)
 
     @property
@@ -66,7 +65,7 @@ class GenerationInterface(ABC):
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
+        return sum(replica.controller_tensor_bytes for replica in self._replicas)
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Tell every engine where the weights will be. Call again after a replica was restarted.
@@ -109,15 +108,15 @@ class GenerationInterface(ABC):
 
     def begin_comparison(self) -> str | None:
         """Prepare the engines to compare their weights with buckets. Returns why they cannot; None if they can."""
-        return "generation uses the weights that are trained"
+        return next((reason for reason in self._call_all("begin_comparison") if reason is not None), None)
 
     def compare_bucket(self, info: dict[str, Any]) -> None:
         """Compare one bucket with the weights of every engine, which do not change; see `receive_bucket_async`."""
-        raise NotImplementedError
+        self._call_all("compare_bucket", info)
 
     def end_comparison(self) -> dict[str, float]:
         """Tensors that differ in an engine, with the largest difference of a value."""
-        raise NotImplementedError
+        return largest_differences(self._call_all("end_comparison"))
 
     @abstractmethod
     def dead_workers(self) -> list[int]:
@@ -131,9 +130,9 @@ class GenerationInterface(ABC):
         """Stop replica `index`, dead or alive, and start a new one. It has no weights until the next sync."""
         old = self._replicas[index]
         logger.warning("restarting %s", old.name_prefix)
-        self._bytes_of_stopped += old.controller_tensor_bytes
         old.shutdown()
-        self._replicas[index] = self._start(index)
+        new = self._replicas[index] = self._start(index)
+        new.controller_tensor_bytes += old.controller_tensor_bytes
 
     def restart_dead_workers(self) -> list[Any]:
         """Start dead replicas again, and drop all requests. Returns the handles of all replicas."""
@@ -154,6 +153,14 @@ class GenerationInterface(ABC):
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         refs = [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
         return wait_groups(self._replicas, refs)
+
+
+def largest_differences(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference of each tensor over several engines or ranks."""
+    worst: dict[str, float] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        worst[name] = max(worst.get(name, 0.0), value)
+    return worst
 
 
 @dataclass(frozen=True, kw_only=True)

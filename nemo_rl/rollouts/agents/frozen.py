@@ -7,6 +7,7 @@ wait, on the CPU. For opponents of a size that needs a GPU, serve one and let th
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,10 @@ from ray.exceptions import RayError
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.rollouts.engine_client import RequestFailed
-from nemo_rl.types import Completion, GenerateFn, ImageSpan, OnTokens, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SamplingParams, StopReason
 
 _GATHER_S = 0.005  # a batch begins when so long a time has passed since its first request
 MAX_BATCH = 64
-
-Request = tuple[list[int], SamplingParams, int]  # prompt, sampling, seed
 
 
 class FrozenModel:
@@ -28,15 +27,13 @@ class FrozenModel:
     def __init__(self, model: str) -> None:
         """`model`: directory or hub name."""
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-        self._waiting: list[tuple[Request, asyncio.Future[tuple[list[int], list[float], bool]]]] = []
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._working: asyncio.Task[None] | None = None
 
-    async def generate(
-        self, prompt: list[int], sampling: SamplingParams, seed: int
-    ) -> tuple[list[int], list[float], bool]:
-        """Sampled tokens with their logprobs, and whether a stop token ended them."""
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Complete a prompt, without regard to stop strings. The weights have version -1."""
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(((prompt, sampling, seed), answer))
+        self._waiting.append((request, answer))
         if self._working is None:
             self._working = asyncio.create_task(self._work())
         return await answer
@@ -59,19 +56,20 @@ class FrozenModel:
             self._working = None
 
     @torch.inference_mode()
-    def _complete(self, requests: Sequence[Request]) -> list[tuple[list[int], list[float], bool]]:
+    def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Each request draws from a generator of its own, so its tokens do not depend on the others, up to rounding."""
-        longest = max(len(prompt) for prompt, _, _ in requests)
+        longest = max(len(request.prompt_token_ids) for request in requests)
         tokens = torch.zeros((len(requests), longest), dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for row, (prompt, _, _) in enumerate(requests):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        draws = [torch.Generator().manual_seed(seed % 2**63) for _, _, seed in requests]
-        found: list[tuple[list[int], list[float], bool]] = [([], [], False) for _ in requests]
+        for row, request in enumerate(requests):
+            tokens[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+            mask[row, longest - len(request.prompt_token_ids) :] = 1
+        generators = [torch.Generator().manual_seed(request.seed % 2**63) for request in requests]
+        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
         cache: Any = None
         position = mask.cumsum(1) - 1
-        for _ in range(max(sampling.max_new_tokens for _, sampling, _ in requests)):
+        going = list(range(len(requests)))
+        while going:
             output = self.model(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -81,22 +79,26 @@ class FrozenModel:
                 logits_to_keep=1,
             )
             cache, logits = output.past_key_values, output.logits[:, -1].float()
-            following = torch.zeros(len(requests), dtype=torch.long)
-            for row, (_, sampling, _) in enumerate(requests):
-                said, logprobs, ended = found[row]
-                if ended or len(said) == sampling.max_new_tokens:
-                    continue
-                token, logprob = draw(logits[row], sampling, draws[row])
-                said.append(token)
-                logprobs.append(logprob)
-                found[row] = (said, logprobs, token in sampling.stop_token_ids)
-                following[row] = token
-            if all(e or len(t) == s.max_new_tokens for (t, _, e), (_, s, _) in zip(found, requests, strict=True)):
-                break
-            tokens = following[:, None]
+            tokens = torch.zeros((len(requests), 1), dtype=torch.long)
+            for row in going:
+                drawn[row].append(draw(logits[row], requests[row].sampling, generators[row]))
+                tokens[row] = drawn[row][-1][0]
+            going = [row for row in going if not _has_ended(drawn[row], requests[row].sampling)]
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             position = position[:, -1:] + 1
-        return found
+        return [
+            Completion(
+                token_ids=[token for token, _ in own],
+                logprobs=[logprob for _, logprob in own],
+                stop_reason=StopReason.STOP if own[-1][0] in request.sampling.stop_token_ids else StopReason.LENGTH,
+                weight_version=-1,
+            )
+            for own, request in zip(drawn, requests, strict=True)
+        ]
+
+
+def _has_ended(drawn: Sequence[tuple[int, float]], sampling: SamplingParams) -> bool:
+    return drawn[-1][0] in sampling.stop_token_ids or len(drawn) == sampling.max_new_tokens
 
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
@@ -118,27 +120,18 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Genera
 
 
 def frozen_generate(actor: Any, decode: Callable[[Sequence[int]], str]) -> GenerateFn:
-    """Generation by a `FrozenModel` actor, whose weights have version -1. `decode` finds stop strings."""
+    """Generation by a `FrozenModel` actor. `decode` serves to find stop strings."""
 
-    async def generate(
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[ImageSpan] = (),
-        *,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
+    async def generate(request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
         try:
-            token_ids, logprobs, ended = await actor.generate.remote(list(prompt_token_ids), sampling, seed)
+            completion: Completion = await actor.generate.remote(request)
         except RayError as error:
             raise RequestFailed(f"the frozen model gave no answer: {error}") from error
-        num = num_until_stop(token_ids, sampling.stop_strings, decode)
-        return Completion(
-            token_ids=token_ids[:num],
-            logprobs=logprobs[:num],
-            stop_reason=StopReason.STOP if ended or num < len(token_ids) else StopReason.LENGTH,
-            weight_version=-1,
-        )
+        token_ids, logprobs = completion.token_ids, completion.logprobs
+        num = num_until_stop(token_ids, request.sampling.stop_strings, decode)
+        if num == len(token_ids):
+            return completion
+        return replace(completion, token_ids=token_ids[:num], logprobs=logprobs[:num], stop_reason=StopReason.STOP)
 
     return generate
 

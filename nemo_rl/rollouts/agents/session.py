@@ -38,7 +38,7 @@ from nemo_rl.rollouts.openai_server import (
     error_response,
     guarded,
 )
-from nemo_rl.types import Completion, GenerateFn, ImageSpan, OnTokens, SamplingParams
+from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SamplingParams
 
 _SHUTDOWN_TIMEOUT_S = 1.0
 _SEED_BITS = 62
@@ -133,53 +133,35 @@ class Session:
     def calls(self) -> list[Call]:
         return [call for tree in self.trees.values() for call in tree.calls]
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[ImageSpan] = (),
-        *,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Sample; what is answered is recorded. RequestError at a limit."""
-        assert not images, "requests of agents are text"
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """Complete a prompt and record it. RequestError at a limit."""
         self._check_limits()
         self.num_running += 1
         started = time.perf_counter()
         try:
-            completion = await self._seeded(self._generate, prompt_token_ids, sampling, on_tokens=on_tokens)
+            completion = await self._seeded(self._generate, request, on_tokens)
         finally:
             self.num_running -= 1
         self.num_sampled += 1
         self._num_generated += len(completion.token_ids)
-        self._sampled[id(completion)] = (prompt_token_ids, completion, time.perf_counter() - started)
+        self._sampled[id(completion)] = (request.prompt_token_ids, completion, time.perf_counter() - started)
         return completion
 
     async def _seeded(
-        self,
-        generate: GenerateFn,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int = 0,
-        *,
-        on_tokens: OnTokens | None = None,
+        self, generate: GenerateFn, request: GenerationRequest, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Sample under the distribution of the run, with a seed of the episode in place of `seed`."""
-        prompt = xxhash.xxh3_64_intdigest(np.asarray(prompt_token_ids, dtype=np.int32).tobytes())
+        """Sample from the distribution of the run, with a seed of the episode in place of the request's."""
+        prompt = xxhash.xxh3_64_intdigest(np.asarray(request.prompt_token_ids, dtype=np.int32).tobytes())
         if self._given_back[prompt]:
             repetition = heappop(self._given_back[prompt])
         else:
             repetition = self._asked[prompt]
             self._asked[prompt] += 1
         own = self._sampling
+        sampling = replace(request.sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        seed = self._seed_of((prompt + repetition) % 2**_SEED_BITS)
         try:
-            return await generate(
-                prompt_token_ids,
-                replace(sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k),
-                self._seed_of((prompt + repetition) % 2**_SEED_BITS),
-                on_tokens=on_tokens,
-            )
+            return await generate(replace(request, sampling=sampling, seed=seed), on_tokens)
         except BaseException:
             heappush(self._given_back[prompt], repetition)  # the client will ask again
             raise

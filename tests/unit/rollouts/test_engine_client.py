@@ -10,8 +10,6 @@ from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 from tests.unit.rollouts.engines import FakeReplica, in_loop, numbers
 
-SAMPLING = SamplingParams(max_new_tokens=8)
-
 
 def engines_of(*replicas: FakeReplica, timeout_s: float = 60.0) -> Engines:
     engines = Engines(timeout_s)
@@ -20,7 +18,8 @@ def engines_of(*replicas: FakeReplica, timeout_s: float = 60.0) -> Engines:
 
 
 def ask(engines: Engines, prompt: list[int], seed: int = 0) -> asyncio.Task[Any]:
-    return asyncio.create_task(engines.generate(prompt, SAMPLING, seed))
+    request = GenerationRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_new_tokens=8), seed=seed)
+    return asyncio.create_task(engines.generate(request))
 
 
 async def settle() -> None:
@@ -130,7 +129,7 @@ async def test_time_stands_still_while_an_engine_is_replaced():
         limit = None
         try:
             async with engines.time_limit(0.1) as limit:
-                await engines.generate([1], SAMPLING, 0)
+                await ask(engines, [1])
         except TimeoutError:
             assert limit is not None
             return limit.expired()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,6 @@ class VllmGeneration(GenerationInterface):
         name_prefix: str = "generation",
         timeout_s: float | None = None,
     ) -> None:
-        self.name_prefix = name_prefix
         self._cluster = cluster
         self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, settings.cfg.vllm_cfg)
@@ -80,15 +79,6 @@ class VllmGeneration(GenerationInterface):
 
     def describe_model(self) -> dict[str, Any]:
         return self._call_all("describe_model")[0]
-
-    def begin_comparison(self) -> str | None:
-        return next((reason for reason in self._call_all("begin_comparison") if reason is not None), None)
-
-    def compare_bucket(self, info: dict[str, Any]) -> None:
-        self._call_all("compare_bucket", info)
-
-    def end_comparison(self) -> dict[str, float]:
-        return largest_differences(self._call_all("end_comparison"))
 
     def dead_workers(self) -> list[int]:
         dead = []
@@ -125,14 +115,6 @@ class VllmGeneration(GenerationInterface):
             env_vars=env_vars,
             timeout_s=self._timeout_s,
         )
-
-
-def largest_differences(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Differences by tensor over several engines or ranks: of each tensor the largest."""
-    worst: dict[str, float] = {}
-    for name, value in (item for part in parts for item in part.items()):
-        worst[name] = max(worst.get(name, 0.0), value)
-    return worst
 
 
 def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
-from nemo_rl.types import PREVIEW, Pixels, PromptImage
+from nemo_rl.types import PREVIEW, GenerationRequest, ImageSpan, Pixels
 
 MODALITY = "image"
 MAX_KEPT = 256  # images whose pixels are kept for further requests; a group's requests come close together
@@ -33,30 +32,28 @@ class ImagePrompts:
         self._processor: Any = None  # knows which inputs of the model belong to which image
         self._kept: OrderedDict[str, asyncio.Future[MultiModalKwargsItem]] = OrderedDict()  # by digest
 
-    async def prompt(self, prompt: dict[str, Any], images: Sequence[PromptImage], salt: str) -> Any:
+    async def prompt(self, request: GenerationRequest, salt: str) -> Any:
         """The prompt with its images. `salt` names the weights: features of other weights are not used again."""
-        items = [await self._item(image) for image in images]
-        token_ids = np.asarray(prompt["prompt_token_ids"])
+        items = [await self._item(span.digest, request.pixels[span.digest]) for span in request.images]
+        token_ids = np.asarray(request.prompt_token_ids)
         return mm_input(
-            prompt_token_ids=prompt["prompt_token_ids"],
+            prompt_token_ids=request.prompt_token_ids,
             mm_kwargs=MultiModalKwargsItems({MODALITY: items}),
-            mm_hashes={MODALITY: [f"{image.span.digest} {salt}" for image in images]},
-            mm_placeholders={MODALITY: [self._place(image, token_ids) for image in images]},
-            cache_salt=prompt["cache_salt"],
+            mm_hashes={MODALITY: [f"{span.digest} {salt}" for span in request.images]},
+            mm_placeholders={MODALITY: [self._place(span, token_ids) for span in request.images]},
+            cache_salt=salt,
         )
 
-    def _place(self, image: PromptImage, token_ids: np.ndarray) -> PlaceholderRange:
-        span = image.span
+    def _place(self, span: ImageSpan, token_ids: np.ndarray) -> PlaceholderRange:
         stands_for = token_ids[span.start : span.start + span.length] == self._config.hf_config.image_token_id
         is_embed = None if stands_for.all() else torch.from_numpy(stands_for)
         return PlaceholderRange(offset=span.start, length=span.length, is_embed=is_embed)
 
-    async def _item(self, image: PromptImage) -> MultiModalKwargsItem:
-        digest = image.span.digest
+    async def _item(self, digest: str, ref: Any) -> MultiModalKwargsItem:
         kept = self._kept.get(digest)
         # The object of a failed one may have been lost with the process that made it; this request has its own.
         if kept is None or (kept.done() and kept.exception() is not None):
-            self._kept[digest] = asyncio.ensure_future(self._fetch(image.ref))
+            self._kept[digest] = asyncio.ensure_future(self._fetch(ref))
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(digest)

@@ -307,17 +307,9 @@ class WorkerExtension:
         """Whether a sync leaves the weights that it does not bring as they are, which a reload does not."""
         return self.weight_transfer_engine.why_reload is None
 
-    def begin_comparison(self) -> str | None:
-        """See `PackedWeightTransferEngine.begin_comparison`."""
-        return self.weight_transfer_engine.begin_comparison()
-
-    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
-        """See `PackedWeightTransferEngine.compare_bucket`."""
-        self.weight_transfer_engine.compare_bucket(bucket, fingerprints)
-
-    def end_comparison(self) -> dict[str, float]:
-        """See `PackedWeightTransferEngine.end_comparison`."""
-        return self.weight_transfer_engine.end_comparison()
+    def compare_weights(self, step: str, **info: Any) -> Any:
+        """`begin_comparison`, `compare_bucket` or `end_comparison` of `PackedWeightTransferEngine`."""
+        return getattr(self.weight_transfer_engine, step)(**info)
 
     def abandon_weight_update(self) -> None:
         """Cancel an unfinished sync, if there is one, as after the death of its sender.

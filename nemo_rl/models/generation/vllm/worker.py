@@ -22,7 +22,7 @@ import numpy as np
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, largest_differences
 from nemo_rl.models.generation.vllm.startup import (
     engine_config,
     join_nodes,
@@ -35,9 +35,7 @@ from nemo_rl.types import (
     GenerationAnswer,
     GenerationRequest,
     OnTokens,
-    PromptImage,
     SampledTokens,
-    SamplingParams,
     StopReason,
 )
 
@@ -106,18 +104,11 @@ class VllmWorker:
 
     # -- requests
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[PromptImage] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        """Complete one prompt.
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """Complete a prompt.
 
         The completion holds every sampled token, including the stop token or the tokens of the stop string. It is cut
-        at `sampling.max_new_tokens` or at the engine's `max_model_len`. `on_tokens` gets them as they come.
+        at `sampling.max_new_tokens` or at the engine's `max_model_len`. `on_tokens` gets the tokens as they come.
 
         Raises:
             ValueError: for an empty prompt, or one that leaves no room for a token.
@@ -125,12 +116,11 @@ class VllmWorker:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        params = self._sampling_params(len(prompt_token_ids), sampling, seed, streams=on_tokens is not None)
+        params, num_prompt_tokens = self._sampling_params(request), len(request.prompt_token_ids)
         async with self._admitted:
             if self._records:  # from the first request on, as vLLM itself returns no experts on a CPU
                 if self._recording is None:
-                    start = self._engine_call(self._engine.collective_rpc("record_experts"))
-                    self._recording = asyncio.ensure_future(start)
+                    self._recording = asyncio.ensure_future(self._on_ranks("record_experts"))
                 await asyncio.shield(self._recording)
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
@@ -139,16 +129,16 @@ class VllmWorker:
             # return to a checkpoint the same version comes again with other weights.
             salt = f"update {self._num_updates}"
             # The type tells vLLM that there is nothing to tokenise, for which it would hand the prompt to a thread.
-            prompt: Any = {"type": "token", "prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
-            if images:
+            prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids, "cache_salt": salt}
+            if request.images:
                 assert self._images is not None, "the model sees no images"
-                prompt = await self._images.prompt(prompt, images, salt)
-            request = self._engine.generate(prompt, params, request_id)
+                prompt = await self._images.prompt(request, salt)
+            outputs = self._engine.generate(prompt, params, request_id)
             if self._num_inside == 0:
                 self._step_since = time.time()
             self._num_inside += 1
             try:
-                answer = await _last_output(request, on_tokens)
+                answer = await _last_output(outputs, on_tokens)
             except EngineDeadError as error:
                 raise self._death() from error
             finally:
@@ -158,7 +148,7 @@ class VllmWorker:
         logprobs = list(answer.logprobs.logprobs)
         if not math.isfinite(sum(logprobs)):
             raise RuntimeError(f"{self._name} sampled a token with the logprob nan or inf: its logits are not finite")
-        num_tokens = len(prompt_token_ids) + len(answer.token_ids) - 1
+        num_tokens = num_prompt_tokens + len(answer.token_ids) - 1
         return Completion(
             token_ids=list(answer.token_ids),
             logprobs=logprobs,
@@ -172,10 +162,7 @@ class VllmWorker:
         began = asyncio.get_running_loop().time()
         for request in requests:
             on_tokens = partial(self._on_tokens, request.request_id, client_id) if request.streams else None
-            completion = self.generate(
-                request.prompt_token_ids, request.sampling, request.seed, request.images, on_tokens
-            )
-            task = self._serving[request.request_id] = asyncio.create_task(completion)
+            task = self._serving[request.request_id] = asyncio.create_task(self.generate(request, on_tokens))
             task.add_done_callback(partial(self._on_served, request.request_id, client_id, began))
         self._num_serving[client_id] += len(requests)
 
@@ -244,8 +231,8 @@ class VllmWorker:
             experts = output.routed_experts  # [all tokens but the last, layers, K]
             assert len(experts) == num_tokens, f"experts of {len(experts)} tokens, not of {num_tokens}"
             return experts if experts.dtype == np.uint8 else experts.astype(np.int16)  # torch has no uint16
-        call = self._engine.collective_rpc("take_experts", args=(request_id, num_tokens))
-        shape, dtype, data = (await self._engine_call(call))[0]
+        experts = await self._on_ranks("take_experts", request_id=request_id, num_tokens=num_tokens)
+        shape, dtype, data = experts[0]
         return np.frombuffer(data, dtype=dtype).reshape(shape)
 
     async def draft_counts(self) -> DraftCounts:
@@ -258,7 +245,7 @@ class VllmWorker:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if self._takes_draft:
-            await self._engine_call(self._engine.collective_rpc("take_draft"))
+            await self._on_ranks("take_draft")
         request = WeightTransferInitRequest(init_info={**init_info, "replica": self._replica})
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
@@ -270,7 +257,7 @@ class VllmWorker:
             self._turns.notify_all()
         await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
         # The sender of the previous sync may have died in the middle of it.
-        await self._engine_call(self._engine.collective_rpc("abandon_weight_update"))
+        await self._on_ranks("abandon_weight_update")
         await self._engine_call(self._engine.start_weight_update())
 
     async def receive_bucket(self, info: dict[str, Any], *, turn: int) -> None:
@@ -298,7 +285,7 @@ class VllmWorker:
         """Activate the new weights as `version` and resume sampling; see `GenerationInterface.finish_weight_update`."""
         sync = self._num_syncs
         await self._engine_call(self._engine.finish_weight_update(str(version)))
-        kept = await self._engine_call(self._engine.collective_rpc("keeps_weights"))
+        kept = await self._on_ranks("keeps_weights")
         if self._num_syncs != sync:  # begun by a controller that no longer waits for this one
             raise RuntimeError("another sync has begun")
         self.weight_version = version
@@ -322,19 +309,16 @@ class VllmWorker:
 
     async def begin_comparison(self) -> str | None:
         """Why the engine's ranks cannot compare their weights with buckets; None if they can."""
-        reasons = await self._engine_call(self._engine.collective_rpc("begin_comparison"))
+        reasons = await self._on_ranks("compare_weights", step="begin_comparison")
         return next((reason for reason in reasons if reason is not None), None)
 
     async def compare_bucket(self, info: dict[str, Any]) -> None:
         """Compare one bucket with the weights. Sampling may go on."""
-        await self._engine_call(self._engine.collective_rpc("compare_bucket", kwargs=info))
+        await self._on_ranks("compare_weights", step="compare_bucket", **info)
 
     async def end_comparison(self) -> dict[str, float]:
         """Tensors that differ, with the largest difference of a value over the engine's ranks."""
-        worst: dict[str, float] = {}
-        for found in await self._engine_call(self._engine.collective_rpc("end_comparison")):
-            worst |= {name: max(value, worst.get(name, 0.0)) for name, value in found.items()}
-        return worst
+        return largest_differences(await self._on_ranks("compare_weights", step="end_comparison"))
 
     # -- device
 
@@ -389,39 +373,42 @@ class VllmWorker:
             raise self._death()
         return task.result()
 
+    async def _on_ranks(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` on every rank of the engine."""
+        return await self._engine_call(self._engine.collective_rpc(method, kwargs=kwargs))
+
     def _death(self) -> EngineDied:
         return EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log")
 
     # -- conversion to and from vLLM's types
 
-    def _sampling_params(
-        self, num_prompt_tokens: int, sampling: SamplingParams, seed: int, *, streams: bool = False
-    ) -> vllm.SamplingParams:
-        from vllm import SamplingParams as EngineSamplingParams
+    def _sampling_params(self, request: GenerationRequest) -> vllm.SamplingParams:
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
         if (problem := prompt_problem(num_prompt_tokens, self._max_model_len)) is not None:
             raise ValueError(problem)
-        return EngineSamplingParams(
+        return SamplingParams(
             max_tokens=min(sampling.max_new_tokens, self._max_model_len - num_prompt_tokens),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k if sampling.top_k is not None else 0,
-            seed=seed,
+            seed=request.seed,
             stop=list(sampling.stop_strings) or None,
             stop_token_ids=list(sampling.stop_token_ids) or None,
             detokenize=bool(sampling.stop_strings),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if request.streams else RequestOutputKind.FINAL_ONLY,
         )
 
 
-async def _last_output(request: AsyncIterator[Any], on_tokens: OnTokens | None) -> Any:
+async def _last_output(outputs: AsyncIterator[Any], on_tokens: OnTokens | None) -> Any:
     """The completion of vLLM's final output; `on_tokens` gets the tokens of the outputs before it."""
     answer: Any = None
     num_sent = 0
-    async for output in request:
+    async for output in outputs:
         answer = output.outputs[0]
         if on_tokens is not None and len(answer.token_ids) > num_sent:
             on_tokens((list(answer.token_ids[num_sent:]), list(answer.logprobs.logprobs[num_sent:])))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
-from nemo_rl.types import SamplingParams
+from nemo_rl.types import GenerationRequest, SamplingParams, StopReason
 from tests.unit.rollouts.engines import in_loop
 
 EOS = 1
@@ -26,26 +27,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def request_of(prompt: list[int], seed: int = 0, **sampling: Any) -> GenerationRequest:
+    sampling_params = SamplingParams(stop_token_ids=(EOS,), **sampling)
+    return GenerationRequest(prompt_token_ids=prompt, sampling=sampling_params, seed=seed)
+
+
 @in_loop
 async def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
     frozen, model = FrozenModel(str(folder)), AutoModelForCausalLM.from_pretrained(folder).eval()
-    prompts = [[3, 4, 5, 6, 7], [2], [8, 9]]
-    sampling = [
-        SamplingParams(max_new_tokens=n, temperature=t, stop_token_ids=(EOS,)) for n, t in ((6, 0), (3, 1), (4, 1))
+    requests = [
+        request_of(prompt, seed, max_new_tokens=n, temperature=t)
+        for seed, (prompt, n, t) in enumerate((([3, 4, 5, 6, 7], 6, 0), ([2], 3, 1), ([8, 9], 4, 1)))
     ]
-
-    found = await asyncio.gather(*map(frozen.generate, prompts, sampling, range(3)))
-    for number, (tokens, logprobs, ended) in enumerate(found):
-        again = await frozen.generate(prompts[number], sampling[number], number)
-        assert tokens == again[0] and logprobs == pytest.approx(again[1], abs=1e-5) and ended == (tokens[-1] == EOS)
-        assert ended or len(tokens) == sampling[number].max_new_tokens
+    for request, found in zip(requests, await asyncio.gather(*map(frozen.generate, requests)), strict=True):
+        again, prompt, tokens = await frozen.generate(request), request.prompt_token_ids, found.token_ids
+        assert tokens == again.token_ids and found.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+        assert (found.stop_reason is StopReason.STOP) == (tokens[-1] == EOS)
+        assert tokens[-1] == EOS or len(tokens) == request.sampling.max_new_tokens
         with torch.inference_mode():
-            whole = model(torch.tensor([prompts[number] + tokens])).logits[0].log_softmax(-1)
-        at = len(prompts[number]) - 1
-        wanted = [float(whole[at + i, token]) for i, token in enumerate(tokens)]
-        assert logprobs == pytest.approx(wanted, abs=1e-5)
-        if sampling[number].temperature == 0:
-            assert tokens == [int(whole[at + i].argmax()) for i in range(len(tokens))]
+            whole = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert found.logprobs == pytest.approx(whole.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), abs=1e-5)
+        if request.sampling.temperature == 0:
+            assert tokens == whole.argmax(-1).tolist()
 
 
 def test_top_k_and_top_p_bound_what_is_drawn():
@@ -67,7 +70,7 @@ def test_a_stop_string_ends_the_tokens_that_complete_it():
 
 @in_loop
 async def test_an_error_of_the_model_reaches_its_requests_and_not_the_next_ones(folder: Path):
-    frozen, sampling = FrozenModel(str(folder)), SamplingParams(max_new_tokens=1)
+    frozen = FrozenModel(str(folder))
     with pytest.raises(IndexError):
-        await frozen.generate([99], sampling, 0)  # the model has 13 tokens
-    assert len((await frozen.generate([3], sampling, 0))[0]) == 1
+        await frozen.generate(request_of([99], max_new_tokens=1))  # the model has 13 tokens
+    assert len((await frozen.generate(request_of([3], max_new_tokens=1))).token_ids) == 1

@@ -1,7 +1,6 @@
 """Agents play episodes over real HTTP, with a made-up engine: what they see, what is recorded, how they may end."""
 
 import asyncio
-import itertools
 import os
 import socket
 import sys
@@ -9,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -31,7 +31,7 @@ from nemo_rl.types import (
     Completion,
     DatumSpec,
     EnvironmentStep,
-    ImageSpan,
+    GenerationRequest,
     OnTokens,
     Prompt,
     Sample,
@@ -41,7 +41,7 @@ from nemo_rl.types import (
 )
 from tests.unit.environments.http_servers import served
 from tests.unit.rollouts.engines import in_loop
-from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, settings, tokens
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, settings, spelled, tokens
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -51,194 +51,176 @@ def text_of(token_ids: Sequence[int]) -> str:
 ANSWERS = replace(settings().answers, calls_of=None, decode=text_of)
 
 
+def completion(text: str) -> Completion:
+    said = spelled(text)
+    return Completion(token_ids=said, logprobs=[-0.5] * len(said), stop_reason=StopReason.STOP, weight_version=0)
+
+
 class Engine:
     """Says a number that follows from seed and prompt, one character per token."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[int], SamplingParams, int]] = []
-        self.version = 0
+        self.asked: list[GenerationRequest] = []
 
-    async def __call__(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-        images: Sequence[ImageSpan] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        self.asked.append((list(prompt_token_ids), sampling, seed))
+    async def __call__(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
+        self.asked.append(request)
         await asyncio.sleep(0)
-        said = [token for character in str(seed % 1000) for token in tokens(character)] + [EOS]
-        return Completion(
-            token_ids=said, logprobs=[-0.5] * len(said), stop_reason=StopReason.STOP, weight_version=self.version
-        )
+        return completion(str(request.seed % 1000))
 
 
-class Remote:
-    """A method of an actor, without Ray."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
-class Handle:
+def handle_of(runner: AgentRunner) -> Any:
     """The handle of a runner, without Ray."""
+    methods = {
+        "run": runner.run,
+        "verify": runner.verify,
+        "stop": lambda url: asyncio.ensure_future(runner.stop(url)),
+    }
+    return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
-    def __init__(self, runner: AgentRunner) -> None:
-        self.run = Remote(runner.run)
-        self.verify = Remote(runner.verify)
-        self.stop = Remote(lambda url: asyncio.ensure_future(runner.stop(url)))
 
-
-def play(*agents: Callable[[AgentTask], Any], engine: Engine | None = None, **options: Any) -> list[Sample]:
-    """One episode of each agent, all at once."""
+def play(
+    *agents: Callable[[AgentTask], Any],
+    engine: Engine | None = None,
+    max_calls: int = 5,
+    max_tokens: int | None = None,
+    judge: Any = None,
+    roles: Any = None,
+    credit: Any = "shared",
+    discount: float = 1.0,
+    **runner: Any,
+) -> list[Sample]:
+    """One episode of each agent, all at once; or one of the command or service that `runner` names."""
+    settings = AgentSettings(
+        name="mine",
+        answers=ANSWERS,
+        limits=SessionLimits(max_calls=max_calls, max_generated_tokens=max_tokens),
+        host="127.0.0.1",
+        port=0,
+        verifies="verifier" in runner,
+        credit=credit,
+        discount=discount,
+    )
+    [message] = get_formatted_message_log(
+        [{"role": "user", "content": "1+2"}], TOKENIZER, TaskDataSpec(), add_generation_prompt=True
+    )
+    runners = [AgentRunner({"run": f"{__name__}:asks_twice", **runner}) for _ in agents] or [AgentRunner(runner)]
+    for own, agent in zip(runners, agents, strict=False):
+        own.agent = agent
 
     async def main() -> list[Sample]:
-        numbers = itertools.count()
-        limits = SessionLimits(max_calls=options.pop("max_calls", 5), max_generated_tokens=options.pop("tokens", None))
-        settings = AgentSettings(
-            name="mine",
-            answers=ANSWERS,
-            limits=limits,
-            host="127.0.0.1",
-            port=0,
-            verifies="verifier" in options,
-            credit=options.pop("credit", "shared"),
-            discount=options.pop("discount", 1.0),
-        )
-        judge, roles = options.pop("judge", None), options.pop("roles", None)
-        way = {} if {"command", "url"} & options.keys() else {"run": f"{__name__}:asks_twice"}
-        runners = []
-        for agent in agents:
-            runner = AgentRunner({**way, **options})
-            if way:
-                runner.agent = agent
-            runners.append(Handle(runner))
-        playing = Agents(settings, runners, judge, roles)
+        playing = Agents(settings, [handle_of(runner) for runner in runners], judge, roles)
         try:
-            return await asyncio.gather(*(one(playing, next(numbers)) for _ in agents))
+            return await asyncio.gather(*(episode(playing, number) for number in range(len(runners))))
         finally:
             await playing.server.stop()
 
-    def one(playing: Agents, index: int) -> Any:
-        [message] = get_formatted_message_log(
-            [{"role": "user", "content": "1+2"}], TOKENIZER, TaskDataSpec(), add_generation_prompt=True
-        )
-        return playing.play(
+    async def episode(playing: Agents, number: int) -> Sample:
+        return await playing.play(
             Prompt(prompt_id="p:0", row={"expected_answer": "3"}, idx=0, task_name="t"),
             DatumSpec(message_log=[message], length=3, extra_env_info=None, loss_multiplier=1.0, idx=0),
-            sample_id=f"g/{index}",
+            sample_id=f"g/{number}",
             generate=engine or Engine(),
             sampling=SamplingParams(max_new_tokens=20, temperature=1.0, stop_token_ids=(EOS,)),
-            seed_of_turn=lambda turn: turn + index,
+            seed_of_turn=lambda turn: turn + number,
         )
 
     return asyncio.run(main())
 
 
-async def ask(task: AgentTask, messages: Any, **more: Any) -> str:
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+def client_of(task: AgentTask, url: str = "") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url or task.base_url, api_key=task.api_key, max_retries=0)
+
+
+async def ask(task: AgentTask, messages: Any, url: str = "", **more: Any) -> str:
+    async with client_of(task, url) as client:
         answer = await client.chat.completions.create(model=task.model, messages=messages, **more)
         return answer.choices[0].message.content or ""
 
 
+async def posted(task: AgentTask, url: str, **body: Any) -> int:
+    """The status of the answer."""
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as answer:
+        return answer.status
+
+
 async def asks_twice(task: AgentTask) -> float:
-    messages = list(task.messages)
-    first = await ask(task, messages, temperature=0.0, seed=1)
-    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "and?"}]
-    await ask(task, messages)
+    first = await ask(task, task.messages, temperature=0.0, seed=1)
+    await ask(task, [*task.messages, {"role": "assistant", "content": first}, {"role": "user", "content": "and?"}])
     return 0.5
 
 
 def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
     engine = Engine()
     [sample] = play(asks_twice, engine=engine)
-    first, second = (prompt for prompt, _, _ in engine.asked)
+    first, second = (request.prompt_token_ids for request in engine.asked)
     assert sample.meta.status is SampleStatus.COMPLETED and sample.meta.reward == 0.5 and not sample.branches
     assert sample.token_ids[: len(second)].tolist() == second and sample.meta.num_prompt_tokens == len(first)
     assert text_of(sample.token_ids[~sample.token_mask].tolist()) == (
         "<|user|>1+2<eos><|assistant|><|user|>and?<eos><|assistant|>"
     )
     assert np.unique(sample.generation_logprobs[sample.token_mask]).tolist() == [-0.5]
-    assert [turn.num_generated_tokens for turn in sample.meta.turns] == [
-        sample.meta.num_generated_tokens - (len(sample.token_ids) - len(second)),
-        len(sample.token_ids) - len(second),
-    ]
-    assert {sampling.temperature for _, sampling, _ in engine.asked} == {1.0}, "the run decides, not the agent"
+    last = len(sample.token_ids) - len(second)
+    assert [turn.num_generated_tokens for turn in sample.meta.turns] == [sample.token_mask.sum() - last, last]
+    assert {request.sampling.temperature for request in engine.asked} == {1.0}, "the run decides, not the agent"
 
 
-async def raises(task: AgentTask) -> float:
-    await ask(task, task.messages)
-    raise KeyError("tool")
+def asks_and(outcome: Any) -> Any:
+    """An agent that asks once, then raises, waits for or returns `outcome`."""
 
+    async def agent(task: AgentTask) -> Any:
+        await ask(task, task.messages)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return await outcome.wait() if isinstance(outcome, asyncio.Event) else outcome
 
-async def hangs(task: AgentTask) -> float:
-    await ask(task, task.messages)
-    await asyncio.Event().wait()
-    return 1.0
+    return agent
 
 
 async def says_nothing(task: AgentTask) -> float:
     return 1.0
 
 
-async def gives_no_reward(task: AgentTask) -> None:
-    await ask(task, task.messages)
-
-
-async def gives_nonsense(task: AgentTask) -> float:
-    await ask(task, task.messages)
-    return float("nan")
-
-
 @pytest.mark.parametrize(
-    ("agent", "status", "reason"),
+    ("agent", "time_limit_s", "status", "reason"),
     [
-        (raises, SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"),
-        (hangs, SampleStatus.AGENT_HUNG, "time_limit_s=8"),
-        (says_nothing, SampleStatus.AGENT_SILENT, "without a call"),
-        (gives_no_reward, SampleStatus.FAILED, "gave no reward"),
-        (gives_nonsense, SampleStatus.AGENT_CRASHED, "finite"),
+        (asks_and(KeyError("tool")), 30, SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"),
+        (asks_and(asyncio.Event()), 8, SampleStatus.AGENT_HUNG, "time_limit_s=8"),
+        (says_nothing, 30, SampleStatus.AGENT_SILENT, "without a call"),
+        (asks_and(None), 30, SampleStatus.FAILED, "gave no reward"),
+        (asks_and(float("nan")), 30, SampleStatus.AGENT_CRASHED, "finite"),
     ],
 )
-def test_an_agent_without_an_outcome_has_no_reward(agent: Any, status: SampleStatus, reason: str):
-    failed, well = play(agent, asks_twice, time_limit_s=8 if agent is hangs else 30)
+def test_an_agent_without_an_outcome_has_no_reward(agent: Any, time_limit_s: int, status: SampleStatus, reason: str):
+    failed, well = play(agent, asks_twice, time_limit_s=time_limit_s)
     assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
     assert reason in str(failed.meta.failure) and "g/0" in str(failed.meta.failure)
     assert well.meta.reward == 0.5
 
 
-def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
+@pytest.mark.parametrize(
+    ("limits", "num_calls", "text"),
+    [({"max_calls": 3}, 3, "has made its 3 calls"), ({"max_tokens": 2}, 1, "has sampled its 2 tokens")],
+)
+def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained(limits: Any, num_calls: int, text: str):
     async def asks_on(task: AgentTask) -> float:
-        with pytest.raises(openai.PermissionDeniedError, match="has made its 3 calls"):
+        with pytest.raises(openai.PermissionDeniedError, match=text):
             while True:
                 await ask(task, task.messages)
         return 1.0
 
-    async def asks_long(task: AgentTask) -> float:
-        await ask(task, task.messages)
-        with pytest.raises(openai.PermissionDeniedError, match="has sampled its 2 tokens"):
-            await ask(task, task.messages)
-        return 1.0
-
-    [sample] = play(asks_on, max_calls=3)
-    assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit and len(sample.rows) == 3
-    [sample] = play(asks_long, tokens=2)
-    assert sample.meta.status is SampleStatus.TRUNCATED and len(sample.rows) == 1
+    [sample] = play(asks_on, **limits)
+    assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit
+    assert len(sample.rows) == num_calls
 
 
 async def branches_with_rewards(task: AgentTask) -> float:
     """Two calls of different prompts; the second is rewarded by itself."""
-    headers = {"Authorization": f"Bearer {task.api_key}"}
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
-        first: Any = [{"role": "user", "content": "1+2"}]
-        await client.chat.completions.create(model="any", messages=first)
+    await ask(task, task.messages)
+    async with client_of(task) as client:
         second = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "7"}])
-    async with aiohttp.ClientSession(headers=headers) as http:
-        async with http.post(task.reward_url, json={"reward": 2.0, "answer": second.id}) as answer:
-            assert answer.status == 200
-        async with http.post(task.reward_url, json={"reward": 2.0, "answer": "unknown"}) as answer:
-            assert answer.status == 404
+    assert await posted(task, task.reward_url, reward=2.0, answer=second.id) == 200
+    assert await posted(task, task.reward_url, reward=2.0, answer="unknown") == 404
     return 0.5
 
 
@@ -278,7 +260,7 @@ def test_a_verifier_and_an_environment_add_their_rewards():
 
 
 COMMAND = """
-import json, os, sys, urllib.request
+import json, os, subprocess, sys, urllib.request
 task = json.load(open(os.environ["AGENT_TASK"]))
 def post(url, body):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
@@ -288,40 +270,39 @@ answer = post(url, {"model": os.environ["OPENAI_MODEL"], "messages": task["messa
 assert answer["choices"][0]["message"]["content"] and task["row"]["expected_answer"] == "3"
 assert "SECRET_OF_THE_RUN" not in os.environ and os.getcwd() == os.environ["HOME"]
 post(os.environ["AGENT_REWARD_URL"], {"reward": 0.75})
+subprocess.Popen(["sleep", "60"], start_new_session=True)  # keeps the output open
 if os.environ.get("FAIL"):
     sys.exit("no tool")
 """
 GREEDY = "import time; time.sleep(0.3); bytearray(1 << 29)"
 
 
+def command(program: str, *arguments: str, **more: Any) -> Sample:
+    [sample] = play(command=[sys.executable, "-c", program, *arguments], **more)
+    return sample
+
+
 def test_a_command_finds_its_session_in_its_environment(monkeypatch: pytest.MonkeyPatch):
+    """It ends when it ends, and not its children."""
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
-    command = [sys.executable, "-c", COMMAND]
-    [sample] = play(asks_twice, command=command)
+    started = time.monotonic()
+    sample = command(COMMAND)
     assert sample.meta.failure is None and sample.meta.reward == 0.75 and sample.meta.num_turns == 1
-    [failed] = play(asks_twice, command=command, env_vars={"FAIL": "1"})
-    assert failed.meta.status is SampleStatus.AGENT_CRASHED and "status 1: no tool" in str(failed.meta.failure)
-    [greedy] = play(asks_twice, command=[sys.executable, "-c", GREEDY], memory_mib=128)
-    assert greedy.meta.status is SampleStatus.AGENT_CRASHED and "MemoryError" in str(greedy.meta.failure)
+    assert time.monotonic() - started < 50
+    for failed, reason in (
+        (command(COMMAND, env_vars={"FAIL": "1"}), "status 1: no tool"),
+        (command(GREEDY, memory_mib=128), "MemoryError"),
+    ):
+        assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
 
 
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path):
     pid = tmp_path / "pid"
     child = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); "
-    command, own = [sys.executable, "-c", child + "time.sleep(60)"], [str(tmp_path)]
-    [hung] = play(asks_twice, command=command, paths=own, time_limit_s=4)
+    hung = command(child + "time.sleep(60)", paths=[str(tmp_path)], time_limit_s=4)
     assert hung.meta.status is SampleStatus.AGENT_HUNG
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
-
-
-KEEPS_STDOUT = COMMAND + "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
-
-
-def test_a_command_ends_when_it_ends_and_not_its_children():
-    started = time.monotonic()
-    [sample] = play(asks_twice, command=[sys.executable, "-c", KEEPS_STDOUT])
-    assert sample.meta.failure is None and time.monotonic() - started < 50
 
 
 CURIOUS = """
@@ -349,10 +330,9 @@ def test_an_isolated_command_reaches_its_session_and_no_other(tmp_path: Path):
         other.bind(("127.0.0.1", 0))
         other.listen()
         arguments = [str(secret), str(os.getpid()), str(other.getsockname()[1])]
-        command = [sys.executable, "-c", CURIOUS, *arguments]
-        [closed] = play(asks_twice, command=command, network=False)
-        [trusted] = play(asks_twice, command=command, isolate=False)
-        [whole] = play(asks_twice, command=[sys.executable, "-c", COMMAND], network=False)
+        closed = command(CURIOUS, *arguments, network=False)
+        trusted = command(CURIOUS, *arguments, isolate=False)
+        whole = command(COMMAND, network=False)
     no, signalled = "PermissionError", "PermissionError" if landlock_abi() >= 6 else "done"
     assert f"status 3: {no} {no} {no} {no} {no} done {signalled}" in str(closed.meta.failure)
     assert "status 3: done done done done done done done" in str(trusted.meta.failure)
@@ -368,26 +348,26 @@ def test_a_command_does_not_read_the_folder_of_temporary_files_wherever_it_is(tm
 
 
 def test_a_service_is_posted_its_task():
-    posted: list[Any] = []
+    tasks: list[AgentTask] = []
+    answers = [
+        web.json_response({"reward": 0.25}),
+        web.json_response({"points": 1}),
+        web.Response(status=409, text="it cannot begin anew"),
+    ]
 
     async def service(request: web.Request) -> web.Response:
-        body = await request.json()
-        posted.append(body)
-        await ask(AgentTask(**body), body["messages"])
-        if len(posted) == 3:
-            return web.Response(status=409, text="it cannot begin anew")
-        return web.json_response({"reward": 0.25} if len(posted) == 1 else {"points": 1})
+        tasks.append(AgentTask(**await request.json()))
+        await ask(tasks[-1], tasks[-1].messages)
+        return answers[len(tasks) - 1]
 
     app = web.Application()
     app.router.add_post("/tasks", service)
     with served(app) as url:
-        [sample] = play(asks_twice, url=f"{url}/tasks")
-        [odd] = play(asks_twice, url=f"{url}/tasks")
-        [refused] = play(asks_twice, url=f"{url}/tasks")
-    assert sample.meta.reward == 0.25 and posted[0]["row"] == {"expected_answer": "3"}
-    assert odd.meta.status is SampleStatus.AGENT_CRASHED and "not points" in str(odd.meta.failure)
-    assert refused.meta.status is SampleStatus.AGENT_CRASHED and "409: it cannot" in str(refused.meta.failure)
-    assert [(task["episode"], task["seed"]) for task in posted] == [("g/0", 0)] * 3
+        (sample, odd, refused) = (play(url=f"{url}/tasks")[0] for _ in answers)
+    assert sample.meta.reward == 0.25 and tasks[0].row == {"expected_answer": "3"}
+    for failed, reason in ((odd, "not points"), (refused, "409: it cannot")):
+        assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
+    assert [(task.episode, task.seed) for task in tasks] == [("g/0", 0)] * 3
 
 
 def test_a_session_is_closed_to_others_and_after_its_end():
@@ -404,9 +384,8 @@ def test_a_session_is_closed_to_others_and_after_its_end():
         await ask(task, task.messages)
         while not seen:
             await asyncio.sleep(0.01)
-        async with openai.AsyncOpenAI(base_url=seen[0].base_url, api_key=task.api_key, max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(openai.AuthenticationError):
+            await ask(task, task.messages, seen[0].base_url)
         seen.append(task)
         await asyncio.sleep(0.3)  # until the first has ended
         with pytest.raises(openai.APIStatusError, match="has ended") as late:
@@ -422,7 +401,7 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
 
     async def asks_everywhere(task: AgentTask) -> float:
         root = task.base_url.partition("/s/")[0]
-        async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=task.api_key, max_retries=0) as client:
+        async with client_of(task, f"{root}/v1") as client:
             items: Any = [{"role": "user", "content": "1+2"}]
             first: Any = await client.chat.completions.create(model="any", messages=items)
             items.append({"role": "assistant", "content": first.choices[0].message.content})
@@ -446,20 +425,21 @@ async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_
     seeds: list[int] = []
     wait = asyncio.Event()
 
-    async def generate(prompt: Sequence[int], sampling: SamplingParams, seed: int, **more: Any) -> Completion:
-        seeds.append(seed)
+    async def generate(request: GenerationRequest, on_tokens: Any = None) -> Completion:
+        seeds.append(request.seed)
         if len(seeds) == 1:
             await asyncio.sleep(0)
             raise RuntimeError("lost")
         await wait.wait()
-        return Completion(token_ids=[EOS], logprobs=[-0.5], stop_reason=StopReason.STOP, weight_version=0)
+        return completion("")
 
     sampling = SamplingParams(max_new_tokens=5)
     limits = SessionLimits(max_calls=9, max_generated_tokens=None)
     session = Session(ANSWERS, generate=generate, sampling=sampling, seed_of=lambda turn: turn, limits=limits)
-    asking = [asyncio.create_task(session.generate([1, 2], sampling, 0)) for _ in range(2)]
+    request = GenerationRequest(prompt_token_ids=[1, 2], sampling=sampling, seed=0)
+    asking = [asyncio.create_task(session.generate(request)) for _ in range(2)]
     await asyncio.wait(asking[:1])
-    asking.append(asyncio.create_task(session.generate([1, 2], sampling, 0)))
+    asking.append(asyncio.create_task(session.generate(request)))
     await asyncio.sleep(0)
     wait.set()
     await asyncio.gather(*asking, return_exceptions=True)
@@ -469,35 +449,20 @@ async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_
 def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_not_trained():
     """One question, asked in the name of two roles and of a frozen opponent."""
 
-    async def says_nine(*_: Any, **__: Any) -> Completion:
-        return Completion(
-            token_ids=[*tokens("9"), EOS], logprobs=[-0.1] * 2, stop_reason=StopReason.STOP, weight_version=-1
-        )
+    async def says_nine(*_: Any) -> Completion:
+        return completion("9")
 
     async def plays(task: AgentTask) -> dict[str, Any]:
-        said = {}
-        for role, url in task.roles.items():
-            async with openai.AsyncOpenAI(base_url=url, api_key=task.api_key, max_retries=0) as client:
-                answer: Any = await client.chat.completions.create(model="any", messages=list(task.messages))
-                said[role] = answer.choices[0].message.content
+        said = {role: await ask(task, task.messages, url) for role, url in task.roles.items()}
         assert said["opponent"] == "9<eos>"
-        headers = {"Authorization": f"Bearer {task.api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as http:
-            async with http.post(task.reward_url, json={"reward": 0.5, "role": "white"}) as posted:
-                assert posted.status == 200
-            async with http.post(task.reward_url, json={"reward": 0.5, "role": "opponent"}) as posted:
-                assert posted.status == 404
-        async with openai.AsyncOpenAI(base_url=f"{task.base_url[:-3]}/r/red/v1", api_key=task.api_key) as client:
-            with pytest.raises(openai.NotFoundError, match="no role 'red'"):
-                await client.chat.completions.create(model="any", messages=list(task.messages))
+        assert await posted(task, task.reward_url, reward=0.5, role="white") == 200
+        assert await posted(task, task.reward_url, reward=0.5, role="opponent") == 404
+        with pytest.raises(openai.NotFoundError, match="no role 'red'"):
+            await ask(task, task.messages, f"{task.base_url[:-3]}/r/red/v1")
         return {"rewards": {"white": 1.0, "black": -1.0}}
 
-    async def rewards_a_stranger(task: AgentTask) -> dict[str, Any]:
-        await ask(task, task.messages)
-        return {"rewards": {"red": 1.0}}
-
     roles = {"white": None, "black": None, "opponent": says_nine}
-    [sample, failed] = play(plays, rewards_a_stranger, roles=roles)
+    [sample, failed] = play(plays, asks_and({"rewards": {"red": 1.0}}), roles=roles)
     assert [(row.meta.role, row.meta.own_reward) for row in sample.rows] == [("black", -1.0), ("white", 1.5)]
     assert sample.meta.reward == 0.5 and not any(
         text_of(row.token_ids[row.token_mask][:-1]) == "9" for row in sample.rows

@@ -3,31 +3,24 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import openai
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
-from nemo_rl.types import Completion, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.rollouts.agents.test_play import ANSWERS, text_of
-from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, tokens
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, spelled, tokens
 
-
-@dataclass
-class Request:
-    """What a client sent and got."""
-
-    prompt: list[int]
-    completion: Completion
+Asked = tuple[list[int], Completion]
+"""What a client sent and got."""
 
 
 def completion(token_ids: list[int], version: int, number: int) -> Completion:
@@ -40,12 +33,12 @@ def completion(token_ids: list[int], version: int, number: int) -> Completion:
     )
 
 
-def conversation(rng: random.Random, num_requests: int, num_tokens: int) -> list[Request]:
+def conversation(rng: random.Random, num_requests: int, num_tokens: int) -> list[Asked]:
     """Requests as agents make them: most continue an earlier one; some edit, cut, summarise, repeat or begin anew.
 
     Few different tokens, so that sequences that mean different things are often equal.
     """
-    requests: list[Request] = []
+    requests: list[Asked] = []
     version = 0
 
     def some(low: int, high: int) -> list[int]:
@@ -54,28 +47,27 @@ def conversation(rng: random.Random, num_requests: int, num_tokens: int) -> list
     for number in range(num_requests):
         version += rng.random() < 0.2
         kind = rng.choice(("new", "append", "append", "append", "edit", "cut", "repeat")) if requests else "new"
-        earlier = rng.choice(requests) if requests else None
-        if earlier is None or kind == "new":
+        earlier, answer = rng.choice(requests) if requests else ([], completion([], 0, 0))
+        whole = earlier + answer.token_ids
+        if kind == "new":
             prompt = some(1, 4)
+        elif kind == "append":
+            prompt = whole + some(0, 3)
+        elif kind == "edit":
+            at = rng.randrange(len(whole))
+            prompt = [*whole[:at], rng.randrange(num_tokens), *whole[at + 1 :], *some(0, 2)]
+        elif kind == "cut":
+            prompt = whole[rng.randrange(len(whole)) :] + some(1, 2)
         else:
-            whole = earlier.prompt + earlier.completion.token_ids
-            if kind == "append":
-                prompt = whole + some(0, 3)
-            elif kind == "edit":
-                at = rng.randrange(len(whole))
-                prompt = [*whole[:at], rng.randrange(num_tokens), *whole[at + 1 :], *some(0, 2)]
-            elif kind == "cut":
-                prompt = whole[rng.randrange(len(whole)) :] + some(1, 2)
-            else:
-                prompt = list(earlier.prompt)
-        requests.append(Request(prompt, completion(some(1, 4), version, number)))
+            prompt = list(earlier)
+        requests.append((prompt, completion(some(1, 4), version, number)))
     return requests
 
 
-def tree_of(requests: list[Request]) -> CallTree:
+def tree_of(requests: list[Asked]) -> CallTree:
     tree = CallTree()
     for request in requests:
-        tree.add(request.prompt, request.completion)
+        tree.add(*request)
     return tree
 
 
@@ -95,13 +87,13 @@ def test_every_sampled_token_is_trained_once_with_its_logprob_and_version(seed, 
         for call in branch.trained:
             end = call.length
             begin = end - len(call.completion.token_ids)
-            own = next(r for r in requests if r.completion is call.completion)
-            assert branch.token_ids[:end].tolist() == own.prompt + own.completion.token_ids
+            prompt, answer = next(request for request in requests if request[1] is call.completion)
+            assert branch.token_ids[:end].tolist() == prompt + answer.token_ids
             assert branch.token_mask[begin:end].all()
-            assert np.array_equal(branch.logprobs[begin:end], np.asarray(own.completion.logprobs, np.float32))
+            assert np.array_equal(branch.logprobs[begin:end], np.asarray(answer.logprobs, np.float32))
         versions = [turn.weight_version for turn in branch.turns]
         assert versions == [call.completion.weight_version for call in branch.trained]
-    sampled = [np.float32(x).item() for request in requests for x in request.completion.logprobs]
+    sampled = [np.float32(x).item() for _, answer in requests for x in answer.logprobs]
     assert found == Counter(sampled)
 
 
@@ -112,26 +104,18 @@ def test_the_order_of_arrival_does_not_change_the_rows(seed):
     rng = random.Random(seed)
     requests = conversation(rng, 8, 2**31 - 1)  # no two sequences are equal by chance
     first = tree_of(requests)
-    left, shuffled = list(requests), list[Request]()
+    left, shuffled = list(requests), list[Asked]()
     before = {id(call.completion): call.parent for call in first.calls}
     while left:
-        done = {id(request.completion) for request in shuffled}
-        ready = [r for r in left if (p := before[id(r.completion)]) is None or id(p.completion) in done]
+        done = {id(answer) for _, answer in shuffled}
+        ready = [r for r in left if (parent := before[id(r[1])]) is None or id(parent.completion) in done]
         shuffled.append(rng.choice(ready))
         left.remove(shuffled[-1])
-    rows = [[b.token_ids.tolist(), b.token_mask.tolist(), b.logprobs.tolist()] for b in first.branches()]
-    again = [[b.token_ids.tolist(), b.token_mask.tolist(), b.logprobs.tolist()] for b in tree_of(shuffled).branches()]
+    rows, again = (
+        [[b.token_ids.tolist(), b.token_mask.tolist(), b.logprobs.tolist()] for b in tree.branches()]
+        for tree in (first, tree_of(shuffled))
+    )
     assert rows == again
-
-
-@pytest.mark.parametrize("edited", [[1, 2, 3, 9, 5], [7, 2, 3, 4, 5], [1, 2, 3]])
-def test_what_the_model_did_not_sample_there_is_context(edited: list[int]):
-    """An edited answer, an edited prompt, and an answer that was cut off."""
-    tree = CallTree()
-    tree.add([1, 2], completion([3, 4], 0, 0))
-    tree.add(edited, completion([6], 0, 1))
-    rows = {tuple(row.token_ids.tolist()): row.token_mask.tolist() for row in tree.branches()}
-    assert rows == {(1, 2, 3, 4): [False, False, True, True], (*edited, 6): [False] * len(edited) + [True]}
 
 
 class OddEngine:
@@ -141,16 +125,14 @@ class OddEngine:
         self.sampled: list[tuple[list[int], int]] = []  # (prompt and completion, version) of each number
         self.version = 0
 
-    async def __call__(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, *_: Any, **__: Any
-    ) -> Completion:
-        rng = random.Random(seed)
+    async def __call__(self, request: GenerationRequest, on_tokens: Any = None) -> Completion:
+        rng = random.Random(request.seed)
         await asyncio.sleep(rng.random() / 1000)
         self.version += rng.random() < 0.3
         text = rng.choice(("\\boxed{3}", "3", "\\boxed{"))
-        said = tokens(text) if rng.random() < 0.5 else [token for character in text for token in tokens(character)]
+        said = tokens(text) if rng.random() < 0.5 else spelled(text)[:-1]
         said += [EOS] * (rng.random() < 0.7)
-        self.sampled.append(([*prompt_token_ids, *said], self.version))
+        self.sampled.append(([*request.prompt_token_ids, *said], self.version))
         return completion(said, self.version, len(self.sampled) - 1)
 
 
