@@ -18,8 +18,9 @@ import itertools
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +100,7 @@ class OpenAIServerSettings:
 # -- answers
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
 """(id of the answer, a completion in it, the conversation with the answer's message): called for each choice."""
 
@@ -107,18 +109,21 @@ OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
 class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
-    `chat` has the tokens of earlier turns, `generate` samples, `sampling` are defaults. After `ended` is set, requests
+    `generate` samples, `sampling` are defaults. After `ended` is set, requests
     in flight and later ones raise RequestError. `shows_tokens`: answers have token ids, which training needs.
     """
 
     settings: AnswerSettings
-    chat: Chat
+    _: KW_ONLY
     generate: GenerateFn
     sampling: SamplingParams
     ended: asyncio.Event
     shows_tokens: bool
     on_answer: OnAnswer | None = None
     conversations: Conversations = field(default_factory=Conversations, init=False)
+
+    def __post_init__(self) -> None:
+        self.chat = self.settings.make_chat()  # has the tokens of earlier turns
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "nemo_rl"}
@@ -295,7 +300,7 @@ class Answers:
     ) -> web.StreamResponse:
         """Send tokens as server-sent events while they are sampled. An error before the first has its HTTP status."""
         come: asyncio.Queue[tuple[int, SampledTokens] | None] = asyncio.Queue()
-        on_tokens = [partial(_put, come, index) for index in range(len(streams))]
+        on_tokens = [lambda tokens, index=index: come.put_nowait((index, tokens)) for index in range(len(streams))]
         sampling = asyncio.ensure_future(sample(on_tokens))
         sampling.add_done_callback(lambda _: come.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -343,32 +348,44 @@ class _Question:
     calls_of: Callable[[str], Sequence[Any]] | None = None
 
 
-def _put(queue: asyncio.Queue[tuple[int, SampledTokens] | None], index: int, tokens: SampledTokens) -> None:
-    queue.put_nowait((index, tokens))
+class WebServer(ABC):
+    """An HTTP server in the event loop of its process. Errors have the form that OpenAI's clients know."""
+
+    def __init__(self, host: str, port: int, shutdown_timeout_s: float) -> None:
+        self.host = host
+        self.port = port  # 0: any free port
+        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        # With handler_cancellation, sampling stops when the client disconnects.
+        self._runner = web.AppRunner(
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s
+        )
+
+    @abstractmethod
+    async def admit(self, request: web.Request) -> None:
+        """RequestError if the request is not to be answered."""
+
+    async def _start(self) -> tuple[str, int]:
+        """Start to answer. Returns address and port. Raises OSError if the address is not available."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, self.port).start()
+        return self._runner.addresses[0][:2]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            await self.admit(request)
+            return await handler(request)
+        except RequestError as error:
+            text, status = str(error), error.status
+        except RequestFailed as error:
+            text, status = str(error), 503
+        except web.HTTPException as error:  # unknown path, body too large
+            text, status = f"{error.reason}: {request.method} {request.path}", error.status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return web.json_response({"error": {"message": text, "type": kind, "code": status}}, status=status)
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The handler's answer; its errors in the form that OpenAI's clients know."""
-    try:
-        return await handler(request)
-    except RequestError as error:
-        return error_response(str(error), error.status)
-    except RequestFailed as error:
-        return error_response(str(error), 503)
-    except web.HTTPException as error:  # unknown path, body too large
-        return error_response(f"{error.reason}: {request.method} {request.path}", error.status)
-
-
-def has_token(request: web.Request, token: str) -> bool:
-    """Whether a request carries `Authorization: Bearer <token>`."""
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return secrets.compare_digest(given.encode(errors="surrogateescape"), token.encode())
-
-
-class OpenAIServer:
+class OpenAIServer(WebServer):
     """The server's process: answers external requests with the engines that also play the run's episodes.
 
     Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
@@ -376,30 +393,23 @@ class OpenAIServer:
     """
 
     def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
-        self.settings = settings
+        super().__init__(settings.host, settings.port, _SHUTDOWN_TIMEOUT_S)
+        self._token = settings.token
         self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
         self.engines.replace(generation_workers)
         self._closed = asyncio.Event()
         self.answers = Answers(
             settings.answers,
-            chat=settings.answers.make_chat(),
             generate=self.engines.generate,
             sampling=settings.sampling,
             ended=self._closed,
             shows_tokens=True,
         )
-        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         add_routes(self.app.router, "", lambda request: self.answers)
-        # With handler_cancellation, sampling stops when the client disconnects.
-        self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
-        )
 
     async def listen(self) -> int:
         """Start to answer. Returns the port. Raises OSError if the address is not available."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
-        return int(self._runner.addresses[0][1])
+        return (await self._start())[1]
 
     async def set_generation_workers(self, workers: Sequence[Any]) -> None:
         """Set the actor handles of the engine replicas, after a replica was restarted."""
@@ -413,11 +423,10 @@ class OpenAIServer:
     def close(self) -> None:
         self._closed.set()
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not has_token(request, self.settings.token):
-            return error_response("a token is needed: Authorization: Bearer <token>", 401)
-        return await guarded(request, handler)
+    async def admit(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
+            raise RequestError("a token is needed: Authorization: Bearer <token>", 401)
 
 
 def add_routes(router: web.UrlDispatcher, prefix: str, answers: Callable[[web.Request], Answers]) -> None:
@@ -441,8 +450,3 @@ def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function} for function in functions
         ],
     }
-
-
-def error_response(text: str, status: int) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": text, "type": kind, "code": status}}, status=status)

@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ray.exceptions import RayError
 
@@ -40,12 +40,8 @@ class AgentSettings:
     discount: float = 1.0
 
 
-class JudgeFn(Protocol):
-    """The step of an environment that rewards a conversation."""
-
-    async def __call__(
-        self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str
-    ) -> EnvironmentStep: ...
+JudgeFn = Callable[..., Awaitable[EnvironmentStep]]
+"""(messages, metadata, sample_id) -> the step of an environment that rewards a conversation."""
 
 
 class Agents:
@@ -187,7 +183,7 @@ def finished(
     of_episode = sum(session.rewards) + (outcome.reward or 0.0)
     of_roles = {role: session.role_rewards[role] + outcome.rewards.get(role, 0.0) for role in session.trees}
     reward = of_episode + sum(of_roles.values()) + sum(call.reward for call in session.calls)
-    rows = [_row(branch, settings, sample_id=sample_id, status=status, reward=reward) for _, branch in branches]
+    rows = [_row(branch, sample_id=sample_id, status=status, reward=reward) for _, branch in branches]
     for row, (role, branch) in zip(rows, branches, strict=True):
         row.meta.hit_turn_limit = session.num_refused > 0
         row.meta.role = role
@@ -203,7 +199,7 @@ def finished(
     return sample
 
 
-def _row(branch: Branch, settings: AgentSettings, *, sample_id: str, status: SampleStatus, reward: float) -> Sample:
+def _row(branch: Branch, *, sample_id: str, status: SampleStatus, reward: float) -> Sample:
     turns, experts = branch.turns, branch.routed_experts
     return Sample(
         meta=SampleMeta(

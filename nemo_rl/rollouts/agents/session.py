@@ -29,15 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_rl.rollouts.agents.tree import Branch, Call, CallTree
 from nemo_rl.rollouts.openai_forms import RequestError
-from nemo_rl.rollouts.openai_server import (
-    MAX_BODY_BYTES,
-    Answers,
-    AnswerSettings,
-    Handler,
-    add_routes,
-    error_response,
-    guarded,
-)
+from nemo_rl.rollouts.openai_server import Answers, AnswerSettings, WebServer, add_routes
 from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SamplingParams
 
 _SHUTDOWN_TIMEOUT_S = 1.0
@@ -106,7 +98,6 @@ class Session:
         self._answers = {
             role: Answers(
                 settings,
-                chat=settings.make_chat(),
                 generate=self.generate if frozen is None else partial(self._seeded, frozen),
                 sampling=sampling,
                 ended=self.ended,
@@ -219,26 +210,20 @@ async def _key_of(request: web.Request) -> str:
     return str(metadata.get(KEY_IN_METADATA, "")) if isinstance(metadata, dict) else ""
 
 
-class SessionServer:
+class SessionServer(WebServer):
     """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
 
     def __init__(self, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
+        super().__init__(host, port, _SHUTDOWN_TIMEOUT_S)
         self.sessions: dict[str, Session] = {}
         self.num_late_calls = 0
         self._by_key: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # names and keys of the latest sessions that have ended
         self._started: asyncio.Task[str] | None = None
-        self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
-        router = self._app.router
         for prefix in ("/s/{session}/r/{role}", "/s/{session}", "/r/{role}", ""):
-            add_routes(router, prefix, _answers)
+            add_routes(self.app.router, prefix, _answers)
         for prefix in ("/s/{session}", ""):
-            router.add_post(f"{prefix}/reward", self._reward)
-        self._runner = web.AppRunner(
-            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
-        )
+            self.app.router.add_post(f"{prefix}/reward", _reward)
 
     async def open(self, session: Session) -> str:
         """Begin to answer a session. Returns its URL, to which `/v1` and `/reward` are appended."""
@@ -258,9 +243,7 @@ class SessionServer:
             self._ended.popitem(last=False)
 
     async def _listen(self) -> str:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
-        host, port = self._runner.addresses[0][:2]
+        host, port = await self._start()
         if host in ("0.0.0.0", "::"):  # all interfaces; agents need the address of this machine
             host = ray.util.get_node_ip_address()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -270,24 +253,22 @@ class SessionServer:
             self.close(session)
         await self._runner.cleanup()
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def admit(self, request: web.Request) -> None:
         key = await _key_of(request)
         name = request.match_info.get("session", key)
         session = self.sessions.get(name) or self._by_key.get(name)
         if session is None and name in self._ended:
             self.num_late_calls += 1
-            return error_response("this episode has ended", 410)
+            raise RequestError("this episode has ended", 410)
         if session is None or not secrets.compare_digest(key.encode(errors="replace"), session.key.encode()):
-            return error_response("there is no such session, or the key is wrong", 401)
+            raise RequestError("there is no such session, or the key is wrong", 401)
         request[_SESSION] = session
-        return await guarded(request, handler)
 
-    async def _reward(self, request: web.Request) -> web.Response:
-        session = request[_SESSION]
-        try:
-            wanted = RewardRequest.model_validate_json(await request.read())
-        except ValidationError as error:
-            raise RequestError(f'write {{"reward": number}}: {error.errors()[0]["msg"]}') from error
-        session.reward(wanted.reward, wanted.answer, wanted.role)
-        return web.json_response({"ok": True})
+
+async def _reward(request: web.Request) -> web.Response:
+    try:
+        wanted = RewardRequest.model_validate_json(await request.read())
+    except ValidationError as error:
+        raise RequestError(f'write {{"reward": number}}: {error.errors()[0]["msg"]}') from error
+    request[_SESSION].reward(wanted.reward, wanted.answer, wanted.role)
+    return web.json_response({"ok": True})

@@ -1,11 +1,12 @@
 """Generation configurations of the tests, and real engines with them."""
 
-import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
+
+import ray
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -13,6 +14,7 @@ from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.sync import REFIT, Refit
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 
 
 def generation_config(
@@ -63,11 +65,16 @@ def refitted_engines(
         yield generation, Refit(policy, generation, accelerator, **how)
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
+def requests_of(
+    prompts: Iterable[list[int]], sampling: SamplingParams, seeds: Iterable[int] | None = None
+) -> list[GenerationRequest]:
+    """One for each prompt, whose seed is its number unless `seeds` says other ones."""
+    return [
+        GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=seed)
+        for prompt, seed in zip(prompts, count() if seeds is None else seeds, strict=False)
+    ]
 
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
 
-    return run
+def ask(worker: Any, requests: Iterable[GenerationRequest]) -> list[Completion]:
+    """The completions of an engine."""
+    return ray.get([worker.call.remote("generate", request) for request in requests], timeout=300)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
@@ -18,7 +18,7 @@ from nemo_rl.models.policy.dtensor.draft import DraftingPolicyWorker, LearningTa
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported
 from nemo_rl.types import SamplingParams
-from tests.unit.generation.configs import engines, generation_config, refitted_engines
+from tests.unit.generation.configs import ask, engines, generation_config, refitted_engines, requests_of
 from tests.unit.generation.test_refit_vllm import BUCKET_BYTES, OneRankPolicy, logprob_difference, make_model
 from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
@@ -79,9 +79,8 @@ def train_draft(rank: int, world: int, path: Path, folder: Path, sequences: Sequ
 def samples(generation: VllmGeneration, seeds: range) -> tuple[list[list[int]], float]:
     """Completions of the prompt, and the acceptance rate of their drafts."""
     before = generation.draft_counts()
-    sampling = SamplingParams(max_new_tokens=LENGTH, top_k=TOP_K, stop_token_ids=())
-    calls = [generation.workers[0].call.remote("generate", PROMPT, sampling, seed) for seed in seeds]
-    tokens = [completion.token_ids for completion in ray.get(calls, timeout=300)]
+    requests = requests_of(repeat(PROMPT), SamplingParams(max_new_tokens=LENGTH, top_k=TOP_K), seeds)
+    tokens = [completion.token_ids for completion in ask(generation.workers[0], requests)]
     counts = generation.draft_counts() - before
     return tokens, counts.num_accepted_tokens / max(counts.num_draft_tokens, 1)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.types import SamplingParams
-from tests.unit.generation.configs import generation_config, refitted_engines
+from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
 from tests.unit.generation.test_refit_vllm import ExpertsPolicy, change, expected_logprobs
 from tests.unit.policy.families import FAMILIES, save_random_model
 
@@ -37,9 +36,8 @@ def distance(model: PreTrainedModel, generation: VllmGeneration, version: int) -
     of transformers in bfloat16.
     """
     prompts = [[5, 6, 7, 8 + i] for i in range(6)]
-    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
-    calls = [generation.workers[0].call.remote("generate", p, sampling, i) for i, p in enumerate(prompts)]
-    completions = list(zip(prompts, ray.get(calls, timeout=120), strict=True))
+    requests = requests_of(prompts, SamplingParams(max_new_tokens=12))
+    completions = list(zip(prompts, ask(generation.workers[0], requests), strict=True))
     assert {completion.weight_version for _, completion in completions} == {version}
     if model.config.model_type == "deepseek_v3":  # in float32 it rounds by 7e-6 in transformers, by 6e-6 in the engine
         model = copy.deepcopy(model).double()

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
-from tests.unit.generation.configs import in_loop
+from tests.unit.rollouts.engines import in_loop
 
 
 class Rank:

@@ -15,7 +15,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import UtilityResult
 
 from nemo_rl.models.generation.vllm.in_process import EngineStartError, ThreadClient
-from tests.unit.generation.configs import in_loop
+from tests.unit.rollouts.engines import in_loop
 
 # The error that ends a thread, whose place is the log.
 SHOWN = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

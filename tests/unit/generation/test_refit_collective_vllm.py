@@ -19,7 +19,7 @@ from nemo_rl.refit.layout import RefitError, Rendezvous
 from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams
 from tests.functional.faulty import processes_below
-from tests.unit.generation.configs import generation_config, refitted_engines
+from tests.unit.generation.configs import generation_config, refitted_engines, requests_of
 from tests.unit.generation.test_refit_vllm import (
     BUCKET_BYTES,
     AdapterPolicy,
@@ -150,9 +150,8 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
     """With the KV cache of the new weights, or with that of the old ones; a later request with the new ones alone."""
     with engines_apart(tmp_path, replicas=1, recompute=recompute) as (policy, generation, refit):
         refit.sync(0)
-        sampling = SamplingParams(max_new_tokens=100, stop_token_ids=())
-        worker = generation.workers[0]
-        calls = [worker.call.remote("generate", PROMPT, sampling, seed) for seed in range(8)]
+        requests = requests_of([PROMPT] * 8, SamplingParams(max_new_tokens=100))
+        calls = [generation.workers[0].call.remote("generate", request) for request in requests]
         time.sleep(0.1)  # of the time that 100 steps take
         change(policy.model, 1)
         refit.sync(1)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
@@ -23,7 +22,7 @@ from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
 from nemo_rl.refit.sync import Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
-from tests.unit.generation.configs import generation_config, refitted_engines
+from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
 
 BUCKET_BYTES = 64 << 10  # the embedding is larger
 
@@ -132,10 +131,8 @@ def refit_into_engine(
 def logprob_difference(model: PreTrainedModel, generation: VllmGeneration, version: int, replica: int = 0) -> float:
     """Largest difference between the engine's logprobs of what it samples and the model's."""
     prompts = [[5, 6, 7, 8 + i] for i in range(6)]
-    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
-    calls = [generation.workers[replica].call.remote("generate", p, sampling, i) for i, p in enumerate(prompts)]
-    worst = 0.0
-    for prompt, completion in zip(prompts, ray.get(calls, timeout=60), strict=True):
+    worst, requests = 0.0, requests_of(prompts, SamplingParams(max_new_tokens=12))
+    for prompt, completion in zip(prompts, ask(generation.workers[replica], requests), strict=True):
         assert completion.weight_version == version
         errors = expected_logprobs(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs)
         worst = max(worst, float(errors.abs().max()))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,8 +17,8 @@ from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
 from nemo_rl.models.generation.vllm.startup import engine_args
 from nemo_rl.models.generation.vllm.worker import VllmWorker
-from nemo_rl.types import Completion, SamplingParams
-from tests.unit.generation.configs import engines, generation_config
+from nemo_rl.types import SamplingParams
+from tests.unit.generation.configs import ask, engines, generation_config, requests_of
 from tests.unit.policy.models import save_model
 
 
@@ -135,11 +134,7 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
     with engines(path, generation_config(MAX_MODEL_LEN), return_routed_experts=True) as engine:
-        calls = [
-            engine.workers[0].call.remote("generate", prompt, SamplingParams(max_new_tokens=5 + 3 * n), n)
-            for n, prompt in enumerate(prompts)
-        ]
-        completions: list[Completion] = ray.get(calls, timeout=100)
+        completions = ask(engine.workers[0], requests_of(prompts, SamplingParams(max_new_tokens=30)))
     num_same = num_all = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         experts = completion.routed_experts

@@ -1,12 +1,11 @@
 """Speculative decoding as far as no engine is needed."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +14,9 @@ from nemo_rl.models.generation.config import speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
 from nemo_rl.models.generation.vllm.engine_patches import expand_batch_to_tokens
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.types import Completion, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 from tests.unit.config.run_configs import build
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import ask, engines, generation_config, requests_of
 from tests.unit.generation.models import make_model, make_model_with_heads
 from tests.unit.policy.filter_reference import filter_logits
 
@@ -76,8 +75,6 @@ def test_sampling_parameters_are_repeated_for_each_draft_token() -> None:
 
 # -- in a real engine: the same distribution as without, and counted
 
-Request = tuple[list[int], SamplingParams, int]
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, method: str) -> str:
@@ -99,10 +96,6 @@ def generation(method: str, ray_local: None, model_dir: str) -> Iterator[VllmGen
         yield generation
 
 
-def ask(generation: VllmGeneration, requests: Sequence[Request]) -> list[Completion]:
-    return ray.get([generation.workers[0].call.remote("generate", *request) for request in requests], timeout=200)
-
-
 def prompts() -> list[list[int]]:
     """That repeat themselves, so that there is something to look up."""
     rng = random.Random(0)
@@ -110,9 +103,9 @@ def prompts() -> list[list[int]]:
     return [piece * 3 + [rng.randrange(6, 260) for _ in range(index)] for index in range(6)]
 
 
-def logprobs_under(model: Any, request: Request, completion: Completion) -> torch.Tensor:
+def logprobs_under(model: Any, request: GenerationRequest, completion: Completion) -> torch.Tensor:
     """Of every token of the vocabulary at each place of the completion, as they were to be drawn: [T, V]."""
-    prompt, sampling, _ = request
+    prompt, sampling = request.prompt_token_ids, request.sampling
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
     if sampling.temperature == 0:
@@ -127,10 +120,10 @@ def test_samples_follow_the_distribution_without_drafts(generation: VllmGenerati
     # Its experts round otherwise in transformers: a token at the border of top-p would be in one set and not the other.
     top_p = 1.0 if method == "mtp" else 0.95
     sampling = SamplingParams(max_new_tokens=24, temperature=0.5, top_k=40, top_p=top_p)
-    requests = [(prompt, sampling, seed) for prompt in prompts() for seed in range(40)]
+    requests = [request for prompt in prompts() for request in requests_of([prompt] * 40, sampling)]
     before = generation.draft_counts()
     surprises, variance = [], 0.0
-    for request, completion in zip(requests, ask(generation, requests), strict=True):
+    for request, completion in zip(requests, ask(generation.workers[0], requests), strict=True):
         everything = logprobs_under(model, request, completion)
         drawn = everything.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert (drawn - torch.tensor(completion.logprobs)).abs().max() < 1e-4, "logprobs of what was drawn from"
@@ -148,10 +141,10 @@ def test_samples_follow_the_distribution_without_drafts(generation: VllmGenerati
 def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(generation: VllmGeneration, method: str):
     rounding = 1e-5 if method == "mtp" else 0.0  # vLLM's kernel of experts depends on the batch in the last bits
     kinds = [SamplingParams(max_new_tokens=32, temperature=t, top_k=k) for t, k in ((0.0, None), (0.4, None), (1.0, 9))]
-    requests = [(prompt, sampling, 11 * index) for sampling in kinds for index, prompt in enumerate(prompts())]
-    together = ask(generation, requests)
+    requests = [request for sampling in kinds for request in requests_of(prompts(), sampling)]
+    together = ask(generation.workers[0], requests)
     for request, one in zip(requests, together, strict=True):
-        [alone] = ask(generation, [request])
+        [alone] = ask(generation.workers[0], [request])
         assert alone.token_ids == one.token_ids and alone.logprobs == pytest.approx(one.logprobs, abs=rounding, rel=0)
 
 
@@ -159,8 +152,8 @@ def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(generati
 def test_greedy_tokens_are_the_likeliest_ones(generation: VllmGeneration, method: str, model_dir: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     before = generation.draft_counts()
-    requests = [(prompt, SamplingParams(max_new_tokens=40, temperature=0.0), 0) for prompt in prompts()]
-    for request, completion in zip(requests, ask(generation, requests), strict=True):
+    requests = requests_of(prompts(), SamplingParams(max_new_tokens=40, temperature=0.0))
+    for request, completion in zip(requests, ask(generation.workers[0], requests), strict=True):
         assert logprobs_under(model, request, completion).argmax(-1).tolist() == completion.token_ids
     counts: DraftCounts = generation.draft_counts() - before
     assert counts.num_accepted_tokens > 0

@@ -1,6 +1,7 @@
 """Models that see in the real engine: after a sync its logprobs are those of transformers, with and without images."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,8 @@ from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, 
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.types import PromptImage, SamplingParams
-from tests.unit.generation.configs import generation_config, refitted_engines
+from nemo_rl.types import SamplingParams
+from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change
 from tests.unit.policy.test_vision import FAMILY_MODELS, Row, gemma3_processor, make_row, theirs_on
 
@@ -28,12 +29,17 @@ class VisionPolicy(OneRankPolicy):
 
 def distance(model: Any, generation: VllmGeneration, rows: list[Row], version: int) -> float:
     """The largest difference between logprobs of the engine's samples and the model's."""
-    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
-    calls, worst = [], 0.0
-    for seed, (ids, images) in enumerate(rows):
-        given = [PromptImage(span=span, ref=ray.put(pixels)) for span, pixels in images]
-        calls.append(generation.workers[0].call.remote("generate", ids.tolist(), sampling, seed, given))
-    for (ids, images), completion in zip(rows, ray.get(calls, timeout=120), strict=True):
+    worst = 0.0
+    plain = requests_of([ids.tolist() for ids, _ in rows], SamplingParams(max_new_tokens=12))
+    requests = [
+        replace(
+            request,
+            images=[span for span, _ in images],
+            pixels={span.digest: ray.put(pixels) for span, pixels in images},
+        )
+        for request, (_, images) in zip(plain, rows, strict=True)
+    ]
+    for (ids, images), completion in zip(rows, ask(generation.workers[0], requests), strict=True):
         assert completion.weight_version == version
         sampled, mark = completion.token_ids, model.config.image_token_id
         # Where it is sampled, it is text for engine and training, and an image for transformers.

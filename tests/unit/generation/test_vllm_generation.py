@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
-from tests.unit.generation.configs import engines, generation_config
+from tests.unit.generation.configs import ask, engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, expected_logprobs, logprob_difference
 from tests.unit.policy.filter_reference import filter_logits
@@ -36,8 +36,6 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.timeout(900)  # with the start of two engines
 
 MAX_MODEL_LEN = 1400
-
-Request = tuple[list[int], SamplingParams, int]
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +59,26 @@ def model(model_dir: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
-def ask(worker: Any, requests: Sequence[Request]) -> list[Completion]:
-    return ray.get([worker.call.remote("generate", *request) for request in requests], timeout=100)
+def request_of(prompt: list[int], seed: int = 7, **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(**{"max_new_tokens": 24, **sampling})
+    return GenerationRequest(prompt_token_ids=prompt, sampling=params, seed=seed)
 
 
 def one(generation: VllmGeneration, prompt: list[int], seed: int = 7, **sampling: Any) -> Completion:
-    return ask(generation.workers[0], [(prompt, SamplingParams(**{"max_new_tokens": 24, **sampling}), seed)])[0]
+    return ask(generation.workers[0], [request_of(prompt, seed, **sampling)])[0]
 
 
-def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[Request]:
+def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[GenerationRequest]:
     """Prompts and sampling parameters of every kind, mixed."""
     rng = random.Random(seed)
     return [
-        (
+        request_of(
             [rng.randrange(6, 260) for _ in range(rng.randrange(1, longest_prompt))],
-            SamplingParams(
-                max_new_tokens=rng.randrange(1, 40),
-                temperature=rng.choice([0.0, 0.7, 1.0, 1.0]),
-                top_p=rng.choice([1.0, 1.0, 0.9]),
-                top_k=rng.choice([None, None, 5]),
-            ),
             rng.randrange(2**63),
+            max_new_tokens=rng.randrange(1, 40),
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.0]),
+            top_p=rng.choice([1.0, 1.0, 0.9]),
+            top_k=rng.choice([None, None, 5]),
         )
         for _ in range(count)
     ]
@@ -89,18 +86,12 @@ def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[R
 
 @pytest.mark.over_20s("two engines start, for all tests of this file")
 def test_logprobs_agree_with_transformers(generation: VllmGeneration, model: Any) -> None:
-    requests = [
-        (prompt, SamplingParams(max_new_tokens=24, temperature=0.7), seed)
-        for prompt, _, seed in random_requests(16, longest_prompt=60)
-    ]
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.7)
+    requests = [replace(request, sampling=sampling) for request in random_requests(16, longest_prompt=60)]
     completions = ask(generation.workers[0], requests)
     ours = torch.cat([torch.tensor(completion.logprobs) for completion in completions])
-    theirs = torch.cat(
-        [
-            expected_logprobs(model, prompt, c.token_ids, 0.7)
-            for (prompt, *_), c in zip(requests, completions, strict=True)
-        ]
-    )
+    pairs = zip(requests, completions, strict=True)
+    theirs = torch.cat([expected_logprobs(model, r.prompt_token_ids, c.token_ids, 0.7) for r, c in pairs])
     assert len(ours) > 100
     assert (ours - theirs).abs().max() < 1e-5
     assert torch.exp((ours - theirs).abs()).mean() <= 1.00001
@@ -117,7 +108,8 @@ def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: Vl
     assert [ask(first, [request])[0] for request in requests[:8]] == together[:8]
     assert ask(second, requests[:20]) + ask(first, requests[20:]) == together
 
-    long = [request for request in random_requests(24, longest_prompt=1300, seed=5) if len(request[0]) > 900][:4]
+    candidates = random_requests(24, longest_prompt=1300, seed=5)
+    long = [request for request in candidates if len(request.prompt_token_ids) > 900][:4]
     assert len(long) == 4
     short = random_requests(12, longest_prompt=40, seed=6)
     assert [ask(second, [request])[0] for request in long] == ask(first, [*short[:6], *long, *short[6:]])[6:10]
@@ -174,14 +166,14 @@ def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration)
     async def give_up() -> int:
         engines = Engines(timeout_s=60)
         engines.replace([worker])
-        sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN)
-        asked = [asyncio.create_task(engines.generate([60 + n], sampling, n)) for n in range(16)]
+        requests = (request_of([60 + n], n, max_new_tokens=MAX_MODEL_LEN) for n in range(16))
+        asked = [asyncio.create_task(engines.generate(request)) for request in requests]
         await asyncio.sleep(0.3)
         num_done = sum(task.done() for task in asked)
         for task in asked:
             task.cancel()
         await asyncio.sleep(0.3)
-        assert (await engines.generate([60], SamplingParams(max_new_tokens=4), 1)).token_ids, "the engine goes on"
+        assert (await engines.generate(request_of([60], max_new_tokens=4))).token_ids, "the engine goes on"
         return num_done
 
     assert asyncio.run(give_up()) < 16
@@ -196,7 +188,7 @@ def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
         engines = Engines(timeout_s=2)
         engines.replace([worker])
         os.kill(identity.pid, signal.SIGSTOP)
-        asked = asyncio.create_task(engines.generate([60], SamplingParams(max_new_tokens=4), 1))
+        asked = asyncio.create_task(engines.generate(request_of([60])))
         try:
             return str(await asyncio.wait_for(engines.died(), 60))
         finally:
@@ -237,7 +229,7 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
     prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 60))] for _ in range(5)]
     prompts.append([rng.randrange(6, 260) for _ in range(MAX_MODEL_LEN - 20)])
     free = SamplingParams(max_new_tokens=48, temperature=0.0)
-    [first] = ask(generation.workers[0], [(prompts[0], free, 0)])
+    first = one(generation, prompts[0], max_new_tokens=48, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     stops = [
         free,
@@ -250,8 +242,7 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
         for s, sampling in enumerate(stops)
     ]
     found = own_completions(model_dir, requests)
-    answers = ask(generation.workers[0], [(r.prompt_token_ids, r.sampling, r.seed) for r in requests])
-    wanted = dict(zip([r.request_id for r in requests], answers, strict=True))
+    wanted = dict(zip([r.request_id for r in requests], ask(generation.workers[0], requests), strict=True))
     for key, want in wanted.items():
         assert found[key].token_ids == want.token_ids, key
         assert found[key].stop_reason == want.stop_reason, key

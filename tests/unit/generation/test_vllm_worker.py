@@ -16,7 +16,7 @@ from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.vllm.startup import start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
-from tests.unit.generation.configs import in_loop
+from tests.unit.rollouts.engines import in_loop
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
     async def finish_weight_update(self, version: str) -> None:
         await asyncio.sleep(0.01)
 
-    async def collective_rpc(self, method: str) -> list[bool]:
+    async def collective_rpc(self, method: str, kwargs: Any) -> list[bool]:
         return [True]
 
     async def resume_generation(self) -> None:
@@ -74,8 +74,13 @@ class Worker(VllmWorker):
         self._name = "generation-0"
         self._num_inside, self._sleep = 0, ExitStack()
 
-    def _sampling_params(self, *args: Any, **how: Any) -> Any:
+    def _sampling_params(self, request: GenerationRequest) -> Any:
         return None
+
+
+def request(number: int) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=1)
+    return GenerationRequest(request_id=f"{number}", prompt_token_ids=[1], sampling=sampling, seed=number)
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ async def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None
     for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
         await worker.finish_weight_update(version)
         for _ in range(2):
-            completion = await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+            completion = await worker.generate(request(0))
             assert completion.weight_version == version
     first, second, again = engine.salts[0::2]
     assert engine.salts == [first, first, second, second, again, again]
@@ -121,7 +126,7 @@ async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: Non
     worker = Worker(engine)
     await worker.finish_weight_update(6)
     await worker.offload(keep_weights=keep_weights)
-    waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+    waiting = asyncio.create_task(worker.generate(request(0)))
     await asyncio.sleep(0.01)
     await worker.onload(["weights"])
     await worker.finish_weight_update(7)
@@ -140,7 +145,7 @@ async def test_a_token_without_a_probability_is_no_answer(without_vllm: None) ->
     await worker.finish_weight_update(0)
     engine.logprob = math.nan
     with pytest.raises(RuntimeError, match="generation-0 sampled a token with the logprob nan or inf"):
-        await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+        await worker.generate(request(0))
 
 
 @in_loop
@@ -149,7 +154,7 @@ async def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) ->
     worker = Worker(engine)
     await worker.offload(keep_weights=False)
     await worker.onload()
-    waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+    waiting = asyncio.create_task(worker.generate(request(0)))
     await asyncio.sleep(0.01)
     assert engine.salts == [] and "resume" not in engine.told
     await worker.finish_weight_update(7)
@@ -182,7 +187,7 @@ async def test_prefill_decode_and_sleep_are_noted(without_vllm: None) -> None:
     BUSY.take()
     await worker.finish_weight_update(0)
     await asyncio.sleep(0.1)
-    await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+    await worker.generate(request(0))
     await worker.offload(keep_weights=True)
     await asyncio.sleep(0.05)
     await worker.onload()
@@ -202,16 +207,10 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
     assert start_failure("nothing of use") is None
 
 
-def request(number: int) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=f"{number}", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=number
-    )
-
-
 @in_loop
 async def test_an_unexpected_failure_reaches_the_client() -> None:
     class Broken(Worker):
-        async def generate(self, *request: Any) -> Any:
+        async def generate(self, request: GenerationRequest, on_tokens: Any = None) -> Any:
             raise KeyError("logprobs")
 
     worker = Broken(Engine())
@@ -249,8 +248,8 @@ async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
 @in_loop
 async def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
     class Slow(Worker):
-        async def generate(self, prompt_token_ids: Any, sampling: Any, seed: int, *rest: Any) -> Any:
-            await asyncio.sleep(0.4 + 0.01 * (seed % 2))
+        async def generate(self, request: GenerationRequest, on_tokens: Any = None) -> Any:
+            await asyncio.sleep(0.4 + 0.01 * (request.seed % 2))
             raise ValueError("no")
 
     worker = Slow(Engine())
