@@ -22,7 +22,7 @@ from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_l
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.group_keeper import loss_of, new_keeper, places_and_refs, raise_if_lost
+from nemo_rl.rollouts.group_keeper import KEEPER, KeeperLost, loss_of, new_keeper, places_and_refs
 from nemo_rl.rollouts.records import StepIndex
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
@@ -56,7 +56,6 @@ class RolloutCollector:
         self._start = partial(RayWorkerGroup, cluster, name_prefix=NAME_PREFIX, num_workers=1, timeout_s=timeout_s)
         self._accelerator = accelerator
         self._settings = settings
-        self._bytes_of_stopped = 0
         self._keeper = new_keeper()
         self._keeper_loss = lambda: loss_of(self._keeper)
         self._generation_workers = list(generation_workers)
@@ -76,7 +75,7 @@ class RolloutCollector:
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self._bytes_of_stopped + self.group.controller_tensor_bytes
+        return self.group.controller_tensor_bytes
 
     def use_generation(self, workers: Sequence[Any]) -> None:
         """Send requests to these engines from now on, and play unfinished groups again."""
@@ -254,12 +253,13 @@ class RolloutCollector:
 
         RayLost if it cannot answer because Ray's own process has ended or is stopped.
         """
-        try:
-            raise_if_lost(error, self._keeper_loss)
-        except WorkerDied as death:
-            if (loss := ray_loss()) is not None:
-                raise RayLost(f"{first_line(death)}: {loss}") from death
-            raise
+        loss = first_line(error) if error.exception_type == KeeperLost.__name__ else self._keeper_loss()
+        if loss is None:
+            return
+        text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
+        if (cause := ray_loss()) is not None:
+            raise RayLost(f"{text.splitlines()[0]}: {cause}") from error
+        raise WorkerDied(text, worker=f"{KEEPER}-0", rank=0, method=error.method) from error
 
     def replace_keeper(self) -> None:
         """Start a new keeper without groups, and a rollout worker that uses it. All groups are dropped."""
@@ -270,9 +270,10 @@ class RolloutCollector:
         self._restart()
 
     def _restart(self) -> None:
-        self._bytes_of_stopped += self.group.controller_tensor_bytes
-        self.group.shutdown()
+        old = self.group
+        old.shutdown()
         self.group = self._start(RayWorkerBuilder(WORKER, self._settings, self._generation_workers, self._keeper))
+        self.group.controller_tensor_bytes += old.controller_tensor_bytes
 
     def inspect(self, function: Callable[..., Any], *args: Any, groups: Sequence[GroupHandle]) -> Any:
         """`await function(worker, *args, *groups)` on the rollout worker, with the engines awake."""

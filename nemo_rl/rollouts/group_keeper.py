@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.types import GroupHandle, RolloutGroup
 
 KEEPER = "group_keeper"
@@ -54,14 +53,6 @@ class KeeperLost(RuntimeError):
 def new_keeper() -> Any:
     """Start a keeper."""
     return ray.remote(GroupKeeper).options(num_cpus=0).remote()
-
-
-def raise_if_lost(error: WorkerError, find_loss: Callable[[], str | None]) -> None:
-    """WorkerDied if the keeper is lost with all groups, which explains `error`. `find_loss`: see `loss_of`."""
-    loss = first_line(error) if error.exception_type == KeeperLost.__name__ else find_loss()
-    if loss is not None:
-        text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
-        raise WorkerDied(text, worker=f"{KEEPER}-0", rank=0, method=error.method) from error
 
 
 def loss_of(keeper: Any) -> str | None:

@@ -13,6 +13,7 @@ executes nothing.
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,19 +55,10 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
     if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
         columns[EXPERTS] = np.concatenate(experts)
     save_file(columns, folder / TOKENS)
-    pixels = {digest: made for group in groups for digest, made in group.pixels.items()}
+    pixels = [made for group in groups for made in group.pixels.items()]
     if pixels:
-        arrays = {f"{digest}/{name}": own for digest, made in pixels.items() for name, own in made.items()}
+        arrays = {f"{digest}/{name}": own for digest, made in pixels for name, own in made.items()}
         save_file(arrays, folder / IMAGES)
-
-
-def _read_pixels(folder: Path) -> dict[str, Pixels]:
-    """The pixels of the images of all groups, by digest; none if no group has images."""
-    pixels: dict[str, Pixels] = {}
-    for key, own in load_file(folder / IMAGES).items() if (folder / IMAGES).exists() else ():
-        digest, _, name = key.partition("/")
-        pixels.setdefault(digest, {})[name] = own
-    return pixels
 
 
 def _stored(sample: Sample) -> dict[str, Any]:
@@ -88,7 +80,10 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     """
     with (folder / GROUPS).open(encoding="ascii") as lines:
         records = [json.loads(line) for line in lines]
-    columns, pixels = load_file(folder / TOKENS), _read_pixels(folder)
+    columns, pixels = load_file(folder / TOKENS), defaultdict[str, Pixels](dict)
+    for key, own in load_file(folder / IMAGES).items() if (folder / IMAGES).exists() else ():
+        digest, _, name = key.partition("/")
+        pixels[digest][name] = own
     experts = columns.get(EXPERTS, np.zeros((0, 1, 1), np.uint8))
     bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
     groups: list[RolloutGroup] = []

@@ -97,7 +97,6 @@ class TokenizerPool:
     ) -> None:
         self._timeout_s = timeout_s
         self._builder = RayWorkerBuilder(WORKER, make, open_cache)
-        self._bytes_of_stopped = 0
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
         with ExitStack() as undo:
             undo.callback(self._cluster.shutdown)
@@ -108,7 +107,7 @@ class TokenizerPool:
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self._bytes_of_stopped + sum(worker.controller_tensor_bytes for worker in self._workers)
+        return sum(worker.controller_tensor_bytes for worker in self._workers)
 
     def start(self, prompts: Sequence[Prompt]) -> list[PendingGroup]:
         """Begin to tokenise a batch, distributed over the workers in groups of at most `MAX_GROUP_ROWS` rows."""
@@ -140,9 +139,10 @@ class TokenizerPool:
                     if num_restarts > MAX_RESTARTS:
                         raise
                     logger.warning("%s; restarting it and tokenising its rows again", first_line(error))
-                    self._bytes_of_stopped += self._workers[worker].controller_tensor_bytes
-                    self._workers[worker].shutdown()
+                    old = self._workers[worker]
+                    old.shutdown()
                     self._workers[worker] = self._start(worker)
+                    self._workers[worker].controller_tensor_bytes += old.controller_tensor_bytes
         handles = [group.handle for group in pending if group.handle is not None]
         assert len(handles) == len(pending), "a group without a handle would be left out of the batch"
         return handles

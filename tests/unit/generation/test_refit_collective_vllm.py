@@ -24,6 +24,7 @@ from tests.unit.generation.test_refit_vllm import (
     BUCKET_BYTES,
     AdapterPolicy,
     OneRankPolicy,
+    assert_synced,
     change,
     expected_logprobs,
     logprob_difference,
@@ -35,12 +36,19 @@ PROMPT = [5, 6, 7, 8]
 
 
 class LeavingPolicy(OneRankPolicy):
-    """As `DTensorPolicyWorker`: it leaves the group before it makes another."""
+    """As `DTensorPolicyWorker`: it leaves the group before it makes another. Misstates bucket `flip`."""
+
+    flip: int | None = None
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         if "sender" in vars(self):
             self.sender.close()
         return super().prepare_refit(settings)
+
+    def start_pack(self, bucket: int) -> list[dict[str, Any]]:
+        packed = super().start_pack(bucket)
+        wrong = packed[0]["fingerprints"]
+        return [packed[0] | {"fingerprints": bytes([wrong[0] ^ 1]) + wrong[1:]}] if bucket == self.flip else packed
 
     def check_health(self, timeout_s: float | None = None) -> None:
         """It is this process."""
@@ -78,11 +86,6 @@ def engines_apart(
         policy.sender.close()
 
 
-def difference(policy: OneRankPolicy, generation: VllmGeneration, version: int) -> float:
-    """Of all replicas the largest difference between its logprobs and the model's."""
-    return max(logprob_difference(policy.model, generation, version, n) for n in range(len(generation.workers)))
-
-
 def worker_process(generation: VllmGeneration, replica: int) -> int:
     identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=60)
     return identity.pid
@@ -91,40 +94,27 @@ def worker_process(generation: VllmGeneration, replica: int) -> int:
 def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
     with engines_apart(tmp_path, replicas=2) as (policy, generation, refit):
         for version in (0, 1):
-            change(policy.model, version)
-            refit.sync(version)
-            assert difference(policy, generation, version) < 1e-5
+            assert_synced(policy, generation, refit, version)
 
         def kill(bucket: int, sender: Any) -> None:
             if bucket == 2:
                 os.kill(worker_process(generation, 0), signal.SIGKILL)
 
         policy.damage = kill
-        change(policy.model, 2)
         with pytest.raises(WorkerError) as error:
             refit.sync(2)
         assert error.value.engine_died and error.value.worker.startswith("generation-0")
-        policy.damage = lambda bucket, sender: None
+        policy.damage = None
         assert generation.dead_workers() == [0]
         generation.restart_worker(0)
-        refit.sync(2)
-        assert difference(policy, generation, 2) < 1e-5
+        assert_synced(policy, generation, refit, 2)
 
-        def flip(bucket: int, sender: Any) -> None:
-            if bucket == 1:  # the bucket may be on its way already: what is announced of it is changed instead
-                policy.announce = lambda blob: bytes([blob[0] ^ 1]) + blob[1:]
-
-        finish = policy.finish_pack
-        policy.announce = lambda blob: blob
-        policy.damage = flip
-        policy.finish_pack = lambda packed: finish(
-            [{**part, "fingerprints": policy.announce(part["fingerprints"])} for part in packed]
-        )
+        # The second bucket may be on its way already: what is announced of it is changed instead.
+        policy.flip = 1
         with pytest.raises(RefitError, match=r"packed_collective, version 3, bucket 1: tensor '.+' .*not what the pol"):
             refit.sync(3)
-        policy.damage, policy.announce = (lambda bucket, sender: None), lambda blob: blob
-        refit.sync(4)
-        assert difference(policy, generation, 4) < 1e-5
+        policy.flip = None
+        assert_synced(policy, generation, refit, 4)
 
 
 def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
@@ -134,7 +124,7 @@ def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) 
         everything = refit.sync(0)["bytes"]
         policy.train(1)
         assert refit.sync(1)["bytes"] < everything / 4
-        assert difference(policy, generation, 1) < 1e-5
+        assert logprob_difference(policy.model, generation, 1) < 1e-5
 
         worker = worker_process(generation, 0)
         (core,) = [pid for pid, (_, command) in processes_below(worker).items() if "EngineCore" in command]
@@ -164,4 +154,4 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
             for c in whole
         ]
         assert (max(last) < 1e-5) if recompute else (min(last) > 1e-3), last
-        assert difference(policy, generation, 1) < 1e-5
+        assert logprob_difference(policy.model, generation, 1) < 1e-5

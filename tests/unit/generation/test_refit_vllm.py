@@ -34,7 +34,7 @@ class OneRankPolicy:
         self.model = model
         self.leave_out: set[str] = set()
         self.backwards = False
-        self.damage: Callable[[int, WeightSender], None] = lambda bucket, sender: None
+        self.damage: Callable[[int, WeightSender], None] | None = None
         self.sender: WeightSender
 
     def weights(self) -> list[ExportedTensor]:
@@ -50,7 +50,8 @@ class OneRankPolicy:
 
     def start_pack(self, bucket: int) -> list[dict[str, Any]]:
         packed = [self.sender.pack(bucket)]
-        self.damage(bucket, self.sender)
+        if self.damage is not None:
+            self.damage(bucket, self.sender)
         return packed
 
     def finish_pack(self, future: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,6 +157,14 @@ def change(model: PreTrainedModel, seed: int) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype))
 
 
+def assert_synced(policy: Any, generation: VllmGeneration, refit: Refit, version: int, limit: float = 1e-5) -> None:
+    """A sync of other weights reaches all replicas."""
+    change(policy.model, version)
+    refit.sync(version)
+    for replica in range(len(generation.workers)):
+        assert logprob_difference(policy.model, generation, version, replica) < limit
+
+
 @pytest.mark.slow
 def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path) -> None:
     with refit_into_engine(tmp_path, tied=False, dtype="float32") as (policy, generation, refit):
@@ -197,16 +206,11 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         policy.damage = flip
         with pytest.raises(RefitError, match=rf"version 2, bucket {bucket}: tensor '{victim}'"):
             refit.sync(2)
-        policy.damage = lambda at, sender: None
-        change(policy.model, 3)
-        refit.sync(3)
-        assert logprob_difference(policy.model, generation, 3) < 1e-5
-
+        policy.damage = None
+        assert_synced(policy, generation, refit, 3)
         policy.backwards = True  # another layout: what was prepared for the first must not be used
         refit.prepare()
-        change(policy.model, 4)
-        refit.sync(4)
-        assert logprob_difference(policy.model, generation, 4) < 1e-5
+        assert_synced(policy, generation, refit, 4)
 
         generation.start_weight_update()
         with pytest.raises(RuntimeError, match="no bucket has arrived since the start of the sync"):
@@ -218,9 +222,7 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
     """bfloat16 on a CPU: linear layers keep a repacked copy only, the tied head a copy beside its weight."""
     with refit_into_engine(tmp_path, tied=True, dtype="bfloat16") as (policy, generation, refit):
         for version in (0, 1):
-            change(policy.model, version)
-            refit.sync(version)
-            assert logprob_difference(policy.model, generation, version) < 0.2
+            assert_synced(policy, generation, refit, version, 0.2)
         change(policy.model, 2)
         assert logprob_difference(policy.model, generation, 1) > 0.6, "this test would see stale weights"
 
@@ -231,9 +233,8 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
         policy.damage = fail  # what the engine kept of the first buckets must not reach the next sync
         with pytest.raises(RefitError, match="the sender dies"):
             refit.sync(2)
-        policy.damage = lambda at, sender: None
-        refit.sync(3)
-        assert logprob_difference(policy.model, generation, 3) < 0.2
+        policy.damage = None
+        assert_synced(policy, generation, refit, 3, 0.2)
 
         refit.policy = AdapterPolicy(policy.model)  # type: ignore[assignment]
         refit.prepare()

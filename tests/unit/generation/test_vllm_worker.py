@@ -1,12 +1,11 @@
-"""What a vLLM replica keeps of weight updates, without vLLM."""
+"""What a vLLM replica does about weight updates, sleep and answers, with a fake for the engine."""
 
 import asyncio
 import math
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ class Engine:
 
 
 class Worker(VllmWorker):
-    """The engine and what needs vLLM's types are replaced."""
+    """One without what the start of an engine sets."""
 
     def __init__(self, engine: Engine) -> None:
         self.weight_version = -1
@@ -73,9 +72,7 @@ class Worker(VllmWorker):
         self._records = self._returns_experts = False
         self._name = "generation-0"
         self._num_inside, self._sleep = 0, ExitStack()
-
-    def _sampling_params(self, request: GenerationRequest) -> Any:
-        return None
+        self._max_model_len = 8
 
 
 def request(number: int) -> GenerationRequest:
@@ -83,17 +80,8 @@ def request(number: int) -> GenerationRequest:
     return GenerationRequest(request_id=f"{number}", prompt_token_ids=[1], sampling=sampling, seed=number)
 
 
-@pytest.fixture
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    exceptions = ModuleType("vllm.v1.engine.exceptions")
-    vars(exceptions)["EngineDeadError"] = RuntimeError
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
-
-
 @in_loop
-async def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None) -> None:
+async def test_kv_of_a_version_that_comes_again_is_not_shared() -> None:
     engine = Engine()
     worker = Worker(engine)
     for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
@@ -107,7 +95,7 @@ async def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None
 
 
 @in_loop
-async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next(without_vllm: None) -> None:
+async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next() -> None:
     engine = Engine()
     worker = Worker(engine)
     given_up = asyncio.create_task(worker.finish_weight_update(3))
@@ -120,7 +108,7 @@ async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next(with
 
 @pytest.mark.parametrize("keep_weights", [True, False])
 @in_loop
-async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: None, keep_weights: bool) -> None:
+async def test_no_request_reaches_an_engine_whose_cache_sleeps(keep_weights: bool) -> None:
     """A sync wakes the weights alone. Another replica's episodes send requests meanwhile."""
     engine = Engine()
     worker = Worker(engine)
@@ -135,10 +123,13 @@ async def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: Non
     await worker.onload(["kv_cache"])
     assert (await asyncio.wait_for(waiting, 60)).weight_version == 7
     assert engine.told[-2:] == ["kv_cache", "resume"]
+    await worker.offload(keep_weights=keep_weights)
+    await worker.onload()
+    assert (engine.told[-1] == "resume") == keep_weights, "an engine without weights waits for a sync"
 
 
 @in_loop
-async def test_a_token_without_a_probability_is_no_answer(without_vllm: None) -> None:
+async def test_a_token_without_a_probability_is_no_answer() -> None:
     """Losses that see no logprobs of the engine, and evaluations, would take it for a sample."""
     engine = Engine()
     worker = Worker(engine)
@@ -149,23 +140,7 @@ async def test_a_token_without_a_probability_is_no_answer(without_vllm: None) ->
 
 
 @in_loop
-async def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) -> None:
-    engine = Engine()
-    worker = Worker(engine)
-    await worker.offload(keep_weights=False)
-    await worker.onload()
-    waiting = asyncio.create_task(worker.generate(request(0)))
-    await asyncio.sleep(0.01)
-    assert engine.salts == [] and "resume" not in engine.told
-    await worker.finish_weight_update(7)
-    assert (await asyncio.wait_for(waiting, 60)).weight_version == 7
-    await worker.offload(keep_weights=True)
-    await worker.onload()
-    assert engine.told[-4:] == [1, "weights", "kv_cache", "resume"]
-
-
-@in_loop
-async def test_prefill_decode_and_sleep_are_noted(without_vllm: None) -> None:
+async def test_prefill_decode_and_sleep_are_noted() -> None:
     """A step in which a prompt gets its first token is prefill; no step begins before a request or a sync has ended."""
     engine: Any = Engine()
     steps: list[Any] = [[SimpleNamespace(prefill_stats=stats) for stats in step] for step in ([1, None], [None], [])]

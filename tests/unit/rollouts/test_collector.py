@@ -19,13 +19,7 @@ from tests.unit.rollouts.engines import group_request
 class Handle(str):
     """A handle of a group, and its reference."""
 
-    @property
-    def group_id(self) -> str:
-        return str(self)
-
-    @property
-    def ref(self) -> Any:
-        return self
+    group_id, ref = property(str), property(lambda self: self)
 
     def hex(self) -> str:
         return f"ref of {self}"
@@ -69,6 +63,9 @@ class FakeGroup:
     def wait_any(self, refs: Sequence[str]) -> list[str]:
         self.num_waits += 1
         return list(refs[: 2 if self.num_waits % 3 == 0 else 1])
+
+    def done(self, refs: Sequence[str]) -> list[str]:
+        return list(refs[:1])
 
     def wait(self, refs: Sequence[str]) -> list[list[str]]:
         if self.num_waits in self.failures:
@@ -119,14 +116,11 @@ def test_so_many_are_under_way_and_all_come_back():
     assert played(OverFakes(FakeGroup()), 0, 4) == []
 
 
-def test_what_was_under_way_is_played_again_when_an_engine_died():
+def test_what_was_under_way_is_played_again_when_an_engine_or_the_rollout_worker_died():
     group = FakeGroup(failures={3: error(WorkerError, "rollout-0", "EngineDied")})
     assert sorted(played(OverFakes(group), 8, 3)) == sorted(f"g{n}" for n in range(8))
     assert sorted(group.asked[5:8]) == ["g2", "g3", "g4"], "those under way, before new ones"
     assert group.generations == [["engine, started again"]]
-
-
-def test_what_was_under_way_is_played_again_when_the_rollout_worker_died():
     collector = OverFakes(FakeGroup(failures={2: error(WorkerDied, "rollout-0")}))
     assert sorted(played(collector, 5, 2)) == sorted(f"g{n}" for n in range(5))
     assert len(collector.groups) == 2 and collector.groups[1].asked[:2] == ["g1", "g2"]
@@ -161,16 +155,9 @@ def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(kind, exce
     assert raised.value.is_of(KEEPER)
 
 
-class Playing(FakeGroup):
-    """Groups whose first is done."""
-
-    def done(self, refs: Sequence[str]) -> list[str]:
-        return list(refs[:1])
-
-
 @pytest.mark.parametrize("synced", [False, True])
 def test_beside_training_engines_are_left_alone(synced):
-    group = Playing(failures={0: error(WorkerError, "rollout-0", "EngineDied")})
+    group = FakeGroup(failures={0: error(WorkerError, "rollout-0", "EngineDied")})
     collector = OverFakes(group)
     collector.submit(requests(2))
     collector.poll()
@@ -187,7 +174,7 @@ def test_groups_are_held_as_long_as_anybody_has_their_handles():
     collector = OverFakes(FakeGroup())
     handles = collector.collect(requests(3))
     collector.collect(requests(2))
-    assert sorted(collector._keeper.forgotten) == []
+    assert collector._keeper.forgotten == []
     kept = handles.pop()
     del handles
     collector.collect(requests(1))

@@ -20,7 +20,19 @@ from nemo_rl.rollouts.records import (
     write_step,
 )
 from nemo_rl.rollouts.show_records import token_text
+from nemo_rl.types import RolloutGroup
 from tests.unit.rollouts.recorded import group, index, record, sample
+
+
+def assert_same(wanted: list[RolloutGroup], found: list[RolloutGroup]) -> None:
+    for want, got in zip(wanted, found, strict=True):
+        for a, b in zip(want.rows, got.rows, strict=True):
+            assert a.meta == b.meta and a.messages == b.messages and a.metrics == b.metrics
+            for name in ("token_ids", "token_mask", "generation_logprobs", "routed_experts"):
+                one, other = getattr(a, name), getattr(b, name)
+                assert (one is None) == (other is None)
+                if one is not None:
+                    np.testing.assert_array_equal(one, other, strict=True)
 
 
 def test_what_was_written_comes_back(tmp_path):
@@ -29,17 +41,11 @@ def test_what_was_written_comes_back(tmp_path):
     branch.meta.own_reward, branch.metrics = 0.25, {}
     first.branches, first.meta.branches = [branch], [branch.meta]
     num_bytes = write_step(tmp_path, index(3, groups), groups, ["math", "chat"])
-    assert num_bytes == sum(
-        path.stat().st_size for path in step_folder(tmp_path, 3).iterdir() if "mani" not in path.name
-    )
+    files = [path for path in step_folder(tmp_path, 3).iterdir() if "mani" not in path.name]
+    assert num_bytes == sum(path.stat().st_size for path in files)
     got, tasks = read_groups(step_folder(tmp_path, 3))
     assert tasks == ["math", "chat"] and [g.group_id for g in got] == ["0/1/d:7", "0/0/d:3"]
-    for want, found in zip(groups, got, strict=True):
-        for a, b in zip(want.rows, found.rows, strict=True):
-            assert a.meta == b.meta and a.messages == b.messages and a.metrics == b.metrics
-            for name in ("token_ids", "token_mask", "generation_logprobs"):
-                np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
-            assert a.routed_experts is None and b.routed_experts is None
+    assert_same(groups, got)
     found, want = read_index(tmp_path, 3), index(3, groups)
     assert math.isnan(found.environment_metrics.pop("math/of_nothing"))
     want.environment_metrics.pop("math/of_nothing")
@@ -54,15 +60,9 @@ def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
         made.routed_experts = np.random.default_rng(n).integers(0, 200, shape).astype(dtype)
         made.meta.routed_experts_bytes = made.routed_experts.nbytes
     write_groups(tmp_path, groups, ["math", "chat"])
-    got, _ = read_groups(tmp_path)
-    for want, found in zip(groups, got, strict=True):
-        for a, b in zip(want.samples, found.samples, strict=True):
-            assert a.meta == b.meta
-            assert (a.routed_experts is None) == (b.routed_experts is None)
-            if a.routed_experts is not None:
-                np.testing.assert_array_equal(a.routed_experts, b.routed_experts, strict=True)
-    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
-    (tmp_path / "groups.jsonl").write_text(re.sub(r'(?<="routed_experts_bytes": )\d+', "0", "\n".join(lines)))
+    assert_same(groups, read_groups(tmp_path)[0])
+    lines = (tmp_path / "groups.jsonl").read_text()
+    (tmp_path / "groups.jsonl").write_text(re.sub(r'(?<="routed_experts_bytes": )\d+', "0", lines))
     with pytest.raises(ValueError, match="describes 0 experts of tokens"):
         read_groups(tmp_path)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, Rollout
 from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
-    GenerationRequest,
     GroupHandle,
     ImageSpan,
     Prompt,
@@ -41,12 +40,16 @@ from tests.unit.rollouts.engines import FakeReplica, group_request, in_loop, num
 TURNS = 3
 
 
+@dataclass
 class Game:
-    name = "game"
+    """Goes on for three turns."""
+
+    says: Any = "go on"
+    name: str = "game"
 
     async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         return EnvironmentStep(
-            observation={"role": "environment", "content": "go on"},
+            observation={"role": "environment", "content": self.says},
             reward=1.0,
             terminated=sum(message["role"] == "assistant" for message in message_log) == TURNS,
             metadata=None,
@@ -62,15 +65,10 @@ class Keeper:
 
     def __init__(self) -> None:
         self.groups: list[RolloutGroup] = []
-        self.num_calls = 0
         self.failure: Exception | None = None
-
-    @property
-    def keep(self) -> Keeper:
-        return self
+        self.keep = self
 
     async def remote(self, parcels: Sequence[Sequence[RolloutGroup]]) -> list[Any]:
-        self.num_calls += 1
         if self.failure is not None:
             raise self.failure
         self.groups += [group for parcel in parcels for group in parcel]
@@ -82,15 +80,13 @@ def process(prompt: Prompt) -> DatumSpec:
     return DatumSpec(message_log=[message], length=2, extra_env_info=None, loss_multiplier=1.0, idx=prompt.idx)
 
 
-def worker(
-    *replicas: FakeReplica, timeout_s: float | None = None, environment: Game | None = None
-) -> tuple[RolloutWorker, Keeper]:
+def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[RolloutWorker, Keeper]:
     settings = RolloutWorkerSettings(
         process=process,
         survives_text=bool,
         decode=lambda ids: " ".join(map(str, ids)),
         render=lambda observation, **_: RenderedObservation([4], [], "go on"),
-        connect_environments=lambda: {"t": environment or Game()},
+        connect_environments=lambda: {"t": Game()},
         limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
         run_seed=1,
         open_images=open_images,
@@ -111,20 +107,10 @@ def tokens(keeper: Keeper) -> dict[str, list[int]]:
     return {sample.sample_id: sample.token_ids.tolist() for group in keeper.groups for sample in group.samples}
 
 
-async def undisturbed(numbers_of_groups: Sequence[int]) -> dict[str, list[int]]:
-    playing, keeper = worker(FakeReplica())
-    await ended(playing, [group_request(n, 4) for n in numbers_of_groups])
-    return tokens(keeper)
-
-
-def last_turn_of(num_generations: int) -> Any:
-    """Answers all but the last turns, and those no more than that: 2 tokens of prompt, 3 more each turn."""
-    return lambda request: None if len(request.prompt_token_ids) == 2 + 3 * (TURNS - 1) else numbers(request)
-
-
 @in_loop
 async def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
-    old = FakeReplica(last_turn_of(4))
+    whole = 2 + 3 * (TURNS - 1)  # the prompt has 2 tokens, every turn adds 3
+    old = FakeReplica(lambda request: None if len(request.prompt_token_ids) == whole else numbers(request))
     playing, keeper = worker(old)
     first = asyncio.create_task(playing.collect([group_request(0, 4)]))
     while len(old.under_way) < 4:
@@ -136,25 +122,22 @@ async def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
         await playing.collect([group_request(1, 4)])
     new = FakeReplica()
     await playing.set_generation_workers([new])
-    handles = await ended(playing, [group_request(0, 4), group_request(1, 4)])
-    assert handles.keys() == {"g0", "g1"}
+    both = [group_request(0, 4), group_request(1, 4)]
+    handles = await ended(playing, both)
     assert [sample.num_turns for sample in handles["g0"].samples] == [TURNS] * 4
     again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
-    assert [len(request.prompt_token_ids) for request in again] == [8] * 4, "the last turns alone"
-    assert tokens(keeper) == await undisturbed([0, 1])
+    assert [len(request.prompt_token_ids) for request in again] == [whole] * 4, "the last turns alone"
+    undisturbed, other = worker(FakeReplica())
+    await ended(undisturbed, both)
+    assert tokens(keeper) == tokens(other)
 
 
 @in_loop
 async def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
-    def slow_for_one(request: GenerationRequest) -> Any:
-        return None if request.seed == seeds[0] else numbers(request)
-
-    seeds: list[int] = []
-
     probe = FakeReplica()
     await worker(probe)[0].collect([group_request(0, 4)])
-    seeds.append(probe.asked[0].seed)  # the first turn of the first sample
-    replica = FakeReplica(slow_for_one)
+    slow = probe.asked[0].seed  # of the first turn of the first sample
+    replica = FakeReplica(lambda request: None if request.seed == slow else numbers(request))
     playing, _ = worker(replica, timeout_s=1.0)
     [handle] = await playing.collect([group_request(0, 4)])
     late, *others = handle.samples
@@ -168,11 +151,7 @@ async def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
 @in_loop
 async def test_a_group_that_ends_is_handed_over_while_others_go_on():
     """The second group waits for its engine; the first arrives alone, and the second in a later call, once."""
-
-    def holds_the_second(request: GenerationRequest) -> Any:
-        return None if request.prompt_token_ids[1] == 3 else numbers(request)
-
-    replica = FakeReplica(holds_the_second)
+    replica = FakeReplica(lambda request: None if request.prompt_token_ids[1] == 3 else numbers(request))
     playing, keeper = worker(replica)
     both = [group_request(0, 4), group_request(1, 4)]
     assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
@@ -251,33 +230,22 @@ def image_server(released: threading.Event) -> Iterator[str]:
 async def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
     released, seen = threading.Event(), []
 
-    def read(content: Any) -> None:
+    def read(content: Any, made: Any) -> Any:
         seen.extend(read_image(part["image"]).size for part in image_parts(content))
-
-    def read_prompt(prompt: Prompt) -> DatumSpec:
-        read(prompt.row.get("problem"))
-        return process(prompt)
-
-    def render(observation: Any, **_: Any) -> RenderedObservation:
-        read(observation["content"])
-        return RenderedObservation([4], [], "go on")
+        return made
 
     with image_server(released) as address:
         picture = [{"type": "image", "image": address}]
-
-        class Shows(Game):
-            async def step(self, *args: Any, **known: Any) -> EnvironmentStep:
-                step = await super().step(*args, **known)
-                return replace(step, observation={"role": "environment", "content": picture})
-
-        playing, _ = worker(FakeReplica(), environment=Shows() if place == "observation" else Game())
-        playing.settings.process, playing.settings.render = read_prompt, render
-        playing.environments = {"t": playing.environments["t"], "other": Game()}
-        slow, other = group_request(0), group_request(1)
+        playing, _ = worker(FakeReplica())
+        playing.settings.process = lambda prompt: read(prompt.row.get("problem"), process(prompt))
+        shown = RenderedObservation([4], [], "go on")
+        playing.settings.render = lambda observation, **_: read(observation["content"], shown)
+        playing.environments = {"t": Game(picture if place == "observation" else "go on"), "other": Game()}
+        slow, other = group_request(0).prompt, replace(group_request(1).prompt, task_name="other")
         if place == "prompt":
-            slow = replace(slow, prompt=replace(slow.prompt, row={"problem": picture}))
-        late = asyncio.create_task(playing.collect([slow]))
-        await playing.collect([replace(other, prompt=replace(other.prompt, task_name="other"))])
+            slow = replace(slow, row={"problem": picture})
+        late = asyncio.create_task(playing.collect([replace(group_request(0), prompt=slow)]))
+        await playing.collect([replace(group_request(1), prompt=other)])
         assert not seen and not late.done()
         released.set()
         [handle] = await late

@@ -35,12 +35,10 @@ GRPO = GRPOConfig.model_validate(
 
 def episode(name: str, reward: float, lengths: list[int]) -> Sample:
     """Rows with these numbers of sampled tokens."""
-    rows = [sample(name, reward, generated=length) for length in lengths]
-    for number, row in enumerate(rows):
-        row.token_ids = row.token_ids + 100 * number
-    first, branches = rows[0], rows[1:]
-    first.branches = branches
-    first.meta.branches = [branch.meta for branch in branches]
+    first, *branches = (sample(name, reward, generated=length) for length in lengths)
+    for number, branch in enumerate(branches, 1):
+        branch.token_ids += 100 * number
+    first.branches, first.meta.branches = branches, [branch.meta for branch in branches]
     return first
 
 
@@ -96,8 +94,8 @@ def test_every_row_is_planned_once_and_only_copies_fill_up(sizes: list[list[int]
         rows = rows_of_plan(rank, dict(enumerate(groups)))
         for s in (s for batch in rank.logprobs for s in batch):
             row, want = rows[s.group, s.index], groups[s.group].rows[s.index]
-            assert row.token_ids.tolist() == want.token_ids.tolist() and row.mask == s.mask
-            assert len(row.token_ids) == s.length
+            assert row.token_ids.tolist() == want.token_ids.tolist()
+            assert row.mask == s.mask and len(row.token_ids) == s.length
 
 
 def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
