@@ -25,51 +25,54 @@ def settings_for(path: Path, precision: str, device: Any, **vllm_kwargs: Any) ->
     return EngineSettings(model=str(path), tokenizer=str(path), cfg=cfg, device=device, seed=0)
 
 
-def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
+def args_of(settings: EngineSettings) -> Any:
     from nemo_rl.models.generation.vllm.startup import engine_args
 
+    return engine_args(settings, {})
+
+
+def save_family(path: Path, name: str, **changes: Any) -> None:
+    family_config(name, **changes).save_pretrained(path)
+    build_tiny_tokenizer().save_pretrained(path)
+
+
+def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
     make_model(tmp_path)
     half = replace(settings_for(tmp_path, "bfloat16", "cuda"), hf_overrides={"rope_theta": 5.0})
-    assert engine_args(half, {}).hf_overrides == {"head_dtype": "float32", "rope_theta": 5.0}
+    assert args_of(half).hf_overrides == {"head_dtype": "float32", "rope_theta": 5.0}
     users = {"head_dtype": "model", "rope_theta": 7.0}
     asked = settings_for(tmp_path, "bfloat16", "cuda", hf_overrides=users)
-    assert engine_args(replace(asked, hf_overrides={"rope_theta": 5.0, "a": 1}), {}).hf_overrides == users | {"a": 1}
-    assert engine_args(settings_for(tmp_path, "float32", "cpu"), {}).hf_overrides == {}
+    assert args_of(replace(asked, hf_overrides={"rope_theta": 5.0, "a": 1})).hf_overrides == users | {"a": 1}
+    assert args_of(settings_for(tmp_path, "float32", "cpu")).hf_overrides == {}
 
 
 @pytest.mark.parametrize("tuned", [True, False])
 def test_queries_of_llama_4_are_scaled_as_in_training(tmp_path: Path, tuned: bool) -> None:
     """vLLM would decide by max_model_len."""
-    from nemo_rl.models.generation.vllm.startup import engine_args
-
-    family_config("llama4_text", attn_temperature_tuning=tuned).save_pretrained(tmp_path)
-    build_tiny_tokenizer().save_pretrained(tmp_path)
+    save_family(tmp_path, "llama4_text", attn_temperature_tuning=tuned)
     settings = settings_for(tmp_path, "float32", "cpu")
-    assert engine_args(settings, {}).override_generation_config == {"attn_temperature_tuning": tuned}
+    assert args_of(settings).override_generation_config == {"attn_temperature_tuning": tuned}
     asked = replace(settings, hf_overrides={"attn_temperature_tuning": not tuned})
-    assert engine_args(asked, {}).override_generation_config == {"attn_temperature_tuning": not tuned}
+    assert args_of(asked).override_generation_config == {"attn_temperature_tuning": not tuned}
 
 
 def test_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm.startup import engine_args
-
-    family_config("deepseek_v3").save_pretrained(tmp_path)
-    build_tiny_tokenizer().save_pretrained(tmp_path)
-    overrides = engine_args(settings_for(tmp_path, "float32", "cpu"), {}).hf_overrides
+    save_family(tmp_path, "deepseek_v3")
+    overrides = args_of(settings_for(tmp_path, "float32", "cpu")).hf_overrides
     assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     from vllm.usage.usage_lib import UsageContext
 
-    from nemo_rl.models.generation.vllm.startup import engine_args, engine_config
+    from nemo_rl.models.generation.vllm.startup import engine_config
 
     make_model(tmp_path)
-    chosen = engine_args(settings_for(tmp_path, "bfloat16", "cuda"), {})
+    chosen = args_of(settings_for(tmp_path, "bfloat16", "cuda"))
     assert (chosen.max_num_seqs, chosen.max_num_batched_tokens) == (None, None)
-    asked = engine_args(settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7), {})
+    asked = args_of(settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7))
     assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
-    on_cpu = engine_args(settings_for(tmp_path, "float32", "cpu"), {})
+    on_cpu = args_of(settings_for(tmp_path, "float32", "cpu"))
     assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
     colocated = (settings := settings_for(tmp_path, "bfloat16", "cuda")).cfg.colocated
     awake = {"colocated": colocated.model_copy(update={"enabled": False})}  # a CPU has no sleep mode

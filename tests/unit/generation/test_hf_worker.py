@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,14 +14,16 @@ from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, Sampl
 from tests.unit.rollouts.engines import in_loop
 
 
+@dataclass
 class Rank:
     """A rank of a policy: `call.remote("generate", ...)` answers with the prompt's first token, once `gate` is open."""
 
-    def __init__(self, answers: bool = True, failure: Exception | None = None) -> None:
-        self.answers = answers
-        self.failure = failure
-        self.shares: list[tuple[list[str], int]] = []
-        self.gate = asyncio.Event()
+    answers: bool = True
+    failure: Exception | None = None
+    shares: list[tuple[list[str], int]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
         self.gate.set()
         self.call = self
 
@@ -31,19 +33,13 @@ class Rank:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        if not self.answers:
-            return []
+        how: Any = {"logprobs": [-1.0], "stop_reason": StopReason.LENGTH, "weight_version": version}
         return [
             GenerationAnswer(
-                request_id=request.request_id,
-                completion=Completion(
-                    token_ids=request.prompt_token_ids[:1],
-                    logprobs=[-1.0],
-                    stop_reason=StopReason.LENGTH,
-                    weight_version=version,
-                ),
+                request_id=request.request_id, completion=Completion(token_ids=request.prompt_token_ids[:1], **how)
             )
             for request in requests
+            if self.answers
         ]
 
 
@@ -55,11 +51,22 @@ def ask(*prompts: list[int]) -> list[GenerationRequest]:
     ]
 
 
-async def desk(ranks: Sequence[Any], data_ranks: Sequence[int]) -> HfWorker:
+async def desk(*ranks: Rank, data_ranks: Sequence[int] = (0,)) -> HfWorker:
     worker = HfWorker(max_model_len=8)
     await worker.use(ranks, data_ranks)
     await worker.finish_weight_update(3)
     return worker
+
+
+async def busy_desk(*prompts: list[int]) -> tuple[HfWorker, Rank]:
+    """With a rank that has begun to answer these prompts and waits for its gate."""
+    rank = Rank()
+    rank.gate.clear()
+    worker = await desk(rank)
+    await worker.submit(ask(*prompts))
+    while not rank.shares:
+        await asyncio.sleep(0.001)
+    return worker, rank
 
 
 async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer]:
@@ -72,7 +79,7 @@ async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer
 @in_loop
 async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests() -> None:
     ranks = [Rank(), Rank(answers=False), Rank(), Rank(answers=False)]
-    worker = await desk(ranks, [0, 0, 1, 1])
+    worker = await desk(*ranks, data_ranks=[0, 0, 1, 1])
     await worker.submit(ask([5], [6], [7]))
     await worker.submit([replace(*ask([8]), request_id="late")])
     found = await answers_of(worker, 4)
@@ -84,7 +91,7 @@ async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requ
 
 @in_loop
 async def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() -> None:
-    worker = await desk([Rank()], [0])
+    worker = await desk(Rank())
     await worker.submit(ask([], [1] * 8, [1] * 7))
     found = await answers_of(worker, 3)
     assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
@@ -93,12 +100,7 @@ async def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() 
 
 @in_loop
 async def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
-    rank = Rank()
-    rank.gate.clear()
-    worker = await desk([rank], [0])
-    await worker.submit(ask([1]))
-    while not rank.shares:
-        await asyncio.sleep(0.001)
+    worker, rank = await busy_desk([1])
     resting = asyncio.create_task(worker.rest())
     await asyncio.sleep(0.02)
     assert not resting.done(), "the rank still draws"
@@ -114,12 +116,7 @@ async def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> No
 
 @in_loop
 async def test_an_aborted_request_is_neither_drawn_nor_answered() -> None:
-    rank = Rank()
-    rank.gate.clear()
-    worker = await desk([rank], [0])
-    await worker.submit(ask([1], [2]))
-    while not rank.shares:
-        await asyncio.sleep(0.001)
+    worker, rank = await busy_desk([1], [2])
     third, fourth = ask([1], [2], [3], [4])[2:]
     await worker.submit([third, fourth])
     await worker.abort(["0", "2", "of nobody"])
@@ -130,7 +127,7 @@ async def test_an_aborted_request_is_neither_drawn_nor_answered() -> None:
 
 @in_loop
 async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_until_there_is_a_new_one() -> None:
-    worker = await desk([Rank(failure=ActorDiedError()), Rank(failure=ActorDiedError())], [0, 1])
+    worker = await desk(*(Rank(failure=ActorDiedError()) for _ in range(2)), data_ranks=[0, 1])
     await worker.submit(ask([1], [2]))
     assert {answer.failure_type for answer in (await answers_of(worker, 2)).values()} == {"EngineDied"}
     with pytest.raises(EngineDied):
@@ -143,9 +140,8 @@ async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_until_there_is_a
 
 @in_loop
 async def test_an_answer_that_ray_loses_fails_its_requests_alone() -> None:
-    lost = ObjectLostError("0" * 56, owner_address=None, call_site="")
-    rank = Rank(failure=lost)
-    worker = await desk([rank], [0])
+    rank = Rank(failure=ObjectLostError("0" * 56, owner_address=None, call_site=""))
+    worker = await desk(rank)
     await worker.submit(ask([1], [2]))
     found = await answers_of(worker, 2)
     assert all("ObjectLostError" in answer.failure for answer in found.values())

@@ -1,6 +1,7 @@
 """What a sync moves and sends, and who is named when its group breaks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ def error(kind: type[WorkerError], worker: str, exception_type: str = "") -> Wor
     return kind(f"{worker} failed", worker=worker, rank=0, method="m", exception_type=exception_type)
 
 
+@dataclass
 class Policy:
     """Of one rank; `is_gone` once it has packed."""
 
-    def __init__(self, *, is_gone: bool = False, fails: WorkerError | None = None) -> None:
-        self.is_gone = is_gone
-        self.fails = fails
+    is_gone: bool = False
+    fails: WorkerError | None = None
+    endpoints: Sequence[dict[str, Any]] = ({},)  # of each rank
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"rank": 0, "layout_digest": "", "layout": LAYOUT.to_dict(), "endpoints": {}}]
+        ranks = [{"rank": n, "layout_digest": "", "endpoints": own} for n, own in enumerate(self.endpoints)]
+        return [ranks[0] | {"layout": LAYOUT.to_dict()}, *ranks[1:]]
 
     def start_pack(self, bucket: int) -> int:
         return bucket
@@ -47,18 +50,17 @@ class Policy:
             raise error(WorkerDied, "policy-0")
 
 
+@dataclass
 class Generation:
     """Two engines that fail as they are told when a bucket is waited for; `dead` after that."""
 
-    name_prefix = "generation"
-    weights_follow = False
-    keeps = True
+    fails: WorkerError | None = None
+    dead: Sequence[int] = ()
+    keeps: bool = True
+    num_checks: int = 0
+    name_prefix: str = "generation"
+    weights_follow: bool = False
     workers: Sequence[str] = ("a", "b")
-
-    def __init__(self, fails: WorkerError | None = None, dead: Sequence[int] = ()) -> None:
-        self.fails = fails
-        self.dead = dead
-        self.num_checks = 0
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
 
@@ -79,29 +81,18 @@ class Generation:
         return list(self.dead)
 
 
-def synced(policy: Policy, generation: Generation, exclusive: bool = False) -> Refit:
+def synced(policy: Any, generation: Any, exclusive: bool = False) -> Refit:
     accelerator = Accelerator(exclusive=exclusive)
     for tenant in ("refit", "generation"):
         accelerator.register(tenant, lambda: None, lambda: None)
-    refit = Refit(
-        policy,  # type: ignore[arg-type]
-        generation,  # type: ignore[arg-type]
-        accelerator,
-        transport="packed_collective",
-        wire_dtype="float32",
-    )
+    refit = Refit(policy, generation, accelerator, transport="packed_collective", wire_dtype="float32")
     refit.sync(1)
     return refit
 
 
 def test_nodes_that_share_a_machine_are_refused_with_the_remedy():
-    class TwoNodes(Policy):
-        def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-            other = {"rank": 1, "layout_digest": "", "endpoints": {"machine": {"pid": 2}}}
-            return [super().prepare_refit(settings)[0] | {"endpoints": {"machine": {"pid": 1}}}, other]
-
     with pytest.raises(RefitError, match="several Ray nodes run on one machine; start one"):
-        synced(TwoNodes(), Generation())
+        synced(Policy(endpoints=[{"machine": {"pid": 1}}, {"machine": {"pid": 2}}]), Generation())
 
 
 def test_generation_drops_weights_only_where_all_of_them_come_again():
@@ -119,8 +110,7 @@ def test_generation_drops_weights_only_where_all_of_them_come_again():
 def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, sent_again):
     """Not through a reload, which needs all of them, nor to engines that drop their weights for the policy."""
     frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
-    generation = Generation()
-    generation.keeps, generation.workers = keeps, ["a", "b"]
+    generation = Generation(keeps=keeps, workers=["a", "b"])
     refit = synced(Policy(), generation, exclusive=exclusive)
     refit.layout = PackLayout.build([*frozen, TensorMeta("w", "float32", (2, 2))], 1 << 20)
     refit._hold_base = []
@@ -130,24 +120,22 @@ def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, 
     assert PackLayout.from_dict(refit.layout.to_dict()) == refit.layout
 
 
-def test_engines_that_miss_the_policy_are_not_blamed_for_its_death():
-    synced(Policy(), Generation())
-    with pytest.raises(WorkerDied) as raised:
-        synced(Policy(is_gone=True), Generation(error(WorkerError, "generation-1-0", "RefitError")))
-    assert raised.value.worker == "policy-0"
-
-
-def test_the_policy_that_misses_an_engine_is_not_blamed_for_its_death():
+@pytest.mark.parametrize(
+    ("policy", "generation", "blamed"),
+    [
+        (Policy(is_gone=True), Generation(error(WorkerError, "generation-1-0", "RefitError")), "policy-0"),
+        (Policy(fails=error(WorkerError, "policy-0", "RefitError")), Generation(dead=[1]), "generation-1-0"),
+        (Policy(), Generation(error(WorkerHang, "generation-1-0")), "generation-1-0"),  # not waited for again
+    ],
+)
+def test_who_misses_the_dead_is_not_blamed_for_the_death(policy: Policy, generation: Generation, blamed: str):
     with pytest.raises(WorkerError) as raised:
-        synced(Policy(fails=error(WorkerError, "policy-0", "RefitError")), Generation(dead=[1]))
-    assert raised.value.worker == "generation-1-0" and raised.value.engine_died
+        synced(policy, generation)
+    assert raised.value.worker == blamed
+    assert isinstance(raised.value, WorkerDied) if blamed == "policy-0" else raised.value.engine_died
 
 
-def test_who_answers_nothing_is_not_waited_for_a_second_time():
-    generation = Generation(error(WorkerHang, "generation-1-0"))
-    with pytest.raises(WorkerError) as raised:
-        synced(Policy(), generation)
-    assert raised.value.worker == "generation-1-0" and raised.value.engine_died
+def test_a_policy_that_answers_nothing_is_not_waited_for_a_second_time():
     generation = Generation()
     with pytest.raises(RefitError, match="policy-0 failed"):
         synced(Policy(fails=error(WorkerHang, "policy-0")), generation)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,38 +22,32 @@ from tests.unit.generation.configs import ask, engines, generation_config, reque
 from tests.unit.policy.models import save_model
 
 
-@dataclass
-class Layer:
-    layer_id: int
-    capture: Any = None
-
-    @property
-    def router(self) -> Any:
-        return SimpleNamespace(set_capture_fn=lambda capture: setattr(self, "capture", capture))
-
-
-@dataclass
 class Runner:
     """Token number t of request r goes through expert 10 r + t, in layer 1 alone."""
 
-    layer: Layer
-    model_config: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            get_total_num_hidden_layers=lambda: 2,
-            get_num_experts_per_tok=lambda: 1,
-            get_num_experts=lambda: 300,
-            max_model_len=8,
-        )
+    max_num_tokens = 16
+    model_config = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 2,
+        get_num_experts_per_tok=lambda: 1,
+        get_num_experts=lambda: 300,
+        max_model_len=8,
     )
-    max_num_tokens: int = 16
+    layer_id = 1  # it is its own layer and router
     input_batch: Any = None
+
+    @property
+    def router(self) -> Any:
+        return self
+
+    def set_capture_fn(self, capture: Any) -> None:
+        self.capture = capture
 
     def execute_model(self, scheduled: Any) -> str:
         batch, experts = self.input_batch, []
         for request, start in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=True):
             count = scheduled.num_scheduled_tokens[request]
             experts += [[10 * int(request[0]) + start + n] for n in range(count)]
-        self.layer.capture(torch.tensor(experts))
+        self.capture(torch.tensor(experts))
         return "done"
 
 
@@ -71,16 +65,14 @@ def unpack(record: tuple[list[int], str, bytes]) -> np.ndarray:
 
 
 def test_every_request_gets_the_experts_of_its_own_tokens():
-    runner = Runner(Layer(1))
-    recorder = ExpertRecorder(runner, [runner.layer])
+    runner = Runner()
+    recorder = ExpertRecorder(runner, [runner])
     step(runner, {"1-ab": 3}, [0])
     step(runner, {"1-ab": 1, "2-cd": 2}, [3, 0])
     step(runner, {"2-cd": 4}, [0], ended=("1-ab",))  # computed anew, as after an update of the weights
     experts = unpack(recorder.take("1", 4))
-    assert experts.dtype == np.int16
-    assert experts.shape == (4, 2, 1)
-    assert experts[:, 1, 0].tolist() == [10, 11, 12, 13]
-    assert not experts[:, 0].any()
+    assert (experts.dtype, experts.shape) == (np.int16, (4, 2, 1))
+    assert experts[:, 1, 0].tolist() == [10, 11, 12, 13] and not experts[:, 0].any()
     assert unpack(recorder.take("2", 4))[:, 1, 0].tolist() == [20, 21, 22, 23]
 
 
