@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
             console.print(groups_table(groups))
             return 0
         found = find_group(groups, arguments.group, worst=arguments.worst)
-        samples = None if arguments.sample is None else [arguments.sample]
-        console.print(show_group(found, samples, decoder(arguments.tokenizer) if arguments.tokens else None))
+        console.print(show_group(found, arguments.sample, decoder(arguments.tokenizer) if arguments.tokens else None))
     except (FileNotFoundError, ValueError) as error:
         Console(stderr=True).print(Text(f"error: {error}"))
         return 2

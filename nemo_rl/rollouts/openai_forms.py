@@ -42,13 +42,8 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
 MAX_PROBLEMS_TOLD = 8
 # Parameters without effect here: they describe the client, or ask for what every answer has.
 _IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+    *("user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -102,8 +97,13 @@ class SamplingRequest(BaseModel):
             given["top_k"] = self.top_k if self.top_k > 0 else None
         if self.stop is not None:
             given["stop_strings"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        max_tokens = self.max_tokens if self.max_tokens is not None else default.max_new_tokens
-        return replace(default, max_new_tokens=min(max_tokens, room), **given)
+        limit = self.token_limit if self.token_limit is not None else default.max_new_tokens
+        return replace(default, max_new_tokens=min(limit, room), **given)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens of the longest answer."""
+        return self.max_tokens
 
 
 class CompletionRequest(SamplingRequest):
@@ -122,11 +122,9 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31)
     logprobs: bool = False  # of the sampled tokens only
 
-    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
-        sampling = super().sampling(default, room)
-        if self.max_completion_tokens is None:
-            return sampling
-        return replace(sampling, max_new_tokens=min(self.max_completion_tokens, room))
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 R = TypeVar("R", bound=SamplingRequest)
@@ -388,9 +386,9 @@ class ResponsesRequest(SamplingRequest):
     background: Literal[False] = False
     n: int = Field(default=1, ge=1, le=1)
 
-    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
-        limited = self.model_copy(update={"max_tokens": self.max_output_tokens or self.max_tokens})
-        return super(ResponsesRequest, limited).sampling(default, room)
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_output_tokens or self.max_tokens
 
     def chat_tools(self) -> list[dict[str, Any]]:
         """The tools as a chat has them. RequestError for one that is no function."""
@@ -412,11 +410,9 @@ class Conversations:
 
     def messages(self, wanted: ResponsesRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The conversation of a request without its instructions, and with them. RequestError if it cannot be read."""
-        before: list[dict[str, Any]] = []
-        if wanted.previous_response_id is not None:
-            if wanted.previous_response_id not in self._messages:
-                raise RequestError(f"there is no response {wanted.previous_response_id!r}", 404)
-            before = list(self._messages[wanted.previous_response_id])
+        before = [] if wanted.previous_response_id is None else self._messages.get(wanted.previous_response_id)
+        if before is None:
+            raise RequestError(f"there is no response {wanted.previous_response_id!r}", 404)
         items = [{"role": "user", "content": wanted.input}] if isinstance(wanted.input, str) else wanted.input
         messages = as_messages(items, before)
         first = [] if wanted.instructions is None else [{"role": "system", "content": wanted.instructions}]
@@ -529,21 +525,16 @@ class ResponseForm:
 
     def _response(self, choice: Choice | None, answer: Answer | None) -> dict[str, Any]:
         wanted = self.wanted
+        keys = ("instructions", "parallel_tool_calls", "previous_response_id", "tool_choice", "tools")
         response: dict[str, Any] = {
             "id": self.answer_id,
             "object": "response",
             "created_at": self.created,
             "model": self.model,
             "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "instructions": wanted.instructions,
+            **dict.fromkeys(("error", "incomplete_details", "usage")),
             "output": [],
-            "parallel_tool_calls": True,
-            "previous_response_id": wanted.previous_response_id,
-            "tool_choice": wanted.tool_choice,
-            "tools": wanted.tools,
-            "usage": None,
+            **wanted.model_dump(include=set(keys)),
         }
         if choice is None or answer is None:
             return response
@@ -572,14 +563,8 @@ class ResponseForm:
             content = [_output_text(text or "", tokens)]
             items.append({"id": self._message_id, "type": "message", "role": "assistant", "content": content})
         for call in calls:
-            items.append(
-                {
-                    "id": call["id"].replace("call_", "fc_"),
-                    "type": "function_call",
-                    "call_id": call["id"],
-                    **call["function"],
-                }
-            )
+            own = {"id": call["id"].replace("call_", "fc_"), "type": "function_call", "call_id": call["id"]}
+            items.append(own | call["function"])
         return [item | {"status": status} for item in items]
 
 

@@ -108,21 +108,18 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
     return table
 
 
-def show_group(
-    recorded: RecordedGroup, samples: Sequence[int] | None = None, decode: Decode | None = None
-) -> RenderableType:
-    """All samples of a group, or those with the numbers `samples`. ValueError if the group has no such sample.
+def show_group(recorded: RecordedGroup, number: int | None = None, decode: Decode | None = None) -> RenderableType:
+    """All samples of a group, or sample `number`. ValueError if the group has no such sample.
 
     With `decode`, also the tokens, with sampled tokens coloured by probability.
     """
     group = recorded.group
-    chosen = range(len(group.samples)) if samples is None else samples
-    for number in chosen:
-        if not 0 <= number < len(group.samples):
-            raise ValueError(f"group {group.group_id} has samples 0 to {len(group.samples) - 1}, not {number}")
+    numbers = range(len(group.samples))
+    if number is not None and number not in numbers:
+        raise ValueError(f"group {group.group_id} has samples 0 to {len(group.samples) - 1}, not {number}")
     head = Text(f"step {recorded.step}, group {visible(group.group_id)}, task {visible(recorded.task_name)}", "bold")
     head.append(f"\nmean reward {recorded.mean_reward:.4f} of {len(recorded.rewards)} samples", "not bold")
-    return Group(head, *(_show_sample(recorded, number, decode) for number in chosen))
+    return Group(head, *(_show_sample(recorded, n, decode) for n in (numbers if number is None else [number])))
 
 
 def _show_sample(recorded: RecordedGroup, number: int, decode: Decode | None) -> RenderableType:

@@ -166,35 +166,31 @@ class VllmConfig(StrictModel):
 
 
 class HfConfig(StrictModel):
-    """Generation by the policy's own workers (`backend: hf`)."""
+    """Generation by the policy's own workers (`backend: hf` or `megatron`)."""
 
     max_batch_size: int = Field(default=64, ge=1)
     """Completions that each data-parallel rank samples at a time."""
 
 
-class MegatronGenerationConfig(HfConfig):
-    """Generation by the policy's own Megatron workers (`backend: megatron`)."""
-
-
+_SAME = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
+_SAME = (*_SAME, "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
+_DECIDED_BY = {key: f"vllm_cfg.{key}" for key in _SAME} | {
+    "dtype": "vllm_cfg.precision",
+    "quantization": "vllm_cfg.precision",
+    "kv_cache_memory_bytes": "vllm_cfg.cpu_kv_cache_space_gb",
+    "enable_sleep_mode": "colocated.enabled",
+}
+_OURS = (
+    "distributed_executor_backend",
+    "load_format",
+    "logprobs_mode",
+    "worker_extension_cls",
+    "weight_transfer_config",
+)
 _DECIDED = {
-    **{
-        key: f"{{section}}.vllm_cfg.{key} decides it; set that instead"
-        for key in (
-            *("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"),
-            *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"),
-        )
-    },
-    **dict.fromkeys(("dtype", "quantization"), "{section}.vllm_cfg.precision decides it; set that instead"),
-    "kv_cache_memory_bytes": "{section}.vllm_cfg.cpu_kv_cache_space_gb decides it; set that instead",
-    "enable_sleep_mode": "{section}.colocated.enabled decides it; set that instead",
+    **{key: f"{{section}}.{name} decides it; set that instead" for key, name in _DECIDED_BY.items()},
     **dict.fromkeys(("model", "tokenizer", "seed"), "engines have those of the run; remove the key"),
-    **dict.fromkeys(
-        (
-            *("distributed_executor_backend", "load_format", "logprobs_mode"),
-            *("worker_extension_cls", "weight_transfer_config"),
-        ),
-        "the library decides it; remove the key",
-    ),
+    **dict.fromkeys(_OURS, "the library decides it; remove the key"),
 }
 """Keys of `vllm_kwargs` that something else decides."""
 
@@ -244,7 +240,7 @@ class GenerationConfig(StrictModel):
     hf_cfg: HfConfig = HfConfig()
     """Generation by the policy's own workers."""
 
-    mcore_generation_config: Annotated[MegatronGenerationConfig, _read(None, {})] = MegatronGenerationConfig()
+    mcore_generation_config: Annotated[HfConfig, _read(None, {})] = HfConfig()
     """Generation by the policy's own Megatron workers."""
 
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -54,7 +54,7 @@ class Agents:
         judge: JudgeFn | None = None,
         roles: Mapping[str, GenerateFn | None] | None = None,
     ) -> None:
-        """`roles`: as of a `Session`."""
+        """`roles`: see `Session`."""
         self.settings = settings
         self._roles = roles or {}
         self._judge = judge
@@ -112,7 +112,7 @@ class Agents:
         branches = session.branches()
         if outcome.end is AgentEnd.DONE and branches:
             outcome = await self._judged(runner, task, outcome, [branch for _, branch in branches])
-        return finished(session, outcome, datum, self.settings, sample_id=sample_id, branches=branches)
+        return self._finished(session, outcome, datum, sample_id, branches)
 
     async def _judged(
         self, runner: Any, task: AgentTask, outcome: AgentOutcome, branches: Sequence[Branch]
@@ -134,6 +134,49 @@ class Agents:
         given = [reward for reward in rewards if reward is not None]
         return replace(outcome, reward=sum(given) if given else None, metrics=metrics)
 
+    def _finished(
+        self,
+        session: Session,
+        outcome: AgentOutcome,
+        datum: DatumSpec,
+        sample_id: str,
+        branches: Sequence[tuple[str, Branch]],
+    ) -> Sample:
+        """The sample of an episode that has ended: a row for each branch of its session."""
+        unknown = sorted(outcome.rewards.keys() - session.trees.keys())
+        status, failure = SampleStatus.COMPLETED, ""
+        if outcome.end is AgentEnd.CRASHED:
+            status, failure = SampleStatus.AGENT_CRASHED, outcome.failure
+        elif outcome.end is AgentEnd.HUNG:
+            status, failure = SampleStatus.AGENT_HUNG, outcome.failure
+        elif unknown:
+            status, failure = SampleStatus.AGENT_CRASHED, f"it rewarded {unknown[0]!r}, which is no role of the policy"
+        elif not branches:
+            status, failure = SampleStatus.AGENT_SILENT, "it ended without a call of the model"
+        elif outcome.reward is None and not outcome.rewards and not session.was_rewarded:
+            status, failure = SampleStatus.FAILED, "it gave no reward: return a number, or POST it to reward_url"
+        elif session.num_refused:
+            status = SampleStatus.TRUNCATED
+        if failure:
+            return without_reward(datum, sample_id=sample_id, status=status, failure=f"agent of {sample_id}: {failure}")
+        of_episode = sum(session.rewards) + (outcome.reward or 0.0)
+        of_roles = {role: session.role_rewards[role] + outcome.rewards.get(role, 0.0) for role in session.trees}
+        reward = of_episode + sum(of_roles.values()) + sum(call.reward for call in session.calls)
+        rows = [_row(branch, sample_id=sample_id, status=status, reward=reward) for _, branch in branches]
+        for row, (role, branch) in zip(rows, branches, strict=True):
+            row.meta.hit_turn_limit = session.num_refused > 0
+            row.meta.role = role
+            calls = branch.path if self.settings.credit == "branch" else session.trees[role].calls
+            if self.settings.credit == "branch" or len(session.roles) > 1:
+                row.meta.own_reward = of_episode + of_roles[role] + sum(call.reward for call in calls)
+            elif self.settings.credit == "discounted":
+                row.meta.credit = self.settings.discount ** (len(calls) - 1 - branch.path[-1].number)
+        sample = rows[0]
+        sample.branches = rows[1:]
+        sample.meta.branches = [row.meta for row in sample.branches]
+        sample.metrics = dict(outcome.metrics)
+        return sample
+
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
         """The means of the metrics that agents returned, over finished (group id, sample) pairs.
 
@@ -152,51 +195,6 @@ async def _call(ref: Any) -> AgentOutcome:
         return await ref
     except RayError as error:
         return AgentOutcome(end=AgentEnd.CRASHED, failure=f"its process died: {error}")
-
-
-def finished(
-    session: Session,
-    outcome: AgentOutcome,
-    datum: DatumSpec,
-    settings: AgentSettings,
-    *,
-    sample_id: str,
-    branches: Sequence[tuple[str, Branch]],
-) -> Sample:
-    """The sample of an episode that has ended: a row for each branch of its session."""
-    unknown = sorted(outcome.rewards.keys() - session.trees.keys())
-    status, failure = SampleStatus.COMPLETED, ""
-    if outcome.end is AgentEnd.CRASHED:
-        status, failure = SampleStatus.AGENT_CRASHED, outcome.failure
-    elif outcome.end is AgentEnd.HUNG:
-        status, failure = SampleStatus.AGENT_HUNG, outcome.failure
-    elif unknown:
-        status, failure = SampleStatus.AGENT_CRASHED, f"it rewarded {unknown[0]!r}, which is no role of the policy"
-    elif not branches:
-        status, failure = SampleStatus.AGENT_SILENT, "it ended without a call of the model"
-    elif outcome.reward is None and not outcome.rewards and not session.was_rewarded:
-        status, failure = SampleStatus.FAILED, "it gave no reward: return a number, or POST it to reward_url"
-    elif session.num_refused:
-        status = SampleStatus.TRUNCATED
-    if failure:
-        return without_reward(datum, sample_id=sample_id, status=status, failure=f"agent of {sample_id}: {failure}")
-    of_episode = sum(session.rewards) + (outcome.reward or 0.0)
-    of_roles = {role: session.role_rewards[role] + outcome.rewards.get(role, 0.0) for role in session.trees}
-    reward = of_episode + sum(of_roles.values()) + sum(call.reward for call in session.calls)
-    rows = [_row(branch, sample_id=sample_id, status=status, reward=reward) for _, branch in branches]
-    for row, (role, branch) in zip(rows, branches, strict=True):
-        row.meta.hit_turn_limit = session.num_refused > 0
-        row.meta.role = role
-        calls = branch.path if settings.credit == "branch" else session.trees[role].calls
-        if settings.credit == "branch" or len(session.roles) > 1:
-            row.meta.own_reward = of_episode + of_roles[role] + sum(call.reward for call in calls)
-        elif settings.credit == "discounted":
-            row.meta.credit = settings.discount ** (len(calls) - 1 - branch.path[-1].number)
-    sample = rows[0]
-    sample.branches = rows[1:]
-    sample.meta.branches = [row.meta for row in sample.branches]
-    sample.metrics = dict(outcome.metrics)
-    return sample
 
 
 def _row(branch: Branch, *, sample_id: str, status: SampleStatus, reward: float) -> Sample:

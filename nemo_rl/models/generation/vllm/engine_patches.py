@@ -50,10 +50,8 @@ def enable() -> None:
     * On a CPU, the kernel of rotary positions takes [T, H, D], which latent attention passes, for one head.
     * On a CPU, attention is causal also inside images of models that see an image in both directions (Gemma 3).
     """
-    from vllm.config.utils import replace
     from vllm.model_executor.layers import layernorm, utils
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-    from vllm.model_executor.model_loader.utils import get_draft_load_config
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
     from vllm.v1.sample import rejection_sampler
@@ -63,12 +61,7 @@ def enable() -> None:
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     create_config = DraftModelProposer._create_draft_vllm_config
-
-    def create_config_with_own_loader(self: Any) -> Any:
-        config = create_config(self)
-        return replace(config, load_config=get_draft_load_config(config))
-
-    DraftModelProposer._create_draft_vllm_config = create_config_with_own_loader
+    DraftModelProposer._create_draft_vllm_config = lambda self: with_own_loader(create_config(self))
     StandaloneARSpeculator.load_draft_model = with_draft_loader(StandaloneARSpeculator.load_draft_model)
     filter_logits = rejection_sampler.apply_top_k_top_p
 
@@ -264,14 +257,20 @@ def rms_norm(
     return normed if residual is None else (normed, x)
 
 
-def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_draft_model` of a speculator, with a `vllm_config` whose loader is the draft's."""
+def with_own_loader(config: Any) -> Any:
+    """vLLM's configuration of a draft, with the draft's own loader in place of the target's."""
     from vllm.config.utils import replace
     from vllm.model_executor.model_loader.utils import get_draft_load_config
 
+    return replace(config, load_config=get_draft_load_config(config))
+
+
+def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_draft_model` of a speculator, with a `vllm_config` whose loader is the draft's."""
+
     def load(speculator: Any, *args: Any, **kwargs: Any) -> Any:
         config = speculator.vllm_config
-        speculator.vllm_config = replace(config, load_config=get_draft_load_config(config))
+        speculator.vllm_config = with_own_loader(config)
         try:
             return load_draft_model(speculator, *args, **kwargs)
         finally:

@@ -141,25 +141,28 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 module.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
+    @property
+    def receiver(self) -> WeightReceiver:
+        assert self._receiver is not None, "init_transfer_engine comes first"
+        return self._receiver
+
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Verify one bucket and load it. Raises RefitError with version, bucket and tensor."""
-        assert self._receiver is not None
         if not self._updating:
             in_place = self.why_reload is None
             targets, load = (self._targets, None) if in_place else (None, self._load)
-            self._receiver.begin(update_info.version, targets=targets, load=load)
+            self.receiver.begin(update_info.version, targets=targets, load=load)
             self._updating = True
             if in_place and update_info.bucket == 0:  # an engine that slept without its weights has lost it
                 for target, value in self._padding:
                     target.fill_(value)
-        self._receiver.receive(update_info.bucket, update_info.fingerprints)
+        self.receiver.receive(update_info.bucket, update_info.fingerprints)
 
     def finish_weight_update(self) -> None:
         """Refuse an incomplete sync, then update the tensors that are derived from the weights."""
-        assert self._receiver is not None
         if not self._updating:
             raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
-        self._receiver.finish()
+        self.receiver.finish()
         self._updating = False
         if self.why_reload is not None:
             finalize_layerwise_reload(self.model, self.model_config)
@@ -199,18 +202,16 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
         """Receive one bucket, and compare the tensors that it completes."""
-        assert self._receiver is not None
-        self._receiver.receive(bucket, fingerprints)
+        self.receiver.receive(bucket, fingerprints)
 
     def end_comparison(self) -> dict[str, float]:
         """Tensors that differ, with the largest difference of a value. RefitError if a bucket did not arrive."""
-        assert self._receiver is not None
-        self._receiver.finish()
+        self.receiver.finish()
         return self._differences
 
     def _compare(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        assert self._receiver is not None and self._targets is not None
-        targets = dict(zip((meta.name for meta in self._receiver.layout.weights), self._targets, strict=True))
+        assert self._targets is not None
+        targets = dict(zip((meta.name for meta in self.receiver.layout.weights), self._targets, strict=True))
         for name, tensor in weights:
             difference = largest_difference(tensor, targets[name])
             if difference > 0:

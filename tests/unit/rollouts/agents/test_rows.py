@@ -120,7 +120,7 @@ def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
 
     recorded = RecordedGroup(step=1, task_name="t", group=played, advantages=None)
     console = Console(record=True, width=200, file=io.StringIO())
-    console.print(show_group(recorded, [0]))
+    console.print(show_group(recorded, 0))
     shown = console.export_text()
     assert all(f"said in row {n}" in shown and f"row {n + 1} of 3" in shown for n in range(3))
     said = [message["content"] for message in played.samples[0].conversation]
