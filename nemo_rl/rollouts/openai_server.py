@@ -109,8 +109,8 @@ OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
 class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
-    `generate` samples, `sampling` are defaults. After `ended` is set, requests
-    in flight and later ones raise RequestError. `shows_tokens`: answers have token ids, which training needs.
+    `generate` samples, `sampling` has the defaults. After `ended` is set, requests in flight and later ones raise
+    RequestError. `shows_tokens`: answers have token ids, which training needs.
     """
 
     settings: AnswerSettings
