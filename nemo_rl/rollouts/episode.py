@@ -81,6 +81,15 @@ class _Transcript:
         self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(token_ids))
         self.messages.append(message)
 
+    def request(self, sampling: SamplingParams, room: int, seed: int) -> GenerationRequest:
+        """The request for the next turn, of at most `room` tokens."""
+        return GenerationRequest(
+            prompt_token_ids=list(self.token_ids),
+            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            seed=seed,
+            images=tuple(self.images),
+        )
+
     def observe(self, seen: RenderedObservation, role: str) -> None:
         """Append an observation."""
         self.images += [replace(image, start=len(self.token_ids) + image.start) for image in seen.images]
@@ -154,12 +163,7 @@ async def run_episode(
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
         room = limits.max_total_tokens - len(transcript.token_ids)
-        request = GenerationRequest(
-            prompt_token_ids=list(transcript.token_ids),
-            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
-            seed=seed_of_turn(len(turns)),
-            images=tuple(transcript.images),
-        )
+        request = transcript.request(sampling, room, seed_of_turn(len(turns)))
         started = time.perf_counter()
         completion = await generate(request)
         generated = time.perf_counter()

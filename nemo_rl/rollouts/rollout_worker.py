@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ray
 
@@ -24,6 +24,7 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentFailure,
     EnvironmentStep,
+    GenerateFn,
     GenerationRequest,
     GroupHandle,
     OnTokens,
@@ -37,9 +38,6 @@ from nemo_rl.types import (
 )
 from nemo_rl.utils.seeds import sample_seed
 from nemo_rl.utils.timer import BusyTime, GenerationUse
-
-if TYPE_CHECKING:
-    from nemo_rl.rollouts.agents.play import Agents
 
 T = TypeVar("T")
 
@@ -72,6 +70,30 @@ class Environment(Protocol):
         ...
 
 
+class AgentEnvironment(Protocol):
+    """Agents that own their loop, as the rollout worker uses them."""
+
+    async def play(
+        self,
+        prompt: Prompt,
+        datum: DatumSpec,
+        *,
+        sample_id: str,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        seed_of_turn: Callable[[int], int],
+    ) -> Sample:
+        """Play one episode to its end."""
+        ...
+
+    @property
+    def name(self) -> str: ...  # section of `env`
+
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """See `Environment.metrics`."""
+        ...
+
+
 @dataclass
 class _Images:
     """The images of a group, by digest. The engines fetch each once, whatever the number of samples and turns."""
@@ -99,7 +121,7 @@ class RolloutWorkerSettings:
     run_seed: int
     # A row of the dataset, with open images in the place of their sources; ValueError for one that cannot be read.
     open_images: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]] | None = None  # None: a model of text
-    connect_agents: Callable[[], Mapping[str, Agents]] = dict  # by task name; called inside the worker
+    connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict  # by task name; called inside the worker
     engine_timeout_s: float = 900.0  # an engine without a sign of life for so long counts as dead
 
 
@@ -283,7 +305,7 @@ class RolloutWorker:
 
     async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
-        by_name: dict[str, tuple[Environment | Agents, list[tuple[str, Sample]]]] = {}
+        by_name: dict[str, tuple[Environment | AgentEnvironment, list[tuple[str, Sample]]]] = {}
         for task_name, group in zip(task_names, groups, strict=True):
             environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -18,15 +18,12 @@ from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.config import AnyEnvironmentConfig
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 
-if TYPE_CHECKING:
-    from nemo_rl.rollouts.agents.play import Agents
-
 AGENTS = "nemo_rl.algorithms.setup.agents:make_connect_agents"  # imported in runs that have agents
-ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mapping[str, "Agents"]]
+ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mapping[str, AgentEnvironment]]
 """(section of `env` -> actor handles, task name -> section) -> agents by task name."""
 
 
@@ -47,7 +44,7 @@ def worker_settings(
 
     Agents get `model_name` and `vocab_size` of the model, and the settings of chat in `vllm`.
     """
-    connect_agents: Callable[[], Mapping[str, Agents]] = dict
+    connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
     if agents := {name: config for name in environments if (config := env[name]).type == "agent"}:
         connect: ConnectAgents = import_object(AGENTS, "agents")(
