@@ -1,6 +1,5 @@
 """Megatron's process groups under the names that the rest of a worker uses."""
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +21,6 @@ class MegatronMesh:
     Attributes:
         data_group: the ranks that differ from this one only in their samples.
         pipeline_group: the ranks with the other stages; None if there is one stage rank.
-        gradient_group: the ranks of `pipeline_group`. If there are two of them with several stages each, it is a second
-            group, because both directions of communication then lead to the same rank.
         context_group, tensor_group: as `pipeline_group`.
     """
 
@@ -44,9 +41,6 @@ class MegatronMesh:
         self.tensor_group = _unless_single(parallel_state.get_tensor_model_parallel_group())
         self.context_group = _unless_single(parallel_state.get_context_parallel_group())
         self.pipeline_group = _unless_single(parallel_state.get_pipeline_model_parallel_group())
-        self.gradient_group = self.pipeline_group
-        if self.pipeline_group is not None and self.pipeline_group.size() == 2 and config.stages_per_rank > 1:
-            self.gradient_group = _second_group(self.pipeline_group)
 
     @property
     def is_first_of_data_rank(self) -> bool:
@@ -83,16 +77,6 @@ class MegatronMesh:
             etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
-
-
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks. Collective over all ranks, each of which is in one such group."""
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, tuple(dist.get_process_group_ranks(group)))
-    timeout = timedelta(minutes=_TIMEOUT_MINUTES)
-    # Every rank makes all groups, in one order: `new_group` is a collective over the world.
-    made: dict[Any, Any] = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(all_ranks))}
-    return made[all_ranks[dist.get_rank()]]
 
 
 def _unless_single(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's schedules (one stage, 1F1B, or interleaved stages), with our P2P messages."""
+"""Runs micro-batches through Megatron's schedules: one stage, 1F1B, or interleaved stages."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -51,8 +51,7 @@ class MegatronRunner:
         self.balanced = [router for router in routers(self.chunks) if router.is_aux_loss_enabled()]
         self.communicator: StageCommunicator | None = None
         if mesh.pipeline_group is not None:
-            assert mesh.gradient_group is not None
-            self.communicator = StageCommunicator(mesh.pipeline_group, mesh.gradient_group, config, device)
+            self.communicator = StageCommunicator(mesh.pipeline_group, config)
         # Megatron's final reductions, without its division by the number of tokens: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, num_tokens=None, **others: finalize_model_grads(
             chunks, None, **others
@@ -131,7 +130,7 @@ class MegatronRunner:
         if self.communicator is not None:
             widths = [batch.input_ids.shape[1] // self.width_divisor for batch in batches]
             self.communicator.expect(widths, forward_only=loss is None)
-        done = self._run(
+        return self._run(
             forward_step_func=step,
             data_iterator=self._of_chunks([enumerate(batches) for _ in self.chunks]),
             model=self._of_chunks(self.chunks),
@@ -143,9 +142,6 @@ class MegatronRunner:
             p2p_communicator=self.communicator,
             pg_collection=self.groups,
         )
-        if self.communicator is not None:
-            self.communicator.assert_idle()
-        return done
 
 
 def _wait_for_head(chunk: Any) -> None:
@@ -159,36 +155,25 @@ def _wait_for_head(chunk: Any) -> None:
 
 
 # -- point-to-point messages between pipeline stages: hidden states forward, their gradients backward
-#
-# Every rank knows all micro-batches of a pass and the order in which Megatron's schedules process them, so it knows the
-# shape of each message without receiving it. Megatron's own communicator sends shapes first. It also mixes up the two
-# directions on two ranks with several stages each: both lead to the same rank, and only their order tells messages
-# apart. Here each direction has its own process group, or its own neighbour.
 
 
 class StageCommunicator(P2PCommunicator):
-    """The communicator of Megatron's schedules, one for all passes. `expect` precedes each, `assert_idle` follows."""
+    """Megatron's communicator, which receives without asking for shapes. `expect` precedes each pass.
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backward_group: dist.ProcessGroup,
-        config: TransformerConfig,
-        device: torch.device,
-    ) -> None:
-        """`backward_group`: a second group of the same ranks, or `group` itself if the directions have other peers."""
+    Every rank knows all micro-batches of a pass and the order in which the schedules process them, so it knows the
+    shape of each message. Megatron sends shapes first, and waits for the device to read them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: TransformerConfig) -> None:
         super().__init__(pp_group=group, config=config)
         self.stages_per_rank = config.virtual_pipeline_model_parallel_size or 1
         self.hidden_size = config.hidden_size
-        self.dtype = config.pipeline_dtype
-        self.device = device
-        self.backward_group = backward_group
-        assert backward_group is not group or self.stages_per_rank == 1 or group.size() > 2
         self.states: deque[int] = deque()  # widths of the messages that the previous stage will send
         self.gradients: deque[int] = deque()  # and the next stage
 
     def expect(self, widths: Sequence[int], *, forward_only: bool) -> None:
         """The next pass has micro-batches of `widths` positions on this rank."""
+        assert not self.states and not self.gradients, "not all messages of the last pass have arrived"
         table = [(number, 0) for number in range(len(widths))]
         if self.stages_per_rank > 1:
             table = get_schedule_table(len(widths), self.stages_per_rank, self.pp_group.size())
@@ -199,49 +184,8 @@ class StageCommunicator(P2PCommunicator):
         if not forward_only:
             self.gradients.extend(widths[number] for number, stage in table if stage > 0 or not is_last)
 
-    def assert_idle(self) -> None:
-        """Every expected message has arrived."""
-        assert not self.states and not self.gradients, (list(self.states), list(self.gradients))
-
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """On return, all messages are sent and received (on a GPU: in the current stream)."""
-        assert wait_on_reqs, "overlap_p2p_comm is not used"
-        states = self._empty(self.states) if recv_prev else None
-        gradients = self._empty(self.gradients) if recv_next else None
-        forward = _ops(tensor_send_next, self.next_rank, states, self.prev_rank, self.pp_group)
-        backward = _ops(tensor_send_prev, self.prev_rank, gradients, self.next_rank, self.backward_group)
-        # Messages of one group in one batch: two batches would have to be started in the same order on both ranks.
-        batches = [forward + backward] if self.backward_group is self.pp_group else [forward, backward]
-        works = [work for ops in batches if ops for work in dist.batch_isend_irecv(ops)]
-        for work in works:
-            work.wait()
-        return states, gradients, None
-
-    def _empty(self, widths: deque[int]) -> torch.Tensor:
-        shape = (widths.popleft(), 1, self.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=self.device, requires_grad=True)
-
-
-def _ops(
-    sent: torch.Tensor | None,
-    receiver: int | None,
-    received: torch.Tensor | None,
-    sender: int | None,
-    group: dist.ProcessGroup,
-) -> list[dist.P2POp]:
-    assert receiver is not None and sender is not None
-    ops = []
-    if sent is not None:
-        ops.append(dist.P2POp(dist.isend, sent.detach().contiguous(), receiver, group))
-    if received is not None:
-        ops.append(dist.P2POp(dist.irecv, received.detach(), sender, group))
-    return ops
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> list[list[int]]:
+        received = ((recv_prev, self.states), (recv_next, self.gradients))
+        return [[widths.popleft() if is_received else 0, 1, self.hidden_size] for is_received, widths in received]

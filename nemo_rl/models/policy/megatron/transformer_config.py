@@ -149,6 +149,10 @@ def _training(policy: PolicyConfig) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": settings.pipeline_model_parallel_size > 1,  # of micro-batches
+        # Megatron's batches of messages mix up the two directions on two ranks with several stages each.
+        "overlap_p2p_comm": settings.stages_per_rank > 1,
+        "batch_p2p_comm": settings.stages_per_rank == 1,
+        "batch_p2p_sync": False,  # a wait for the device, for old versions of torch
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # all weights come from the checkpoint
         "calculate_per_token_loss": True,  # the losses are already sums with the right divisor
