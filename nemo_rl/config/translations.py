@@ -241,6 +241,7 @@ WITHOUT_MEANING = (
     *_keys("mtp_loss_scaling_factor", "mtp_detach_heads", "cuda_graph_modules", under=_MEGATRON),
     *_keys("cuda_graph_warmup_steps", "fused_linear_logprobs_chunk_size", under=_MEGATRON),
     *_keys("converter_type", "train_iters", "defer_fp32_logits", "use_gloo_process_groups", under=_MEGATRON),
+    *_keys("force_reconvert_from_hf", under=_MEGATRON),  # nothing is converted: weights are read from the model's files
     *_keys("data_parallel_sharding_strategy", "average_in_collective", under=_DDP_OF_MODEL),
     *_keys("model.dtensor_cfg.lora_cfg.dropout_position", f"{_MEGATRON}.peft.dropout_position"),
     *_keys("grpo.calculate_advantages_on_gpu", "ppo.calculate_advantages_on_gpu"),

@@ -23,7 +23,7 @@ LARGEST_ERROR = {"float32": 1.0001, "bfloat16": 1.02}
 """`train/token_mult_prob_error` of a sound run; on a CPU, float32 is 1.00001."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scenario:
     """A run of `examples/run_<script>.py`."""
 
@@ -45,15 +45,15 @@ class Scenario:
         return (*common, *ON_A_GPU, *(ENGINE_ON_A_GPU if self.samples else ()), *self.overrides)
 
 
-MEGATRON = ("policy.megatron_cfg.transformer_impl={}", "policy.sequence_packing.enabled=true")
+MEGATRON, LAYERS = "grpo_math_megatron_cpu", "policy.megatron_cfg.transformer_impl"
+PACKED = "policy.sequence_packing.enabled=true"
 LORA = ("+policy.dtensor_cfg.lora_cfg={enabled: true, dim: 8, refit: adapter}",)
 DRAFTS = (
     "+policy.generation.vllm_kwargs.speculative_config="
     "{method: draft_model, model: the folder of the policy, num_speculative_tokens: 3}",
 )
 SPLIT = ("policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=2")
-SFT = ("sft.max_num_steps=30", "sft.val_period=15", "checkpointing.enabled=false", "checkpointing.metric_name=null")
-DPO = ("dpo.max_num_steps=4", "dpo.val_period=2", "checkpointing.enabled=false", "checkpointing.metric_name=null")
+ROWS = ("checkpointing.enabled=false", "checkpointing.metric_name=null")
 
 # In the order in which they prove most.
 SCENARIOS: dict[str, Scenario] = {
@@ -64,14 +64,12 @@ SCENARIOS: dict[str, Scenario] = {
     "adapters": Scenario(overrides=LORA),
     "fp8": Scenario(overrides=("policy.generation.vllm_cfg.precision=fp8",)),
     "resumed": Scenario(overrides=("checkpointing.enabled=true", "checkpointing.metric_name=null")),
-    "megatron": Scenario(config="grpo_math_megatron_cpu", overrides=(MEGATRON[0].format("local"), MEGATRON[1])),
-    "transformer engine": Scenario(
-        config="grpo_math_megatron_cpu", overrides=(MEGATRON[0].format("transformer_engine"), MEGATRON[1])
-    ),
+    "megatron": Scenario(config=MEGATRON, overrides=(f"{LAYERS}=local", PACKED)),
+    "transformer engine": Scenario(config=MEGATRON, overrides=(f"{LAYERS}=transformer_engine", PACKED)),
     "own workers": Scenario(overrides=("policy.generation.backend=hf",)),
     "split": Scenario(overrides=SPLIT),
-    "sft": Scenario(script="sft", config="sft_cpu", overrides=SFT, samples=False),
-    "dpo": Scenario(script="dpo", config="dpo_cpu", overrides=DPO, samples=False),
+    "sft": Scenario("sft", "sft_cpu", overrides=("sft.max_num_steps=30", "sft.val_period=15", *ROWS), samples=False),
+    "dpo": Scenario("dpo", "dpo_cpu", overrides=("dpo.max_num_steps=4", "dpo.val_period=2", *ROWS), samples=False),
 }
 
 

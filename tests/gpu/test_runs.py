@@ -81,14 +81,6 @@ def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> No
     assert done.curve("train/generation/spec_acceptance_rate")[0] > 0.5
 
 
-def test_adapters_travel_alone_after_the_first_sync(tmp_path: Path, device: Device) -> None:
-    # In bfloat16 engines on a CPU repack their weights, to which no adapter can be added.
-    precision = () if device == "cuda" else ("policy.precision=float32",)
-    done = finished(tmp_path, "adapters", device, *precision)
-    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
-    assert "after the first sync only what training changes" in done.output
-
-
 @pytest.mark.gpu
 def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
     # In a process of its own: this one would keep a context on the device beside the runs.
@@ -108,29 +100,31 @@ def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
     assert "step_2 after step 2" in again.output and [row["step"] for row in again.metrics] == [3, 4]
 
 
-# -- the other backends
+# -- other ways to train and to sample
+
+SAID = {
+    "adapters": "after the first sync only what training changes",
+    "megatron": "",
+    "own workers": "",
+    "split": "refit over packed_collective",
+}
 
 
-def test_megatron_without_transformer_engine(tmp_path: Path, device: Device) -> None:
-    agrees_at_every_step(finished(tmp_path, "megatron", device), LARGEST_ERROR["bfloat16"], num_steps=4)
+@pytest.mark.parametrize("name", SAID)
+def test_training_and_generation_agree(tmp_path: Path, device: Device, name: str) -> None:
+    if name == "split" and device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    # In bfloat16 engines on a CPU repack their weights, to which no adapter can be added.
+    precision = ("policy.precision=float32",) if name == "adapters" and device == "cpu" else ()
+    done = finished(tmp_path, name, device, *precision)
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
+    assert SAID[name] in done.output
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is needed")
 def test_megatron_with_transformer_engine(tmp_path: Path) -> None:
     agrees_at_every_step(finished(tmp_path, "transformer engine", "cuda"), LARGEST_ERROR["bfloat16"], num_steps=4)
-
-
-def test_generation_on_devices_of_its_own(tmp_path: Path, device: Device) -> None:
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
-    done = finished(tmp_path, "split", device)
-    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
-    assert "refit over packed_collective" in done.output
-
-
-def test_the_policys_own_workers_sample(tmp_path: Path, device: Device) -> None:
-    agrees_at_every_step(finished(tmp_path, "own workers", device), LARGEST_ERROR["bfloat16"], num_steps=4)
 
 
 # -- training from rows

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,21 @@ class StoredTensor(Protocol):
 class StoredModel:
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
-    `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
-    Experts in MXFP4 are under the names of ordinary numbers, as which they are read.
+    `names` is None if the model is not stored as safetensors. Experts in MXFP4 are under the names of ordinary numbers,
+    as which they are read.
+
+    Args:
+        rename: the name on disk -> the name in the model.
+        torch_files: read `pytorch_model*.bin` if there are no safetensors.
     """
 
-    def __init__(self, model_path: str, rename: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self, model_path: str, rename: Callable[[str], str] | None = None, *, torch_files: bool = False
+    ) -> None:
         self.model_path = model_path
         self.files = checkpoint_files(model_path)
+        if self.files is None and torch_files:
+            self.files = checkpoint_files(model_path, WEIGHTS_NAME)
         self._on_disk: dict[str, str] = {}
         if rename is not None and self.files is not None:
             self._on_disk = {rename(name): name for name in self.files}
@@ -73,7 +82,7 @@ class StoredModel:
             return _Mxfp4(*(self.tensor(f"{name}{part}") for part in _MXFP4_PARTS))
         file = self.files[name]
         if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._opened[file] = self._stack.enter_context(_open(file))
         return self._opened[file].get_slice(self._on_disk.get(name, name))
 
     def __enter__(self) -> StoredModel:
@@ -81,6 +90,34 @@ class StoredModel:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+
+class _TorchFile:
+    """A `*.bin` file, memory-mapped unless its format is that of torch before 1.6. Nothing in it is executed."""
+
+    def __init__(self, file: str) -> None:
+        self._tensors = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> StoredTensor:
+        return _InMemory(self._tensors[name])
+
+
+class _InMemory:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+def _open(file: str) -> Any:
+    return nullcontext(_TorchFile(file)) if file.endswith(".bin") else safe_open(file, framework="pt")
 
 
 # GPT-OSS's experts are stored in MXFP4 (microscaling formats, OCP 2023): 32 numbers of four bits share a scale, a power
@@ -116,16 +153,16 @@ class _Mxfp4:
         return torch.stack(matrices)
 
 
-def checkpoint_files(model_path: str) -> dict[str, str] | None:
-    """Tensor name -> safetensors file of a directory or hub model; None if it is not stored as safetensors."""
-    index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+def checkpoint_files(model_path: str, name: str = SAFE_WEIGHTS_NAME) -> dict[str, str] | None:
+    """Tensor name -> file of a directory or hub model; None if it is not stored in files of this `name`."""
+    index = cached_file(model_path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         by_name = {Path(file).name: file for file in get_checkpoint_shard_files(model_path, index)[0] or ()}
         return {tensor: by_name[file] for tensor, file in json.loads(Path(index).read_text())["weight_map"].items()}
-    single = cached_file(model_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    single = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
     if single is None:
         return None
-    with safe_open(single, framework="pt") as file:
+    with _open(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 97  # odd: shards are uneven
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -65,7 +65,7 @@ def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -
     """In float32, with perturbed biases and norms, so that nothing hides behind 0 or 1. `changes`: of its shape."""
     torch.manual_seed(seed)
     model_type, settings = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **_SHAPE | settings | changes)
+    config = AutoConfig.for_model(model_type, **SHAPE | settings | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

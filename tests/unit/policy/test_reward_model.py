@@ -19,7 +19,6 @@ from nemo_rl.models.policy.convert import convert_checkpoint, merge_adapter
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
-from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import gathered
@@ -328,10 +327,7 @@ def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_rank
     assert torch.equal(model.score.weight, want)
 
 
-def test_of_megatron_torch_files_of_a_language_model_are_read(
-    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
+def test_of_megatron_torch_files_of_a_language_model_are_read(reward_models: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "model"))
     want = load_file(path / "model.safetensors")
     torch.save(want, path / "pytorch_model.bin")

@@ -161,7 +161,7 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     settings, text = policy.megatron_cfg, model.get_text_config()
     if not settings.peft.enabled:
         return
-    layers = adapted_layers(weight_map(text, implementation="local"), settings.peft)
+    layers = adapted_layers(weight_map(model), settings.peft)
     adapted = any(".shared_experts." in layer.name for layer in layers)
     facts = {"num_experts": num_experts(text), "shared_experts": adapted, "key": settings.key("peft")}
     for key, message in violations(WITH_ADAPTERS, {**vars(settings), "model": facts}):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat, require_finite
-from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, problems_of_all, shapes_of
+from nemo_rl.models.policy.megatron.files import Counters, check_optimizer
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, Shape, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -75,7 +75,8 @@ class MegatronState:
         for name, entry in policy.entries(policy.parameters, with_tied_output=False).items():
             add_chunks(weights, entry, policy.ranks, policy.parameters[name])
         # What is drawn inside of tensor-parallel regions comes from generators of Megatron's own.
-        generators = dict(_random_tracker().get_states())
+        tracker: Any = get_cuda_rng_tracker()
+        generators = dict(tracker.get_states())
         if not save_optimizer:
             return cls(weights=weights, optimizer=None, counters=Counters(), generators=generators)
         assert policy.optimizer is not None and policy.scheduler is not None
@@ -103,7 +104,6 @@ class MegatronState:
     def save(self, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None) -> None:
         """As `SavedState`; also writes the counters and every rank's generators."""
         assert model_save_format == "torch_save", "safetensors hold one chunk of a tensor per rank"
-
         problem = None
         try:
             for name in ("weights", "generators", *(() if self.optimizer is None else ("optimizer",))):
@@ -115,8 +115,11 @@ class MegatronState:
                 self.counters.write(directory)
         except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
             problem = f"rank {dist.get_rank()}: {error}"
-        if problems := problems_of_all(problem, group):
-            raise RuntimeError(f"{directory} could not be written: {'; '.join(problems)}")
+        # Every rank raises if one does, because one alone would leave the others waiting.
+        problems: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+        if any(problems):
+            raise RuntimeError(f"{directory} could not be written: {'; '.join(filter(None, problems))}")
         _save_chunks(self.weights, directory / "weights", group)
         if self.optimizer is not None:
             _save_chunks(self.optimizer, directory / "optimizer", group)
@@ -129,7 +132,7 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
         CheckpointError: a checkpoint of another backend, model or optimizer, or one that cannot be read.
     """
     counters = Counters.read(directory)
-    check_checkpoint_fits(directory / "weights", shapes_of(policy.weights))
+    check_checkpoint_fits(directory / "weights", policy.weights.shapes)
     weights: dict[str, Chunks] = {}
     # The copy of tied embeddings on the last stage reads what the first stage wrote.
     for name, entry in policy.entries(policy.parameters, with_tied_output=True).items():
@@ -143,7 +146,8 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
         _load_optimizer(policy, directory / "optimizer", counters)
     generators = directory / "generators"
     if len(list(generators.glob("*.safetensors"))) == dist.get_world_size():  # else no rank's generator has a successor
-        _random_tracker().set_states(load_file(generators / f"{dist.get_rank()}.safetensors"))
+        tracker: Any = get_cuda_rng_tracker()
+        tracker.set_states(load_file(generators / f"{dist.get_rank()}.safetensors"))
 
 
 def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters) -> None:
@@ -178,12 +182,6 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
     # The schedule comes from the configuration, its position from the checkpoint.
     policy.scheduler.num_steps = 0
     policy.scheduler.step(counters.scheduler_steps)
-
-
-def _random_tracker() -> CudaRNGStatesTracker:
-    tracker = get_cuda_rng_tracker()
-    assert tracker is not None, "the groups are made first"
-    return tracker
 
 
 # -- a rank's values as chunks of Hugging Face tensors, which torch.distributed.checkpoint writes and reads
@@ -297,28 +295,21 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
     if len(shape) == 1:
         yield (flat.start,), values
         return
-    if len(shape) == 3 and shape[1] == 1:  # convolutions
-        for (row, column), view in _rectangles((shape[0], shape[2]), values, flat):
-            yield (row, 0, column), view[:, None]
-        return
-    if len(shape) > 2:  # experts
-        size = math.prod(shape[1:])
-        for first in range(flat.start // size * size, flat.stop, size):
-            own = range(max(flat.start - first, 0), min(flat.stop - first, size))
-            part = values[own.start + first - flat.start :][: len(own)]
-            for at, view in _rectangles(shape[1:], part, own):
-                yield (first // size, *at), view[None]
-        return
-    columns = math.prod(shape[1:])
+    size = math.prod(shape[1:])
     at = 0
     while at < len(values):  # the rest of a row, whole rows, the beginning of a row
         # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.
-        row, column = divmod(flat.start + at, columns)
+        row, first = divmod(flat.start + at, size)
         left = len(values) - at
-        is_partial = column > 0 or left < columns
-        rows, width = (1, min(left, columns - column)) if is_partial else (left // columns, columns)
-        yield (row, column), values[at : at + rows * width].view(rows, width)
-        at += rows * width
+        if first == 0 and left >= size:
+            rows = left // size
+            yield (row, *(0,) * (len(shape) - 1)), values[at : at + rows * size].view(rows, *shape[1:])
+            at += rows * size
+            continue
+        length = min(left, size - first)
+        for offset, view in _rectangles(shape[1:], values[at : at + length], range(first, first + length)):
+            yield (row, *offset), view[None]
+        at += length
 
 
 def _save_chunks(chunks: Mapping[str, Chunks], directory: Path, group: dist.ProcessGroup | None) -> None:

@@ -20,11 +20,9 @@ from nemo_rl.config.rules import divisors, value_of, violations, written
 from nemo_rl.models.policy.attention import OTHER_MIXERS
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
-from nemo_rl.models.policy.megatron.files import check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
     FAMILIES,
     heads_of,
@@ -75,8 +73,6 @@ def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: st
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
     check_packages(settings, installed=installed, capability=capability)
     check_megatron_layout(policy, model, model_path)
-    if Path(model_path).is_dir():
-        check_conversion(policy, model_path, model)
 
 
 def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None = None) -> None:
@@ -129,14 +125,12 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
     text, asked = model.get_text_config(), f"{policy.key('model_name')}={policy.model_name!r}"
     names: set[str] | None = None
     if model_path is not None and Path(model_path).is_dir():
-        with StoredModel(model_path) as stored:
+        with StoredModel(model_path, torch_files=True) as stored:
             names = stored.names
     if reason := unmapped_reason(text.model_type, policy.key("dtensor_cfg")):
         raise ValueError(f"{asked}: {reason}{'' if names is None else _foreign_names(names)}")
     try:
-        weights = weight_map(text, implementation="local")
-        if is_scalar(model):
-            weights = weights.body()
+        weights = weight_map(model)
         if names is not None:
             weights.locate(names)
     except ValueError as error:
@@ -152,7 +146,7 @@ def _foreign_names(names: Iterable[str]) -> str:
     small = {"num_hidden_layers": 1, "vocab_size": 8, "tie_word_embeddings": False}
     models: list[PretrainedConfig] = [kind(**small) for kind in (LlamaConfig, Qwen2Config, Qwen3Config)]
     models.append(Qwen3MoeConfig(**small, num_experts=1))
-    known = {pattern(t.name) for model in models for t in weight_map(model, implementation="local").hf_tensors}
+    known = {pattern(t.name) for model in models for t in weight_map(model).hf_tensors}
     if foreign := sorted({pattern(name) for name in names} - known):
         return f"; no mapping knows its tensors {some_of(foreign)}"
     return "; all names of its tensors are known from other architectures"

@@ -235,9 +235,6 @@ class MegatronConfig(StrictModel):
     enabled: bool = False
     """Train with Megatron Core, in place of `dtensor_cfg`."""
 
-    force_reconvert_from_hf: bool = False
-    """Convert the Hugging Face weights again, over a conversion kept from before."""
-
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of torch (`local`) or of Transformer Engine. `auto`: the latter if it is installed and has those of the
     model, and there are GPUs."""

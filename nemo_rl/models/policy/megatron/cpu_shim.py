@@ -1,8 +1,8 @@
 """Megatron Core on a machine without a GPU, and its warnings. Import this module before any module of Megatron.
 
-`install` gives Megatron's modules a stand-in for `torch` in their own namespace, in which CUDA's streams and events do
-nothing and "cuda" devices are the CPU; the real torch is unchanged. It also closes gaps of megatron-core 0.16 without
-Transformer Engine. It is installed only without a GPU, and logged.
+`install` gives Megatron's modules a stand-in for `torch` in their own namespace: "cuda" devices are the CPU; streams
+and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. `install` also closes gaps of
+megatron-core 0.16 without Transformer Engine. It is called only without a GPU, and logged.
 
 Importing this module silences warnings that Megatron and its dependencies repeat in every process.
 """
@@ -10,9 +10,7 @@ Importing this module silences warnings that Megatron and its dependencies repea
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-import pkgutil
 import sys
 import types
 import warnings
@@ -26,13 +24,6 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like", "rand")
-_PACKAGES = (
-    "parallel_state", "utils", "timers", "rerun_state_machine", "num_microbatches_calculator", "fp8_utils",
-    "tensor_parallel", "transformer", "models.gpt", "models.common", "pipeline_parallel", "distributed", "optimizer",
-    "dist_checkpointing", "fusions",
-)  # fmt: skip
-_NOT_IMPORTED = ("fsdp", "cuda_graphs", "bert", "mamba", "kitchen", "fine_grained", "combined_1f1b", "fused_a2a")
-_installed = False
 
 _IRRELEVANT_WITHOUT_GPU = (  # about kernels, CUDA queues and CUDA graphs
     "Transformer Engine and Apex are not installed",
@@ -52,28 +43,11 @@ if not torch.cuda.is_available():
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that no CUDA runtime is found
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+class _Stream(torch.cpu.Stream):
+    """A stream in which everything has happened already."""
 
-
-class _Queue(contextlib.AbstractContextManager["_Queue"]):
-    """A CUDA stream or event where everything has happened already. All are equal: there is one queue."""
-
-    __init__ = __exit__ = record = wait = wait_stream = wait_event = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: _Queue) -> float:
-        return 0.0
-
-    def record_event(self, event: _Queue | None = None) -> _Queue:
-        return event or _Queue()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Queue)
-
-    def __hash__(self) -> int:
-        return 0
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
 
 
 class _StandIn(types.ModuleType):
@@ -99,59 +73,33 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _cuda() -> _StandIn:
-    replaced: dict[str, Any] = dict.fromkeys(
-        ("synchronize", "empty_cache", "set_device", "nvtx_range_push", "reset_peak_memory_stats"), _nothing
-    )
-    replaced |= {
-        "current_device": lambda: CPU,
-        "device_count": lambda: 1,
-        "manual_seed": torch.manual_seed,
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "memory_allocated": lambda *args: 0,
-        "Stream": _Queue,
-        "Event": _Queue,
-        "current_stream": _Queue,
-        "default_stream": _Queue,
-        "stream": lambda given: contextlib.nullcontext(),
-    }
-    return _StandIn(torch.cuda, replaced)
+    names = ("current_device", "stream", "synchronize", "Event")
+    on_host = {name: vars(torch.cpu)[name] for name in names}
+    generator = {"manual_seed": torch.manual_seed, "get_rng_state": torch.get_rng_state}
+    return _StandIn(torch.cuda, {"Stream": _Stream, "current_stream": _Stream, **on_host, **generator})
+
+
+_stand_in: _StandIn | None = None
 
 
 def install() -> None:
-    """Make Megatron run on the host. A no-op after the first call.
+    """Make the modules of Megatron that are imported by now run on the host.
 
     Raises:
         RuntimeError: there is a GPU.
     """
-    global _installed
-    if _installed:
-        return
+    global _stand_in
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU: Megatron runs on it as it is, without stand-ins for torch.cuda")
-    _installed = True
-    logger.info("no GPU: Megatron Core runs on the CPU, with host stand-ins for torch.cuda (megatron/cpu_shim.py)")
-    factories = {name: _on_host(getattr(torch, name)) for name in _FACTORIES}
-    stand_in = _StandIn(torch, {"cuda": _cuda(), **factories})
-    for module in _megatron_modules():
-        if module.__dict__.get("torch") is torch:
-            module.__dict__["torch"] = stand_in
-    _replace_tensor_methods()
-    _close_gaps()
-
-
-def _megatron_modules() -> list[types.ModuleType]:
-    import megatron.core
-
-    modules = []
-    for name in _PACKAGES:
-        module = importlib.import_module(f"megatron.core.{name}")
-        modules.append(module)
-        for found in pkgutil.walk_packages(vars(module).get("__path__", ()), f"{module.__name__}."):
-            if not any(part in found.name for part in _NOT_IMPORTED):
-                with contextlib.suppress(ImportError):  # modules of optional packages
-                    modules.append(importlib.import_module(found.name))
-    return [*modules, megatron.core]
+    if _stand_in is None:
+        logger.info("no GPU: Megatron Core runs on the CPU, with host stand-ins for torch.cuda (megatron/cpu_shim.py)")
+        factories = {name: _on_host(getattr(torch, name)) for name in _FACTORIES}
+        _stand_in = _StandIn(torch, {"cuda": _cuda(), **factories})
+        _replace_tensor_methods()
+        _close_gaps()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and vars(module).get("torch") is torch:
+            vars(module)["torch"] = _stand_in
 
 
 def _is_megatron(frame: types.FrameType) -> bool:

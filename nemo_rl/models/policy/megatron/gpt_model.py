@@ -3,8 +3,7 @@
 Language models (`PolicyGPTModel`), reward and value models (`PolicyScalarModel`), and generation (`MegatronSequences`).
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -17,18 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.generate import Sequences
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.head.logprobs import put_in_rows
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, ParallelRanks, WeightMap
-from nemo_rl.models.policy.megatron.weights import load_weights
-from nemo_rl.models.policy.weight_loading import StoredModel
 
 
 @dataclass
@@ -97,7 +91,7 @@ class PolicyGPTModel(GPTModel):
 
     def next_logits(self, tokens: torch.Tensor, cache: StaticInferenceContext, temperature: float) -> torch.Tensor:
         """Logits of the next token of every row: float32 [B, V], or this rank's columns, divided by the temperature (0:
-        by 1). `tokens`, int64 [B, W], follow those in `cache`.
+        by 1). `tokens`, int64 [B, W], follow those in `cache` and are added to it.
         """
         offset = cache.sequence_len_offset
         positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
@@ -108,6 +102,7 @@ class PolicyGPTModel(GPTModel):
             inference_context=cache,
             runtime_gather_output=True,
         )
+        cache.sequence_len_offset += tokens.shape[1]
         return whole_logits(hidden[-1], replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
@@ -145,8 +140,6 @@ class PolicyGPTModel(GPTModel):
 #
 # Its name in files is `score.weight`, as in the sequence classifiers of transformers.
 
-logger = logging.getLogger(__name__)
-
 
 class ScalarHead(MegatronModule):
     """A linear layer [1, H], replicated on all tensor-parallel ranks."""
@@ -172,29 +165,6 @@ class PolicyScalarModel(PolicyGPTModel):
         return self.output_layer.weight
 
 
-def load_scalar_weights(
-    parameters: Mapping[str, torch.Tensor],
-    weight_map: WeightMap,
-    ranks: ParallelRanks,
-    model_path: str,
-    config: PretrainedConfig,
-    seed: int,
-) -> None:
-    """`load_weights` of a classifier. If the files are a language model, the score is drawn from `seed`. Collective."""
-    with StoredModel(model_path) as stored:
-        names = stored.names
-    assert names is not None, "checkpoints in other formats are converted first"
-    if HEAD_WEIGHT in names:
-        load_weights(parameters, weight_map, ranks, model_path)
-        return
-    others = {name: parameter for name, parameter in parameters.items() if name != OUTPUT_LAYER}
-    load_weights(others, weight_map.body(), ranks, model_path)
-    if OUTPUT_LAYER in parameters:
-        draw_head(parameters[OUTPUT_LAYER], config, seed)
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # it has the last stage
-            logger.info("%s is a language model without %s: drawn from seed %d", model_path, HEAD_WEIGHT, seed)
-
-
 # -- generation: static batches of equally long prompts, with Megatron's KV cache
 
 
@@ -209,12 +179,12 @@ class MegatronSequences(Sequences):
         self._cache = StaticInferenceContext(len(self.prompts), len(self.prompts[0]) + max_new_tokens)
 
     def first_logits(self, temperature: float) -> torch.Tensor:
-        first = self._forward(torch.tensor(self.prompts, device=self.device), temperature)
+        first = self._model.next_logits(torch.tensor(self.prompts, device=self.device), self._cache, temperature)
         self._cache.enable_decode_mode()
         return first
 
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        return self._forward(tokens[:, None], temperature)
+        return self._model.next_logits(tokens[:, None], self._cache, temperature)
 
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.device)
@@ -222,8 +192,3 @@ class MegatronSequences(Sequences):
         for layer, (keys, values) in memory.items():
             memory[layer] = (keys.index_select(1, index), values.index_select(1, index))
         self._cache.max_batch_size = len(rows)
-
-    def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits = self._model.next_logits(tokens, self._cache, temperature)
-        self._cache.sequence_len_offset += tokens.shape[1]
-        return logits

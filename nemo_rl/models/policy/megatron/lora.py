@@ -144,8 +144,8 @@ class Adapters:
             linear.register_forward_hook(_add_adapter, prepend=True)  # other hooks then see the sum
             self.modules.append(adapter.train(linear.training))
         trained = self.trained_of(parameters_by_name(stages))
-        self._draw(trained, mesh.parallel_ranks(), seed)
-        mark_shards(trained, self.trained_map, mesh.parallel_ranks())
+        self._draw(trained, mesh.ranks, seed)
+        mark_shards(trained, self.trained_map, mesh.ranks)
         for stage in stages:
             if config.activation_checkpointing and stage.pre_process:
                 stage.embedding.register_forward_hook(_require_gradient)
@@ -197,7 +197,7 @@ class Adapters:
         """Write the adapters to `directory` in PEFT's format. Collective; rank 0 writes."""
         trained = self.trained_of(parameters)
         device = next(iter(trained.values())).device
-        shards = local_shards(trained, self.trained_map, mesh.parallel_ranks(), device)
+        shards = local_shards(trained, self.trained_map, mesh.ranks, device)
         exported = export_weights(shards, self.trained_map, device)
         whole = {tensor.name: tensor.gather(None).cpu() for tensor in exported}
         if dist.get_rank() == 0:

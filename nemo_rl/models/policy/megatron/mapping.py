@@ -21,9 +21,10 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from nemo_rl.config.errors import some_of
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
 from nemo_rl.models.policy.token_mixers import mixer_class
 
 Shape = tuple[int, ...]
@@ -156,20 +157,19 @@ class WeightMap:
             named[OUTPUT_LAYER] = named[EMBEDDING]
         return named
 
-    def body(self) -> WeightMap:
-        """Without output layer: what the checkpoints of a language model and its classifiers have in common."""
-        entries = tuple(entry for entry in self.entries if entry.template != OUTPUT_LAYER)
-        # A classifier is often made from the files of a language model, whose head is then left over.
-        extra = re.compile(rf"{self.extra.pattern}|^lm_head\.weight$|^{re.escape(HEAD_WEIGHT)}$")
-        return replace(self, entries=entries, is_tied=False, extra=extra)
-
     @cached_property
     def hf_tensors(self) -> tuple[HFTensor, ...]:
         """All Hugging Face tensors of the model."""
         return tuple(source for entry in self.entries for source in entry.sources)
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Name -> shape of `hf_tensors`."""
+        return {tensor.name: tensor.shape for tensor in self.hf_tensors}
+
     def locate(self, stored_names: Iterable[str]) -> dict[str, CheckpointTensor]:
-        """Hugging Face name -> where a checkpoint with these tensors holds it.
+        """Hugging Face name -> where a checkpoint with these tensors holds it. The head of a reward or value model may
+        be missing: the files of a language model have none.
 
         Raises:
             ValueError: the names that are missing, and those that have no mapping.
@@ -188,7 +188,7 @@ class WeightMap:
             found = [place for place in places if place is not None and own(place.name) in stored]
             if found:
                 located[tensor.name] = replace(found[0], name=own(found[0].name))
-            else:
+            elif tensor.name != HEAD_WEIGHT:
                 missing.append(tensor.name)
         used = {found.name for found in located.values()}
         unknown = sorted(name for name in stored - used if not self.extra.search(name))
@@ -200,7 +200,9 @@ class WeightMap:
         return located
 
 
-def weight_map(hf_config: Any, *, implementation: Implementation, grouped_experts: bool = False) -> WeightMap:
+def weight_map(
+    model: PretrainedConfig, *, implementation: Implementation = "local", grouped_experts: bool = False
+) -> WeightMap:
     """The mapping of a model with this configuration of transformers. `grouped_experts`: Megatron's moe_grouped_gemm.
 
     Raises:
@@ -210,20 +212,22 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
         raise ValueError(
             "megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
         )
+    hf_config: Any = model.get_text_config()
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
         raise ValueError(unmapped_reason(hf_config.model_type))
     for setting, needed in family.needs.items():
-        if bool(given := getattr(hf_config, setting)) is not needed:
+        if (given := getattr(hf_config, setting)) not in needed and bool(given) not in needed:
             raise ValueError(
                 f"config.json: {setting}: {given} of a {hf_config.model_type} model has no mapping to Megatron Core, "
-                f"which needs {needed}; train it with dtensor_cfg"
+                f"which needs {' or '.join(map(str, needed))}; train it with dtensor_cfg"
             )
-    tables = _Tables(hf_config, family, fuses_norms=implementation == "transformer_engine", is_grouped=grouped_experts)
+    has_score, fuses_norms = is_scalar(model), implementation == "transformer_engine"
+    tables = _Tables(hf_config, family, fuses_norms, grouped_experts, has_score)
     extra = r"rotary_emb\.inv_freq$"
     if family.has_mixers:
         extra += r"|^mtp\."
-    if hf_config.tie_word_embeddings:
+    if hf_config.tie_word_embeddings or has_score:  # a classifier is often made from the files of a language model
         extra += r"|^lm_head\.weight$"
     if count := hf_config.to_dict().get("num_nextn_predict_layers"):  # which follow the model's own layers
         first = hf_config.num_hidden_layers
@@ -231,16 +235,9 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
     return WeightMap(
         model_type=hf_config.model_type,
         entries=tuple(tables.all()),
-        is_tied=hf_config.tie_word_embeddings,
+        is_tied=hf_config.tie_word_embeddings and not has_score,
         extra=re.compile(extra),
     )
-
-
-def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
-    """The mapping of the reward or value model on top of a language model with mapping `language`."""
-    score = _mapped(OUTPUT_LAYER, Replicated(), (HEAD_WEIGHT, (1, hidden_size)))
-    body = language.body()
-    return replace(body, entries=(*body.entries, score))
 
 
 def is_moe_layer(hf_config: Any, layer: int) -> bool:
@@ -295,7 +292,7 @@ class _Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How an architecture differs from Llama. `needs`: the only value of a setting that has a mapping.
+    """How an architecture differs from Llama. `needs`: the values of a setting that have a mapping.
 
     Queries, keys and values have a bias, and queries and keys a norm, if the field is True, or names a setting that is.
 
@@ -322,7 +319,7 @@ class Family:
     has_sinks: bool = False
     is_local: bool = False
     experts: _Experts | None = None
-    needs: Mapping[str, bool] = field(default_factory=dict)
+    needs: Mapping[str, tuple[bool | str, ...]] = field(default_factory=dict)
 
     def has(self, hf_config: Any, part: Literal["qkv_bias", "qk_norm"]) -> bool:
         """Whether the attention of a model has the part."""
@@ -345,7 +342,7 @@ _QWEN_NEXT = Family(
     has_mixers=True,
     zero_centered_norms=True,
     is_local=True,
-    needs={"attention_bias": False},
+    needs={"attention_bias": (False,)},
 )
 
 FAMILIES = {
@@ -354,11 +351,11 @@ FAMILIES = {
         _QWEN_NEXT, body=_TEXT, experts=_Experts(in_layer=lambda hf_config, layer: True, gated_shared_expert=True)
     ),
     "qwen3_next": replace(_QWEN_NEXT, experts=_Experts(in_layer=_qwen_moe_layer, gated_shared_expert=True)),
-    "llama": Family(needs={"attention_bias": False, "mlp_bias": False}),
+    "llama": Family(needs={"attention_bias": (False,), "mlp_bias": (False,)}),
     "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True, needs={"attention_bias": False}),
-    "qwen3_moe": Family(qk_norm=True, needs={"attention_bias": False}, experts=_Experts(in_layer=_qwen_moe_layer)),
+    "qwen3": Family(qk_norm=True, needs={"attention_bias": (False,)}),
+    "qwen3_moe": Family(qk_norm=True, needs={"attention_bias": (False,)}, experts=_Experts(in_layer=_qwen_moe_layer)),
     "mixtral": Family(
         experts=_Experts(
             in_layer=lambda hf_config, layer: True,
@@ -370,12 +367,12 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         is_latent=True,
-        needs={"attention_bias": False, "mlp_bias": False},
+        needs={"attention_bias": (False,), "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
         experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts"),
     ),
     "deepseek_v3": Family(
         is_latent=True,
-        needs={"attention_bias": False, "rope_interleave": True},
+        needs={"attention_bias": (False,), "rope_interleave": (True,), "norm_topk_prob": (True,)},
         experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
     ),
     "gemma3_text": Family(
@@ -383,14 +380,14 @@ FAMILIES = {
         has_post_norms=True,
         zero_centered_norms=True,
         is_local=True,
-        needs={"attention_bias": False, "attn_logit_softcapping": False, "use_bidirectional_attention": False},
+        needs={"attention_bias": (False,), "attn_logit_softcapping": (False,), "use_bidirectional_attention": (False,)},
     ),
     "gpt_oss": Family(
         qkv_bias=True,
         has_biases=True,
         has_sinks=True,
         is_local=True,
-        needs={"attention_bias": True},
+        needs={"attention_bias": (True,)},
         experts=_Experts(
             in_layer=lambda hf_config, layer: True,
             count="num_local_experts",
@@ -402,6 +399,7 @@ FAMILIES = {
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         partial_rotary=True,
+        needs={"norm_topk_prob": (True,)},
         experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
     ),
 }
@@ -409,12 +407,15 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class _Tables:
-    """The entries of one model. `fuses_norms`: Transformer Engine keeps a norm in the linear layer behind it."""
+    """The entries of one model. `fuses_norms`: Transformer Engine keeps a norm in the linear layer behind it.
+    `has_score`: it is a reward or value model.
+    """
 
     config: Any
     family: Family
     fuses_norms: bool
     is_grouped: bool
+    has_score: bool
 
     def all(self) -> Iterator[MappedTensor]:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
@@ -423,7 +424,9 @@ class _Tables:
         for layer in range(self.config.num_hidden_layers):
             yield from self.layer(f"decoder.layers.{layer}.", f"{body}layers.{layer}.", layer)
         yield self.norm("decoder.final_layernorm.weight", f"{body}norm.weight")
-        if not self.config.tie_word_embeddings:
+        if self.has_score:
+            yield _mapped(OUTPUT_LAYER, Replicated(), (HEAD_WEIGHT, (1, self.config.hidden_size)))
+        elif not self.config.tie_word_embeddings:
             yield _mapped(OUTPUT_LAYER, Vocabulary(), ("lm_head.weight", vocabulary))
 
     def norm(self, ours: str, theirs: str, width: int | None = None) -> MappedTensor:
@@ -617,12 +620,20 @@ class Row(Column):
 
 
 class Vocabulary(Layout):
-    """Ranks share rows, one per token, after padding with zeros to a multiple of the ranks (`padded_vocabulary`)."""
+    """Ranks share rows, one per token, after padding with zeros to a multiple of the ranks.
+
+    `slices` raises ValueError if a rank would have only padding, which happens below `size` squared tokens.
+    """
 
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
         vocabulary = shapes[0][0]
         # Padding keeps the shards equal, so that ranks can gather them in one collective.
-        rows = padded_vocabulary(vocabulary, size) // size
+        rows = -(-vocabulary // size)
+        if rows * (size - 1) >= vocabulary:
+            raise ValueError(
+                f"a vocabulary of {vocabulary} tokens leaves the last of {size} tensor-parallel ranks none; lower "
+                "megatron_cfg.tensor_model_parallel_size"
+            )
         return [ShardSlice(0, 0, rank * rows, min((rank + 1) * rows, vocabulary), 0)]
 
 
@@ -660,21 +671,6 @@ class QueryGroups(Layout):
                 slices.append(ShardSlice(source, 0, start + low - offset, start + high - offset, low - first))
             offset += length
         return slices
-
-
-def padded_vocabulary(vocabulary: int, tp_size: int) -> int:
-    """The smallest multiple of `tp_size` that holds `vocabulary` tokens.
-
-    Raises:
-        ValueError: all rows of the last rank would be padding, which only happens below `tp_size` squared tokens.
-    """
-    rows = -(-vocabulary // tp_size)
-    if rows * (tp_size - 1) >= vocabulary:
-        raise ValueError(
-            f"a vocabulary of {vocabulary} tokens leaves the last of {tp_size} tensor-parallel ranks none; lower "
-            "megatron_cfg.tensor_model_parallel_size"
-        )
-    return rows * tp_size
 
 
 def _even_share(length: int, size: int) -> int:

@@ -22,6 +22,7 @@ class MegatronMesh:
         data_group: the ranks that differ from this one only in their samples.
         pipeline_group: the ranks with the other stages; None if there is one stage rank.
         context_group, tensor_group: as `pipeline_group`.
+        ranks: this rank's coordinates in what splits single parameters.
     """
 
     def __init__(self, config: MegatronConfig, seed: int) -> None:
@@ -38,9 +39,19 @@ class MegatronMesh:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.sizes = MegatronSizes.of_megatron(config, dist.get_world_size())
         self.data_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        self.data_rank: int = self.data_group.rank()
+        self.context_rank: int = parallel_state.get_context_parallel_rank()
         self.tensor_group = _unless_single(parallel_state.get_tensor_model_parallel_group())
         self.context_group = _unless_single(parallel_state.get_context_parallel_group())
         self.pipeline_group = _unless_single(parallel_state.get_pipeline_model_parallel_group())
+        self.ranks = ParallelRanks(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_size=parallel_state.get_expert_model_parallel_world_size(),
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        )
 
     @property
     def is_first_of_data_rank(self) -> bool:
@@ -55,28 +66,9 @@ class MegatronMesh:
         is_first = all(group is None or group.rank() == 0 for group in (self.tensor_group, self.context_group))
         return is_first and (pipeline is None or pipeline.rank() == pipeline.size() - 1)
 
-    @property
-    def data_rank(self) -> int:
-        return self.data_group.rank()
-
-    @property
-    def context_rank(self) -> int:
-        return 0 if self.context_group is None else self.context_group.rank()
-
     def close(self) -> None:
         """Destroy the groups."""
         parallel_state.destroy_model_parallel()
-
-    def parallel_ranks(self) -> ParallelRanks:
-        """This rank's coordinates in what splits single parameters."""
-        return ParallelRanks(
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
-            ep_size=parallel_state.get_expert_model_parallel_world_size(),
-            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-            etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        )
 
 
 def _unless_single(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

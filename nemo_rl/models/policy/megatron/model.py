@@ -150,26 +150,6 @@ def parameters_by_name(stages: Sequence[PolicyGPTModel]) -> dict[str, torch.Tens
 # -- multi-head latent attention with complete gradients under tensor parallelism
 
 
-class _SumGradient(torch.autograd.Function):
-    """The identity; backward sums the gradients of a group's ranks.
-
-    Megatron's `copy_to_tensor_model_parallel_region` skips the sum if the gradient is not contiguous, which is the case
-    for a slice.
-    """
-
-    @staticmethod
-    def forward(ctx, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # The sum is in place, and the gradient may be a view of a larger one.
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
 class LatentAttention(MLASelfAttention):
     """All heads share the rotary part of the keys, so its gradient is a sum over ranks, each with its own heads.
 
@@ -197,7 +177,16 @@ class LatentAttention(MLASelfAttention):
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(states, group=group) if is_sharded else states, bias
         latent, rotary = states.split([rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([latent, _SumGradient.apply(rotary, group)], dim=-1), bias
+        if rotary.requires_grad:
+            rotary.register_hook(self._sum_over_ranks)
+        return torch.cat([latent, rotary], dim=-1), bias
+
+    def _sum_over_ranks(self, grad: torch.Tensor) -> torch.Tensor:
+        # Megatron's `copy_to_tensor_model_parallel_region` skips the sum of a slice, which is not contiguous. The sum
+        # is in place, and the gradient may be a view of a larger one.
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.pg_collection.tp)
+        return total
 
 
 # -- the modules of a layer: Transformer Engine's, or torch's ("local")
@@ -281,10 +270,15 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        if packed_seq_params is None:
-            return self._generate(query, key, value)
-        assert isinstance(packed_seq_params, PackedParams)
-        heads_first = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+        seen, cu_seqlens = None, None
+        if packed_seq_params is not None:
+            assert isinstance(packed_seq_params, PackedParams)
+            heads_first = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
+            cu_seqlens = packed_seq_params.cu_seqlens
+        else:
+            heads_first = [states.permute(1, 2, 0, 3) for states in (query, key, value)]
+            if (queries := len(query)) < (keys := len(key)):
+                seen = attention.causal_mask(queries, keys, None, query.device).expand(query.shape[1], 1, -1, -1)
         out, _ = attention.attention(
             self,
             *heads_first,
@@ -292,24 +286,10 @@ class PackedAttention(MegatronModule):
             scaling=self.softmax_scale,
             sliding_window=self.window,
             s_aux=self.softmax_offset,
-            cu_seqlens=packed_seq_params.cu_seqlens,
+            seen=seen,
+            cu_seqlens=cu_seqlens,
         )
-        return out[0]
-
-    def _generate(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        queries, keys = len(query), len(key)
-        seen = attention.causal_mask(queries, keys, None, query.device) if queries < keys else None
-        heads_first = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        out, _ = attention.attention(
-            self,
-            *heads_first,
-            attention_mask=None,
-            scaling=self.softmax_scale,
-            sliding_window=self.window,
-            s_aux=self.softmax_offset,
-            seen=None if seen is None else seen.expand(query.shape[1], 1, -1, -1),
-        )
-        return out.transpose(0, 1).flatten(2)
+        return out[0] if packed_seq_params is not None else out.transpose(0, 1).flatten(2)
 
 
 class TokenMixer(MegatronModule):

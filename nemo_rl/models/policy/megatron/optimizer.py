@@ -345,12 +345,9 @@ def scaled(update: torch.Tensor, mode: ScaleMode) -> torch.Tensor:
     """`update` [M, N] times a factor that makes one learning rate suit all shapes: spectral sqrt(max(M, N)),
     unit_rms_norm sqrt(M / N), shape_scaling sqrt(max(1, M / N))."""
     rows, columns = update.shape
-    factors = {
-        "spectral": max(rows, columns),
-        "unit_rms_norm": rows / columns,
-        "shape_scaling": max(1.0, rows / columns),
-    }
-    return update * factors[mode] ** 0.5
+    ratio = rows / columns
+    squares = {"spectral": max(rows, columns), "unit_rms_norm": ratio, "shape_scaling": max(1.0, ratio)}
+    return update * squares[mode] ** 0.5
 
 
 def _build_muon(

@@ -168,24 +168,11 @@ def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: lis
     width = values.get("moe_intermediate_size") or config.intermediate_size
     experts = FAMILIES[config.model_type].experts
     assert experts is not None
-    for setting, is_wrong, works in (
-        (
-            "num_experts_per_tok",
-            config.num_experts_per_tok == 1 and not router.get("moe_router_pre_softmax"),
-            "2 or more, for the weight of one, normalised, is always 1",
-        ),
-        (
-            "topk_method",
-            config.model_type == "deepseek_v2" and config.topk_method not in ("greedy", "group_limited_greedy"),
-            "greedy or group_limited_greedy",
-        ),
-        ("norm_topk_prob", router.get("moe_router_enable_expert_bias") and not config.norm_topk_prob, "true"),
-    ):
-        if is_wrong:
-            raise ValueError(
-                f"config.json: {setting}: {values[setting]} of a {config.model_type} model has no mapping to Megatron "
-                f"Core, which needs {works}; train it with dtensor_cfg"
-            )
+    if config.num_experts_per_tok == 1 and not router.get("moe_router_pre_softmax"):
+        raise ValueError(
+            f"config.json: num_experts_per_tok: 1 of a {config.model_type} model has no mapping to Megatron Core, "
+            "which needs 2 or more, for the weight of one, normalised, is always 1; train it with dtensor_cfg"
+        )
     return {
         "num_moe_experts": num_experts(config),
         "moe_router_topk": config.num_experts_per_tok,

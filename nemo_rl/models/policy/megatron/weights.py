@@ -1,7 +1,7 @@
 """Megatron parameters on a rank <-> Hugging Face tensors.
 
-`load_weights` fills them from a checkpoint: each rank reads the slices it owns straight from safetensors, so no rank
-ever holds the whole model. `local_shards` lists a rank's shards for a refit, which gathers nothing. `export_weights`
+`load_weights` fills them from a checkpoint: each rank reads the slices it owns straight from the files, so no rank ever
+holds the whole model. `local_shards` lists a rank's shards for a refit, which gathers nothing. `export_weights`
 gathers whole tensors for checkpoints in Hugging Face format.
 """
 
@@ -23,23 +23,32 @@ from nemo_rl.refit.shard_sender import ExportedShard
 @torch.no_grad()
 def load_weights(
     parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks, model_path: str
-) -> None:
-    """Fill the parameters and buffers of a rank in place, and padding rows of the vocabulary with zeros. Collective.
+) -> list[str]:
+    """Fill the parameters and buffers of a rank in place, and padding rows of the vocabulary with zeros.
 
     Args:
         parameters: by Megatron name, with layer numbers of the whole model and expert numbers of the rank.
-        model_path: a directory or a model of the hub, with safetensors.
+        model_path: a directory or a model of the hub.
+
+    Returns:
+        Names of the parameters that the files lack: at most the head of a reward or value model.
 
     Raises:
-        ValueError: names or shapes on disk differ from config.json, or a tensor does not divide evenly.
+        ValueError: there are no weights, names or shapes on disk differ from config.json, or a tensor does not divide
+            evenly.
     """
     entries = weight_map.on_rank(ranks)
     assert parameters.keys() <= entries.keys(), f"not mapped: {sorted(parameters.keys() - entries.keys())}"
-    with StoredModel(model_path) as stored:
-        assert stored.names is not None, "checkpoints in other formats are converted first (`readable_model`)"
+    lacking = []
+    with StoredModel(model_path, torch_files=True) as stored:
+        if stored.names is None:
+            raise ValueError(f"{model_path} holds neither *.safetensors nor pytorch_model*.bin")
         located = weight_map.locate(stored.names)
         for name, parameter in parameters.items():
             entry = entries[name]
+            if entry.sources[0].name not in located:
+                lacking.append(name)
+                continue
             # Experts have a tensor parallelism of their own.
             rank, size = entry.rank_and_size(ranks)
             shape = entry.shard_shape(size)
@@ -55,6 +64,7 @@ def load_weights(
                         f"model's config.json says {location.shape}; the weights and config.json do not belong together"
                     )
                 parameter.narrow(part.dim, part.at, part.length).copy_(tensor[location.index(part)])
+    return lacking
 
 
 # -- this rank's shards, and whole tensors gathered from the shards of all ranks
@@ -131,19 +141,16 @@ def export_weights(
     local = {shard.name: shard.local for shard in shards}
 
     def gather(source: HFTensor, wanted: torch.dtype | None) -> torch.Tensor:
-        dtype, _ = dtypes[source.name]
-        wanted = dtype if wanted is None else wanted
-        sent = wanted if wanted.itemsize < dtype.itemsize else dtype  # cast first if that reduces the bytes to send
-        whole = torch.empty(source.shape, dtype=wanted, device=device)
+        whole = torch.empty(source.shape, dtype=dtypes[source.name][0], device=device)
         # The same order on every rank: each of these is a collective.
         for (dim, start, stop), rank in holders[source.name].items():
             target = whole.narrow(dim, start, stop - start)
-            shard = torch.empty(target.shape, dtype=sent, device=device)
+            shard = torch.empty(target.shape, dtype=whole.dtype, device=device)
             if rank == dist.get_rank():
                 shard.copy_(local[source.name]())
             dist.broadcast(shard, src=rank)
             target.copy_(shard)
-        return whole
+        return whole if wanted is None else whole.to(wanted)
 
     missing = [source.name for source in weight_map.hf_tensors if source.name not in dtypes]
     assert not missing, f"no rank holds {missing}"

@@ -5,6 +5,7 @@ Plain classes: `RayWorkerGroup` makes them actors, a test constructs them in a f
 
 import copy
 import importlib.util
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,15 +21,14 @@ from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.checkpoint import save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
-from nemo_rl.models.policy.head.scalar import scalar_config
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it comes before all that imports Megatron
 from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronSequences, load_scalar_weights
+from nemo_rl.models.policy.megatron.gpt_model import MegatronSequences
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import FAMILIES, scalar_map, weight_map
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.moe import connect_routers, move_expert_biases, routers
@@ -50,6 +50,8 @@ from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.seeds import seed_everything
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -87,11 +89,9 @@ class MegatronPolicyWorker(PolicyWorker):
             implementation="transformer_engine" if use_te else "local",
             grouped_experts=self.megatron.moe_grouped_gemm,
         )
-        if config.reward_model_cfg.enabled:
-            self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
         # By these marks the norm of the gradient counts replicated parameters once.
-        mark_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks())
+        mark_shards(self.parameters, self.weight_map, self.mesh.ranks)
         self._load_weights()
         self.adapters = None
         if self.megatron.peft.enabled:
@@ -118,17 +118,11 @@ class MegatronPolicyWorker(PolicyWorker):
             self.reference = (self.adapters or swapped).active
 
     def _load_weights(self) -> None:
-        ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
-        path = readable_model(
-            self.config,
-            self.settings.model_path,
-            self.hf_config,
-            self.weight_map.body() if reward.enabled else self.weight_map,
-        )
-        if reward.enabled:
-            load_scalar_weights(self.parameters, self.weight_map, ranks, path, self.hf_config, self.settings.seed)
-        else:
-            load_weights(self.parameters, self.weight_map, ranks, path)
+        path, seed = self.settings.model_path, self.settings.seed
+        for name in load_weights(self.parameters, self.weight_map, self.mesh.ranks, path):
+            draw_head(self.parameters[name], self.hf_config, seed)
+            if self.rank == dist.get_world_size() - 1:  # it has the last stage
+                logger.info("%s is a language model without %s: drawn from seed %d", path, HEAD_WEIGHT, seed)
 
     def _row_layout(self) -> RowLayout:
         reward = self.config.reward_model_cfg
@@ -191,7 +185,7 @@ class MegatronPolicyWorker(PolicyWorker):
         return MegatronPolicy(
             parameters=self.parameters if self.adapters is None else self.adapters.trained_of(self.parameters),
             weights=self.weight_map if self.adapters is None else self.adapters.trained_map,
-            ranks=self.mesh.parallel_ranks(),
+            ranks=self.mesh.ranks,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             optimizer_kind=self.megatron.optimizer.optimizer,
@@ -220,12 +214,11 @@ class MegatronPolicyWorker(PolicyWorker):
     def _shards(self) -> list[ExportedShard]:
         """This rank's shards of all weights, with adapters merged into the weights they adapt."""
         merged = None if self.adapters is None else partial(self.adapters.merged, self.parameters, self.device)
-        return local_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks(), self.device, merged)
+        return local_shards(self.parameters, self.weight_map, self.mesh.ranks, self.device, merged)
 
     def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
         """Shards go straight into the buffers; no tensor is gathered."""
-        tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
-        return ShardSender(tensors, self._shards(), **settings)
+        return ShardSender(list(self.weight_map.shapes.items()), self._shards(), **settings)
 
     def _weights(self) -> list[torch.Tensor]:
         return [t for chunk in self.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]

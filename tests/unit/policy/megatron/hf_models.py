@@ -5,22 +5,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.unit.policy.models import SHAPE
+
 VOCAB = 61  # odd: a rank's rows are padded
 NUM_EXPERTS = 4
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
+_SHAPE: dict[str, Any] = SHAPE | {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
 _WINDOW: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {

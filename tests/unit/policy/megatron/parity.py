@@ -5,18 +5,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
-from nemo_rl.models.policy.megatron.config import MegatronDDPConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.config import MegatronOptimizerConfig
 from tests.unit.policy.steps import Step, make_worker, megatron_policy, policy_config, step_of
 from tests.worlds import run_world
 
 SGD = MegatronOptimizerConfig(
     optimizer="sgd", sgd_momentum=0.0, lr=0.1, weight_decay=0.0, use_distributed_optimizer=False
 )
-# An epsilon that counts: without it, Adam makes whole steps of gradients that are rounding errors.
-ADAM = MegatronOptimizerConfig(lr=1e-2, weight_decay=0.0, adam_eps=1e-3)
-TORCH_ADAM = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-3})
-OVERLAP = MegatronDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
+KEYS = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
+KEYS |= {"ep": "expert_model", "etp": "expert_tensor"}
+
+
+def cut(sizes: str) -> dict[str, Any]:
+    """Keys of policy.megatron_cfg for sizes like `tp2 pp4`; sequence parallelism comes with tensor parallelism."""
+    keys = {f"{KEYS[size[:-1]]}_parallel_size": int(size[-1]) for size in sizes.split()}
+    return keys | ({"sequence_parallel": True} if "tp" in {size[:-1] for size in sizes.split()} else {})
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    """Keys that recompute `modules`."""
+    return {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +53,7 @@ def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float 
     def on_rank(rank: int, world: int) -> list[Step]:
         steps = []
         for layout in layouts:
-            config = layout.config()
-            worker = make_worker(path, config)
+            worker = make_worker(path, layout.config())
             steps.append(step_of(worker))
             worker.mesh.close()
         return steps
@@ -59,8 +67,7 @@ def torch_step(path: Path, layout: Layout) -> Step:
     """What the PyTorch backend makes of it on one rank."""
 
     def on_rank(rank: int, world: int) -> Step:
-        config = layout.torch_config()
-        return step_of(make_worker(path, config))
+        return step_of(make_worker(path, layout.torch_config()))
 
     return run_world(on_rank, 1)[0]
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.policy.megatron.parity import Layout, steps_in_one_world
-from tests.unit.policy.megatron.test_parity import CP, EP, ONE_BY_ONE, PACKED, PP, RECOMPUTED, SP, TP, selective
+from tests.unit.policy.megatron.parity import Layout, cut, selective, steps_in_one_world
+from tests.unit.policy.megatron.test_parity import ONE_BY_ONE, PACKED, RECOMPUTED
 from tests.unit.policy.steps import make_groups
 
 pytest.importorskip("megatron.core")
 
 RATE, COEFF, SAMPLES = 0.1, 0.3, 16  # of gradient descent, of the loss, of the one optimizer step
-WHOLE = {"train_micro_batch_size": SAMPLES, "logprob_batch_size": SAMPLES}
-PADDED = PACKED | {"make_sequence_length_divisible_by": 20}
+WHOLE: dict[str, Any] = {"train_micro_batch_size": SAMPLES, "logprob_batch_size": SAMPLES}
+PADDED: dict[str, Any] = PACKED | {"make_sequence_length_divisible_by": 20}
 
 Weights = dict[str, torch.Tensor]
 
@@ -24,10 +24,10 @@ def weights_after(path: Path, *cases: tuple[str, dict[str, Any], dict[str, Any]]
     """The model's weights after a step, for every (type of balancing, keys of megatron_cfg, batching)."""
     policy = {"train_global_batch_size": SAMPLES, "max_grad_norm": None}
     layouts = []
-    for kind, cut, batching in cases:
+    for kind, keys, batching in cases:
         coeff = 0.0 if kind == "none" else COEFF
         balancing = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coeff}
-        layouts.append(Layout(world=world, megatron=cut | balancing, policy=policy, batching=batching))
+        layouts.append(Layout(world=world, megatron=keys | balancing, policy=policy, batching=batching))
     return [ranks[0].weights for ranks in steps_in_one_world(path, layouts)]
 
 
@@ -70,19 +70,19 @@ def test_it_is_what_the_documentation_says(qwen_moe: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "cut"),
+    ("world", "keys"),
     [
-        (2, {PP: 2}),
-        (2, {EP: 2} | RECOMPUTED),
-        (2, {TP: 2, SP: True, EP: 2} | selective("moe")),
-        (4, {TP: 2, SP: True, CP: 2, EP: 2}),
+        (2, cut("pp2")),
+        (2, cut("ep2") | RECOMPUTED),
+        (2, cut("tp2 ep2") | selective("moe")),
+        (4, cut("tp2 cp2 ep2")),
     ],
 )
-def test_micro_batches_and_ranks_do_not_change_it(qwen_moe: Path, world: int, cut: dict[str, Any]) -> None:
+def test_micro_batches_and_ranks_do_not_change_it(qwen_moe: Path, world: int, keys: dict[str, Any]) -> None:
     """`global_aux_loss` is of the samples of all data ranks together."""
-    cases = [("seq_aux_loss", cut, batching) for batching in (PADDED, ONE_BY_ONE | PADDED)]
-    cases.append(("global_aux_loss", cut, WHOLE))
-    none, *by_sequence, together = weights_after(qwen_moe, ("none", cut, PADDED), *cases, world=world)
+    cases = [("seq_aux_loss", keys, batching) for batching in (PADDED, ONE_BY_ONE | PADDED)]
+    cases.append(("global_aux_loss", keys, WHOLE))
+    none, *by_sequence, together = weights_after(qwen_moe, ("none", keys, PADDED), *cases, world=world)
     for weights in by_sequence:
         assert_added(weights, none, by_definition(qwen_moe, per_sequence=True))
     assert_added(together, none, by_definition(qwen_moe, per_sequence=False))

@@ -10,141 +10,112 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
-from transformers import GPT2Config, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron import checks
-from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig, MegatronOptimizerConfig, device_problems
+from nemo_rl.models.policy.megatron.config import MegatronConfig, device_problems
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.worker import uses_transformer_engine
-from tests.tables import pattern
+from tests.tables import lines, pattern
 from tests.unit.policy.megatron.hf_models import FAMILIES, config_of
 from tests.unit.policy.steps import megatron_policy
 
 KEY = "policy.megatron_cfg"
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-DENSE = "'llama' is a dense model and has no experts; set it to "
 
 
-def policy_of(*, replay: bool = False, **settings: Any) -> PolicyConfig:
-    return megatron_policy({"model_name": "mine", "router_replay": RouterReplayConfig(enabled=replay)}, **settings)
+def keys(text: str) -> dict[str, Any]:
+    return yaml.safe_load(f"{{{text}}}")
 
 
 def refusal(model: PretrainedConfig, model_path: str = "a/hub-model", **settings: Any) -> str:
+    replay = {"router_replay": {"enabled": settings.pop("replay", False)}}
     with pytest.raises(ValueError) as error:
-        checks.check_megatron(policy_of(**settings), model, model_path)
+        checks.check_megatron(megatron_policy({"model_name": "mine"} | replay, **settings), model, model_path)
     return str(error.value)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_with_a_mapping_pass(name: str) -> None:
-    for settings in ({}, {TP: 2, "sequence_parallel": True, PP: 2}):
-        checks.check_megatron(policy_of(**settings), config_of(name), "a/hub-model")
+    for settings in ("", "tensor_model_parallel_size: 2, sequence_parallel: true, pipeline_model_parallel_size: 2"):
+        checks.check_megatron(megatron_policy(**keys(settings)), config_of(name), "a/hub-model")
 
 
-SHAPE = {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4}
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
-ROPE = "policy.hf_config_overrides.rope_parameters"
+REFUSED = """
+llama | | tensor_model_parallel_size: 3
+    -> policy.megatron_cfg.tensor_model_parallel_size=3 does not divide the 4 attention heads of this 'llama'
+    ... would: 1, 2, 4
+llama | num_attention_heads: 12, hidden_size: 48, num_key_value_heads: 4, intermediate_size: 50
+    | tensor_model_parallel_size: 4
+    -> policy.megatron_cfg.tensor_model_parallel_size=4 does not divide the 50 rows of its feed-forward layers
+    ... (intermediate_size) of this 'llama' model; these would: 1, 2
+llama | num_attention_heads: 12, hidden_size: 48, num_key_value_heads: 4 | tensor_model_parallel_size: 6
+    -> neither divides the 4 key-value heads ... these would: 1, 2, 4, 12
+llama | | pipeline_model_parallel_size: 4
+    -> pipeline_model_parallel_size=4: the model has 2 layers; use at most that
+llama | | expert_model_parallel_size: 2
+    -> policy.megatron_cfg.expert_model_parallel_size=2: 'llama' is a dense model and has no experts; set it to 1
+llama | | moe_per_layer_logging: true -> policy.megatron_cfg.moe_per_layer_logging=true: 'llama' is ... set it to false
+llama | | replay: true -> policy.router_replay.enabled=true: 'llama' is a dense model ... set it to false
+llama | | activation_checkpointing: true, recompute_granularity: selective, recompute_modules: [core_attn, mla_up_proj]
+    -> policy.megatron_cfg.recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]
+llama | rope_parameters: {rope_theta: 1.0, rope_type: dynamic, factor: 2.0} |
+    -> policy.hf_config_overrides.rope_parameters.rope_type=dynamic of this 'llama' model
+llama | rope_parameters: {rope_theta: 1.0, rope_type: default, partial_rotary_factor: 0.5} |
+    -> policy.hf_config_overrides.rope_parameters.partial_rotary_factor=0.5 of
+qwen3_moe | | expert_model_parallel_size: 3
+    -> expert_model_parallel_size=3 does not divide the 4 experts of this 'qwen3_moe' model ... : 1, 2, 4
+qwen3_moe | | expert_tensor_parallel_size: 5
+    -> expert_tensor_parallel_size=5 does not divide the 24 rows of an expert ... would: 1, 2, 3, 4, 6, 8, 12
+qwen3_moe | | tensor_model_parallel_size: 2
+    -> sequence_parallel=false: with tensor_model_parallel_size=2 every ... set it to true
+qwen3_moe | | moe_router_bias_update_rate: 0.001, freeze_moe_router: false
+    -> moe_router_bias_update_rate=0.001: the routers ... those of deepseek_v3 do ... set it to 0, or use
+qwen3_next | | context_parallel_size: 2 -> =2: the layers of type Qwen3NextGatedDeltaNet
+qwen3_next | | tensor_model_parallel_size: 4, sequence_parallel: true -> =4 is more than the 2 key-value heads
+gemma3_text | full_attention: {rope_type: yarn, factor: 4.0, rope_theta: 1.0, original_max_position_embeddings: 8} |
+    -> policy.hf_config_overrides.rope_parameters.full_attention.rope_type=yarn of this 'gemma3_text'
+gemma3_text | | bias_activation_fusion: true -> policy.megatron_cfg.bias_activation_fusion=true is not for the layers
+glm4_moe | rope_parameters: {rope_type: yarn, factor: 4.0, rope_theta: 1.0, partial_rotary_factor: 0.5} |
+    -> policy.hf_config_overrides.rope_parameters.rope_type=yarn of this 'glm4_moe' model
+gpt_oss | | expert_tensor_parallel_size: 2 -> the experts of this 'gpt_oss' model stay whole
+deepseek_v2 | topk_method: noaux_tc | -> topk_method: noaux_tc ... needs greedy or group_limited_greedy;
+deepseek_v3 | norm_topk_prob: false | -> norm_topk_prob: False ... needs True;
+"""
 
 
-def rope(**changes: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0, **changes}}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "settings", "said"),
-    [
-        ("llama", {}, {TP: 3}, f"{TP}=3 does not divide the 4 attention heads of this 'llama' ... would: 1, 2, 4"),
-        ("qwen3_moe", {}, {EP: 3}, f"{EP}=3 does not divide the 4 experts of this 'qwen3_moe' model ... : 1, 2, 4"),
-        (
-            "qwen3_moe",
-            {},
-            {ETP: 5},
-            f"{ETP}=5 does not divide the 24 rows of an expert ... would: 1, 2, 3, 4, 6, 8, 12",
-        ),
-        ("qwen3_moe", {}, {TP: 2}, f"sequence_parallel=false: with {TP}=2 every ... set it to true"),
-        ("llama", {}, {EP: 2}, f"{EP}=2: {DENSE}1"),
-        ("llama", {}, {ETP: 2}, f"{ETP}=2: {DENSE}1"),
-        ("llama", {}, {"moe_per_layer_logging": True}, f"moe_per_layer_logging=true: {DENSE}false"),
-        ("llama", {}, {"replay": True}, f"policy.router_replay.enabled=true: {DENSE}false"),
-        (
-            "qwen3_moe",
-            {},
-            {"moe_router_bias_update_rate": 0.001, "freeze_moe_router": False},
-            "moe_router_bias_update_rate=0.001: the routers ... those of deepseek_v3 do ... set it to 0, or use",
-        ),
-        ("llama", {}, {PP: 4}, f"{PP}=4: the model has 2 layers; use at most that"),
-        (
-            "llama",
-            {},
-            {"activation_checkpointing": True, "recompute_granularity": "selective"}
-            | {"recompute_modules": ["core_attn", "mla_up_proj", "moe"]},
-            "recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]",
-        ),
-        (
-            "llama",
-            SHAPE | {"intermediate_size": 50},
-            {TP: 4},
-            f"{KEY}.{TP}=4 does not divide the 50 rows of its feed-forward layers (intermediate_size) of this 'llama' "
-            "model; these would: 1, 2",
-        ),
-        ("llama", SHAPE, {TP: 6}, "neither divides the 4 key-value heads ... these would: 1, 2, 4, 12"),
-        ("llama", rope(rope_type="dynamic", factor=2.0), {}, f"{ROPE}.rope_type=dynamic of this 'llama' model"),
-        ("llama", rope(rope_type="default", partial_rotary_factor=0.5), {}, f"{ROPE}.partial_rotary_factor=0.5 of"),
-        ("gemma3_text", {"full_attention": YARN}, {}, f"{ROPE}.full_attention.rope_type=yarn of this 'gemma3_text'"),
-        ("glm4_moe", rope(**YARN, partial_rotary_factor=0.5), {}, f"{ROPE}.rope_type=yarn of this 'glm4_moe' model"),
-        # Layers of this library.
-        ("gpt_oss", {}, {ETP: 2}, "the experts of this 'gpt_oss' model stay whole"),
-        ("qwen3_next", {}, {"context_parallel_size": 2}, "=2: the layers of type Qwen3NextGatedDeltaNet"),
-        ("qwen3_next", {}, {TP: 4, "sequence_parallel": True}, "=4 is more than the 2 key-value heads"),
-        (
-            "gemma3_text",
-            {},
-            {"bias_activation_fusion": True},
-            f"{KEY}.bias_activation_fusion=true is not for the layers",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_the_model(
-    name: str, changes: dict[str, Any], settings: dict[str, Any], said: str
-) -> None:
+@pytest.mark.parametrize(("left", "said"), lines(REFUSED.replace("\n    |", " |")))
+def test_settings_that_do_not_fit_the_model(left: str, said: str) -> None:
+    name, changes, settings = (part.strip() for part in left.split("|"))
     model = config_of(name)
     if "full_attention" in changes:
-        model.rope_parameters |= changes
+        model.rope_parameters |= keys(changes)
     else:
-        model.update(changes)
-    message = refusal(model, **settings)
-    assert message.startswith((KEY, ROPE, "policy.router_replay")) and re.search(pattern(said), message), message
+        model.update(keys(changes))
+    message = refusal(model, **keys(settings))
+    assert message.startswith("policy.") and re.search(pattern(said), message), message
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        (
-            "qwen2",
-            {"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True, "sliding_window": 4},
-            "layer_types: chunked_attention",
-        ),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: noaux_tc .* needs greedy or group"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob: False .* needs true"),
+def test_settings_of_models_without_an_equal_are_refused() -> None:
+    policy, windows = megatron_policy(), {"use_sliding_window": True, "sliding_window": 4}
+    for name, changes, message in (
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]} | windows, "layer_types: chunked_attention"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 .* needs 2 or more"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05 .*transformer_impl to local"),
-    ],
-)
-def test_settings_of_models_without_an_equal_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    model, by_engine = config_of(name, **changes), "rms_norm_eps" in changes
-    with pytest.raises(ValueError, match=message):
-        transformer_config(model, policy_of(), use_transformer_engine=by_engine)
-    if by_engine:
-        transformer_config(model, policy_of(), use_transformer_engine=False)
+    ):
+        model, by_engine = config_of(name, **changes), "rms_norm_eps" in changes
+        with pytest.raises(ValueError, match=message):
+            transformer_config(model, policy, use_transformer_engine=by_engine)
+    transformer_config(model, policy, use_transformer_engine=False)
 
 
 # -- stages
+
+STAGES = "pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
 def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
@@ -153,23 +124,19 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
 
 def test_layers_of_stages() -> None:
     assert stages_of(3) == [[range(3)]]
-    interleaved = stages_of(8, **{PP: 2}, virtual_pipeline_model_parallel_size=2)
+    interleaved = stages_of(8, **{STAGES: 2}, virtual_pipeline_model_parallel_size=2)
     assert interleaved == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
-    uneven = stages_of(61, **{PP: 16, FIRST: 2, LAST: 3})
+    uneven = stages_of(61, **{STAGES: 16, FIRST: 2, LAST: 3})
     assert [len(piece) for (piece,) in uneven] == [2] + [4] * 14 + [3]
 
 
 @pytest.mark.parametrize(
     ("num_layers", "settings", "message"),
     [
-        (61, {PP: 16}, f"{PP}=16 does not divide the 61 .* of 1, 61; uneven ones: {FIRST}=2 and {LAST}=3"),
-        (61, {PP: 4, FIRST: 20}, f"{PP}=4 with {FIRST}=20 leaves 41 of the model's 61 layers to 3 .*{FIRST}=14 and"),
-        (
-            8,
-            {PP: 2, FIRST: 3, LAST: 4},
-            f"{LAST}=4 holds 7 of the 8 layers .* of 1, 2, 4, 8, with both .* null",
-        ),
-        (8, {PP: 2, "virtual_pipeline_model_parallel_size": 3}, "does not divide the 4 layers of a .* would: 1, 2, 4$"),
+        (61, {STAGES: 16}, f"{STAGES}=16 does not divide the 61 .* of 1, 61; uneven ones: {FIRST}=2 and {LAST}=3"),
+        (61, {STAGES: 4, FIRST: 20}, f"{FIRST}=20 leaves 41 of the model's 61 layers to 3 .*{FIRST}=14 and"),
+        (8, {STAGES: 2, FIRST: 3, LAST: 4}, f"{LAST}=4 holds 7 of the 8 layers .* of 1, 2, 4, 8, with both .* null"),
+        (8, {STAGES: 2, "virtual_pipeline_model_parallel_size": 3}, "the 4 layers of a .* would: 1, 2, 4$"),
     ],
 )
 def test_layers_that_do_not_split(num_layers: int, settings: dict[str, Any], message: str) -> None:
@@ -179,14 +146,11 @@ def test_layers_that_do_not_split(num_layers: int, settings: dict[str, Any], mes
 
 def test_what_is_proposed_works() -> None:
     for num_layers in range(2, 33):
-        for size in range(2, num_layers + 1):
-            if num_layers % size == 0:
-                continue
+        for size in (size for size in range(2, num_layers + 1) if num_layers % size):
             with pytest.raises(ValueError, match="uneven ones") as error:
-                stages_of(num_layers, **{PP: size})
-            proposed = str(error.value).rpartition("uneven ones: ")[2].split(" and ")
-            ends = {key: int(count) for key, _, count in (text.partition("=") for text in proposed)}
-            stages = stages_of(num_layers, **{PP: size}, **ends)
+                stages_of(num_layers, **{STAGES: size})
+            proposed = keys(str(error.value).rpartition("uneven ones: ")[2].replace(" and ", ",").replace("=", ": "))
+            stages = stages_of(num_layers, **{STAGES: size}, **proposed)
             assert [layer for (piece,) in stages for layer in piece] == list(range(num_layers))
 
 
@@ -201,8 +165,8 @@ def saved(folder: Path, model: PretrainedConfig, names: list[str]) -> str:
 
 def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
     model = config_of("llama")
-    names = [tensor.name for tensor in weight_map(model, implementation="local").hf_tensors]
-    checks.check_megatron(policy_of(), model, saved(tmp_path, model, names))
+    names = list(weight_map(model).shapes)
+    checks.check_megatron(megatron_policy(), model, saved(tmp_path, model, names))
     renamed = [name.replace("layers.1.mlp.up_proj", "layers.1.mlp.w3") for name in names]
     assert refusal(model, saved(tmp_path, model, renamed)) == (
         "policy.model_name='mine': the checkpoint's tensors are not those of a llama model of this config.json: "
@@ -212,7 +176,8 @@ def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
 
 def test_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight", "model.norm.weight"]
-    message = refusal(GPT2Config(), saved(tmp_path, GPT2Config(), names))
+    model = AutoConfig.for_model("gpt2")
+    message = refusal(model, saved(tmp_path, model, names))
     assert message.startswith("policy.model_name='mine': model_type 'gpt2' has no mapping to Megatron Core; known")
     assert "qwen3_moe" in message and "docs/adding-a-model.md" in message and "policy.dtensor_cfg" in message
     assert message.endswith("; no mapping knows its tensors h.*.attn.c_attn.weight, wte.weight")
@@ -221,36 +186,30 @@ def test_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
 # -- packages and devices
 
 
-def lacking(installed: tuple[str, ...], capability: tuple[int, int] | None = None, **settings: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        checks.check_packages(MegatronConfig(enabled=True, **settings), installed=installed, capability=capability)
-    return str(error.value)
-
-
 def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lacking(()) == (
-        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set it "
-        "to false and dtensor_cfg.enabled to true"
-    )
     for name in [name for name in sys.modules if name.startswith("megatron.")]:
         monkeypatch.delitem(sys.modules, name)
     other = module_from_spec(ModuleSpec("megatron", None, is_package=True))  # of the same name
     monkeypatch.setitem(sys.modules, "megatron", other)
-    assert "megatron_cfg.enabled=true: Megatron Core is not installed" in refusal(config_of("llama"))
+    assert refusal(config_of("llama")) == (
+        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set it "
+        "to false and dtensor_cfg.enabled to true"
+    )
 
 
-@pytest.mark.parametrize(
-    ("settings", "asked", "neutral"),
-    [
-        ({"apply_rope_fusion": True}, "apply_rope_fusion=true", "false"),
-        ({"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine", "local"),
-        ({"fp8_cfg": Fp8Config(enabled=True)}, "fp8_cfg.enabled=true", "false"),
-    ],
-)
-def test_transformer_engine_that_is_not_installed(settings: dict[str, Any], asked: str, neutral: str) -> None:
-    message = lacking(("megatron",), **settings)
-    assert message.startswith(f"{KEY}.{asked} needs Transformer Engine, which is not installed; start the run with")
-    assert message.endswith(f"`uv run --extra mcore --extra te ...`, or set it to {neutral}")
+LACKING = """
+apply_rope_fusion: true -> policy.megatron_cfg.apply_rope_fusion=true needs ... set it to false
+transformer_impl: transformer_engine -> policy.megatron_cfg.transformer_impl=transformer_engine ... set it to local
+fp8_cfg: {enabled: true}
+    -> policy.megatron_cfg.fp8_cfg.enabled=true needs Transformer Engine, which is not installed; start the run with
+    ... `uv run --extra mcore --extra te ...`, or set it to false
+"""
+
+
+@pytest.mark.parametrize(("settings", "said"), lines(LACKING))
+def test_transformer_engine_that_is_not_installed(settings: str, said: str) -> None:
+    with pytest.raises(ValueError, match=pattern(said)):
+        checks.check_packages(MegatronConfig(enabled=True, **keys(settings)), installed={"megatron"}, capability=None)
 
 
 @pytest.mark.parametrize(
@@ -261,28 +220,25 @@ def test_transformer_engine_that_is_not_installed(settings: dict[str, Any], aske
         ("tensorwise", (8, 0), "set enabled=false"),
     ],
 )
-def test_fp8_that_the_gpus_cannot_do(recipe: Any, capability: tuple[int, int], works: str) -> None:
-    fp8, installed = Fp8Config(enabled=True, fp8_recipe=recipe), ("megatron", "transformer_engine")
-    message = lacking(installed, capability, fp8_cfg=fp8)
-    assert f"{KEY}.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability" in message
-    assert message.endswith(f"have {capability[0]}.{capability[1]}; {works}")
+def test_fp8_that_the_gpus_cannot_do(recipe: str, capability: tuple[int, int], works: str) -> None:
+    settings = MegatronConfig(enabled=True, **keys(f"fp8_cfg: {{enabled: true, fp8_recipe: {recipe}}}"))
+    installed, has = {"megatron", "transformer_engine"}, f"{capability[0]}.{capability[1]}"
+    with pytest.raises(ValueError, match=rf"fp8_recipe={recipe} needs GPUs of .* these have {has}; {works}$"):
+        checks.check_packages(settings, installed=installed, capability=capability)
     for able in ((10, 0), None):
-        checks.check_packages(MegatronConfig(enabled=True, fp8_cfg=fp8), installed=installed, capability=able)
+        checks.check_packages(settings, installed=installed, capability=able)
 
 
 def test_what_runs_on_gpus_only_is_refused_without() -> None:
-    fusions = ("apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm", "moe_permute_fusion")
     settings = MegatronConfig(
         enabled=True,
-        transformer_impl="transformer_engine",
-        optimizer=MegatronOptimizerConfig(use_precision_aware_optimizer=True),
-        fp8_cfg=Fp8Config(enabled=True),
-        **dict.fromkeys(fusions, True),
+        **keys("transformer_impl: transformer_engine, optimizer: {use_precision_aware_optimizer: true}"),
+        **keys("moe_grouped_gemm: true, bias_activation_fusion: true, fp8_cfg: {enabled: true}"),
     )
-    found = {k.removeprefix(f"{KEY}."): text for k, text in device_problems(settings, use_gpus=False)}
-    fixes = dict.fromkeys(("fp8_cfg.enabled", "optimizer.use_precision_aware_optimizer", *fusions), "false")
-    fixes["transformer_impl"] = "local"
-    assert set(found) == set(fixes)
+    fixes = dict.fromkeys(("fp8_cfg.enabled", "optimizer.use_precision_aware_optimizer", "moe_grouped_gemm"), "false")
+    fixes |= {"transformer_impl": "local", "bias_activation_fusion": "false"}
+    found = {key.removeprefix(f"{KEY}."): text for key, text in device_problems(settings, use_gpus=False)}
+    assert found.keys() == fixes.keys()
     for key, fix in fixes.items():
         assert found[key].endswith(f"gpus_per_node is 0; set it to {fix}, or cluster.gpus_per_node above 0")
     assert not dict(device_problems(settings, use_gpus=True))

@@ -18,8 +18,7 @@ from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_ada
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.megatron.parity import distances
-from tests.unit.policy.megatron.test_parity import CP, PP, SP, TP
+from tests.unit.policy.megatron.parity import cut, distances
 from tests.unit.policy.steps import (
     Step,
     logprobs_of,
@@ -104,10 +103,10 @@ def test_adapted_layers_move_the_reference_is_the_base_model_and_peft_computes_t
 
 
 LAYOUTS = {
-    "tp-sp-recompute": (2, {TP: 2, SP: True, "activation_checkpointing": True}),
-    "tp4": (4, {TP: 4, SP: True}),  # more ranks than query groups
-    "pp": (2, {PP: 2}),
-    "cp-recompute": (2, {CP: 2, "activation_checkpointing": True}),
+    "tp-recompute": (2, cut("tp2") | {"activation_checkpointing": True}),
+    "tp4": (4, cut("tp4")),  # more ranks than query groups
+    "pp": (2, cut("pp2")),
+    "cp-recompute": (2, cut("cp2") | {"activation_checkpointing": True}),
 }
 
 
@@ -122,7 +121,7 @@ def test_training_does_not_depend_on_the_layout(deep, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {TP: 2, SP: True})])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, cut("tp2"))])
 def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone, world, layout):
     """To the bit on the rank that saved it."""
     [saved, following], directory = alone
@@ -147,7 +146,7 @@ def test_dropout_acts_in_training_mode_and_a_fused_norm_comes_before_the_adapter
     linear.config = LLAMA.__class__()
     linear.config.sequence_parallel, linear.config.layernorm_epsilon = False, 1e-2
     linear.layer_norm_weight = nn.Parameter(torch.rand(8) + 0.5)
-    (layer, *_) = adapted_layers(weight_map(LLAMA, implementation="local"), MegatronPeftConfig(enabled=True, dim=2))
+    (layer, *_) = adapted_layers(weight_map(LLAMA), MegatronPeftConfig(enabled=True, dim=2))
     peft = MegatronPeftConfig(enabled=True, dim=2, alpha=4, dropout=0.5)
     group: Any = _OneRank()
     linear.adapter = Adapter(linear, layer, peft, group)
@@ -172,9 +171,7 @@ class _OneRank:
 
 def test_linear_layers_are_adapted_but_those_left_out_and_experts() -> None:
     def adapted(model: PretrainedConfig, **peft: Any) -> list[str]:
-        layers = adapted_layers(
-            weight_map(model, implementation="local"), MegatronPeftConfig(enabled=True, dim=4, **peft)
-        )
+        layers = adapted_layers(weight_map(model), MegatronPeftConfig(enabled=True, dim=4, **peft))
         return [layer.name.rpartition(".")[2] for layer in layers]
 
     attention = ["linear_proj", "linear_qkv"]
@@ -194,8 +191,8 @@ def test_linear_layers_are_adapted_but_those_left_out_and_experts() -> None:
         (
             LLAMA,
             {"target_modules": ["decoder.layers.0.*"]},
-            {PP: 2},
-            "none of the layers 2 to 3, which pipeline rank 1",
+            cut("pp2"),
+            "none of the layers 2 to 3, which pipeline rank",
         ),
         (MOE, {}, {"freeze_moe_router": False}, "freeze_moe_router=false: .* set it to true"),
         (MOE, {"target_modules": ["linear_fc1"]}, {}, r"takes in .*local_experts.0.linear_fc1, a layer of an"),

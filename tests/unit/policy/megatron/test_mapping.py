@@ -8,16 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, WeightMap, padded_vocabulary, weight_map
-from tests.unit.policy.megatron.hf_models import (
-    FAMILIES,
-    MOE,
-    NUM_EXPERTS,
-    VOCAB,
-    config_of,
-    full_name,
-    random_model,
-)
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, ParallelRanks, WeightMap, weight_map
+from tests.unit.policy.megatron.hf_models import FAMILIES, NUM_EXPERTS, config_of, full_name, random_model
 
 
 @pytest.fixture(scope="module")
@@ -61,43 +53,23 @@ def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bi
         assert all(map(torch.equal, sources, joined)), entry.template
 
 
-def test_query_key_and_value_of_a_group_lie_together(stored):
-    tensors, at = stored["qwen2"], "model.layers.1.self_attn."
-    for kind in ("weight", "bias"):
-        entry = entry_of(mapped("qwen2"), f"decoder.layers.1.self_attention.linear_qkv.{kind}")
-        q, k, v = (tensors[f"{at}{x}_proj.{kind}"] for x in "qkv")
-        heads = {"q": q.unflatten(0, (4, 8)), "k": k.unflatten(0, (2, 8)), "v": v.unflatten(0, (2, 8))}
-        groups = [torch.cat([heads["q"][2 * g], heads["q"][2 * g + 1], heads["k"][g], heads["v"][g]]) for g in range(2)]
-        assert torch.equal(entry.shard([q, k, v], 0, 1), torch.cat(groups))
-        assert torch.equal(entry.shard([q, k, v], 1, 2), groups[1])
-        assert torch.equal(entry.shard([q, k, v], 3, 4), groups[1][16:])  # more ranks than groups
-
-
 def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(stored):
     entry = entry_of(mapped("llama"), "embedding.word_embeddings.weight")
     embedding = stored["llama"]["model.embed_tokens.weight"]
     last = entry.shard([embedding], 3, 4)
-    assert padded_vocabulary(VOCAB, 4) == 64 and padded_vocabulary(5, 3) == 6
     assert torch.equal(last[:13], embedding[48:])
     assert torch.count_nonzero(last[13:]) == 0
     with pytest.raises(ValueError, match=r"5 tokens leaves the last of 4 .* lower .*tensor_model_parallel_size"):
-        padded_vocabulary(5, 4)
+        weight_map(config_of("llama", vocab_size=5)).on_rank(ParallelRanks())[OUTPUT_LAYER].shard_shape(4)
 
 
-@pytest.mark.parametrize("name", [name for name in MOE if name != "gpt_oss"])
-@pytest.mark.parametrize(
-    ("is_grouped", "ours"),
-    [
-        (False, "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"),
-        (True, "decoder.layers.1.mlp.experts.linear_fc1.weight1"),
-    ],
-)
-def test_experts_are_numbered_per_rank(name, is_grouped, ours):
-    mapping = weight_map(config_of(name), implementation="transformer_engine", grouped_experts=is_grouped)
-    gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
-    entry = entry_of(mapping, ours, ep_rank=1, ep_size=2)
-    assert entry.expert == 3
-    assert entry.sources[0].name == full_name(name, f"model.layers.1.{gate}.weight")
+@pytest.mark.parametrize(("name", "theirs"), [("qwen3_moe", "gate_proj"), ("mixtral", "w1")])
+def test_experts_are_numbered_per_rank(name, theirs):
+    for is_grouped, ours in ((False, "local_experts.1.linear_fc1.weight"), (True, "linear_fc1.weight1")):
+        mapping = weight_map(config_of(name), implementation="transformer_engine", grouped_experts=is_grouped)
+        entry = entry_of(mapping, f"decoder.layers.1.mlp.experts.{ours}", ep_rank=1, ep_size=2)
+        assert entry.expert == 3
+        assert entry.sources[0].name.endswith(f".experts.3.{theirs}.weight")
 
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
@@ -122,9 +94,9 @@ def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(store
 
 def test_what_has_no_mapping_or_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match="attention_bias: True of a llama model"):
-        weight_map(LlamaConfig(attention_bias=True), implementation="local")
+        weight_map(LlamaConfig(attention_bias=True))
     with pytest.raises(ValueError, match="moe_grouped_gemm=true needs Transformer Engine"):
-        weight_map(config_of("mixtral"), implementation="local", grouped_experts=True)
+        weight_map(config_of("mixtral"), grouped_experts=True)
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
         entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):

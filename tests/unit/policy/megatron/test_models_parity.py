@@ -6,20 +6,13 @@ from typing import Any
 import pytest
 
 from tests.unit.policy.megatron.hf_models import random_model
-from tests.unit.policy.megatron.parity import Layout, distances, steps_in_one_world, torch_step
+from tests.unit.policy.megatron.parity import Layout, cut, distances, steps_in_one_world, torch_step
 from tests.unit.policy.models import VOCAB
 
 pytest.importorskip("megatron.core")
 
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 
@@ -72,33 +65,27 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 1, {})
 
 
-TENSOR = {"tensor_model_parallel_size": 2}
-SEQUENCE = {**TENSOR, "sequence_parallel": True}
-STAGES, CONTEXT = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
-EXPERTS, CUT_EXPERTS = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("deepseek_v2", SEQUENCE),
-        ("deepseek_v3", STAGES),
-        ("deepseek_v3", CONTEXT),
-        ("window-by-layer", SEQUENCE),
-        ("window-by-layer", STAGES),
-        ("deepseek_v2-groups", EXPERTS),
-        ("deepseek_v3-groups", {**SEQUENCE, **EXPERTS}),
-        ("mixtral", {**SEQUENCE, **CUT_EXPERTS}),
-        ("latent-dense", TENSOR),
-        ("yarn", TENSOR),
-        ("gemma3_text", SEQUENCE),
-        ("gemma3_text", CONTEXT),
-        ("gpt_oss", {**SEQUENCE, **EXPERTS}),
-        ("gpt_oss", CONTEXT),
-        ("qwen3_next", {**SEQUENCE, **EXPERTS}),
-        ("qwen3_next", STAGES),
-        ("glm4_moe", {**SEQUENCE, **EXPERTS}),
+        ("deepseek_v2", cut("tp2")),
+        ("deepseek_v3", cut("pp2")),
+        ("deepseek_v3", cut("cp2")),
+        ("window-by-layer", cut("tp2")),
+        ("window-by-layer", cut("pp2")),
+        ("deepseek_v2-groups", cut("ep2")),
+        ("deepseek_v3-groups", cut("tp2 ep2")),
+        ("mixtral", cut("tp2 etp2")),
+        ("latent-dense", cut("tp2") | {"sequence_parallel": False}),
+        ("yarn", cut("tp2") | {"sequence_parallel": False}),
+        ("gemma3_text", cut("tp2")),
+        ("gemma3_text", cut("cp2")),
+        ("gpt_oss", cut("tp2 ep2")),
+        ("gpt_oss", cut("cp2")),
+        ("qwen3_next", cut("tp2 ep2")),
+        ("qwen3_next", cut("pp2")),
+        ("glm4_moe", cut("tp2 ep2")),
     ],
 )
 def test_two_ranks(name: str, layout: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Routers of Megatron's mixture-of-experts layers: which experts they choose, whether they learn, what they report."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,10 +16,10 @@ from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose, highest
+from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
-from tests.unit.policy.megatron.parity import Layout, distances, steps_in_one_world, torch_step
+from tests.unit.policy.megatron.parity import Layout, cut, distances, selective, steps_in_one_world, torch_step
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import (
     LOSS,
@@ -38,16 +39,11 @@ from tests.worlds import run_world
 pytest.importorskip("megatron.core")
 
 
-SELECTIVE: dict[str, Any] = {
-    "activation_checkpointing": True,
-    "recompute_granularity": "selective",
-    "recompute_modules": ["moe"],
-}
 PADDED = {"make_sequence_length_divisible_by": 8}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
-    (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2, "activation_checkpointing": True}),
-    (2, {"pipeline_model_parallel_size": 2, **SELECTIVE}),
+    (4, cut("tp2 pp2")),
+    (2, cut("cp2 ep2") | {"activation_checkpointing": True}),
+    (2, cut("pp2") | selective("moe")),
 ]
 
 
@@ -65,16 +61,12 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 def test_of_equal_scores_the_first_expert_is_chosen_wherever_the_token_lies():
     scores = torch.zeros(300, 64)
     scores[:, 40] = 1.0
-    assert (highest(scores, 3) == torch.tensor([40, 0, 1])).all()
-    assert torch.equal(highest(scores[7:9], 3), highest(scores, 3)[7:9])
-    in_groups = choose(scores, 3, 8, 2, scores_per_group=2)
-    assert (in_groups == torch.tensor([40, 0, 1])).all(), "the group of expert 40, then the first"
-
-
-def test_groups_are_judged_by_their_best_one_or_two_scores():
-    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5]])
-    assert choose(scores, 2, 2, 1, scores_per_group=1).tolist() == [[0, 1]]
-    assert choose(scores, 2, 2, 1, scores_per_group=2).tolist() == [[2, 3]]
+    for groups in (None, 2):  # with groups, the group of expert 40, then the first
+        assert (choose(scores, 3, 8, groups, scores_per_group=2) == torch.tensor([40, 0, 1])).all()
+        assert (choose(scores[7:9], 3, 8, groups, scores_per_group=2) == torch.tensor([40, 0, 1])).all()
+    close = torch.tensor([[0.9, 0.0, 0.6, 0.5]])  # groups are judged by their best one or two scores
+    assert choose(close, 2, 2, 1, scores_per_group=1).tolist() == [[0, 1]]
+    assert choose(close, 2, 2, 1, scores_per_group=2).tolist() == [[2, 3]]
 
 
 def test_given_experts_are_taken_and_their_scores_keep_the_gradient():
@@ -141,14 +133,17 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
-def test_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
-    config = moving(more={"nonfinite_action": "skip"})
+def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
+    config = moving(more={"nonfinite_action": "skip", "precision": "bfloat16"})
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         worker = make_worker(biased, config)
         load_step(worker)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        found = [whole_weights(worker)[BIAS]]
         assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
-        found = [whole_weights(worker)[BIAS], step_of(worker).weights[BIAS]]
+        found += [whole_weights(worker)[BIAS], step_of(worker).weights[BIAS]]
         worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
         found.append(step_of(worker).weights[BIAS])  # while it is written
         asyncio.run(worker.finish_save_checkpoint())
@@ -157,29 +152,12 @@ def test_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
         worker.mesh.close()
         return [*found, step_of(make_worker(biased, config)).weights[BIAS]]
 
-    [(skipped, after, later, loaded, without)] = run_world(on_rank, 1)
-    assert torch.equal(skipped, stored(biased)[BIAS])
-    assert not torch.equal(after, skipped)
-    assert torch.equal(after, without), "tokens of the skipped step do not count"
-    assert not torch.equal(later, after) and torch.equal(loaded, after) and loaded.dtype == torch.float32
-
-
-def test_it_stays_exact_in_bfloat16(biased):
-    config = Layout(world=1, policy={"precision": "bfloat16"}).config()
-
-    def on_rank(rank: int, world: int) -> list[torch.Tensor]:
-        worker = make_worker(biased, config)
-        load_step(worker)
-        found = [whole_weights(worker)[BIAS]]
-        worker.compute(Logprobs(), "prev_logprobs")
-        found.append(whole_weights(worker)[BIAS])
-        worker.compute_reference_logprobs()
-        return [*found, whole_weights(worker)[BIAS]]
-
     want = stored(biased)[BIAS]
     assert not torch.equal(want, want.bfloat16().float())
-    [found] = run_world(on_rank, 1)
-    assert all(bias.dtype == torch.float32 and torch.equal(bias, want) for bias in found)
+    [(passed, skipped, after, later, loaded, without)] = run_world(on_rank, 1)
+    assert torch.equal(passed, want) and torch.equal(skipped, want) and not torch.equal(after, want)
+    assert torch.equal(after, without), "tokens of the skipped step do not count"
+    assert not torch.equal(later, after) and torch.equal(loaded, after) and loaded.dtype == torch.float32
 
 
 # -- what they report
@@ -243,20 +221,14 @@ def logprobs_of_transformers(path: Path, row: Row, experts: torch.Tensor | None)
     """Of each token of the row, at the temperature of the tests, with `experts` forced upon the routers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
 
-    def force(layer: int) -> Any:
-        def hook(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            logits, weights, indices = output
-            if experts is None:
-                return output
-            taken = experts[:, layer].long()
-            indices = torch.cat([taken, indices[len(taken) :]])
-            weights = logits.softmax(-1).gather(1, indices)
-            return logits, weights / weights.sum(-1, keepdim=True), indices
+    def force(taken: torch.Tensor, router: Any, args: Any, output: Any) -> tuple[torch.Tensor, ...]:
+        logits, _, indices = output
+        indices = torch.cat([taken, indices[len(taken) :]])
+        weights = logits.softmax(-1).gather(1, indices)
+        return logits, weights / weights.sum(-1, keepdim=True), indices
 
-        return hook
-
-    for layer in range(LAYERS):
-        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(force(layer))
+    for layer, taken in enumerate(() if experts is None else experts.long().unbind(1)):
+        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(partial(force, taken))
     with torch.no_grad():
         logits = model(input_ids=row.token_ids[None]).logits[0, :-1, :VOCAB] / 0.8
     found = logits.log_softmax(-1).gather(1, row.token_ids[1:, None])[:, 0]
@@ -279,9 +251,9 @@ def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_o
     recorded = sum(len(row.token_ids) - 1 for row in rows.values() if row.sample_id != UNRECORDED)
     # Two optimizer steps, each of which reports its own part of the tokens.
     assert metrics["moe/replayed_fraction"] == pytest.approx(recorded / tokens, abs=0.1)
-    assert 0.0 < metrics["moe/replay_agreement"] < 0.5
+    agreement = metrics["moe/replay_agreement"]
     by_layer = [metrics[f"moe/layer_{layer}/replay_agreement"] for layer in range(LAYERS)]
-    assert sum(by_layer) / LAYERS == pytest.approx(metrics["moe/replay_agreement"])
+    assert 0.0 < agreement < 0.5 and sum(by_layer) / LAYERS == pytest.approx(agreement)
 
 
 @pytest.mark.slow
@@ -291,8 +263,7 @@ def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomp
     [(want, _)] = replayed(qwen_moe, Layout(world=1, policy=policy))
     ranks = [step for step, _ in replayed(qwen_moe, Layout(world=world, megatron=megatron, policy=policy))]
     off = distances(ranks, want)
-    assert max(off.logprobs, off.loss, off.grad_norm) <= 1e-5
-    assert off.weights <= 1e-6
+    assert max(off.logprobs, off.loss, off.grad_norm) <= 1e-5 and off.weights <= 1e-6, off
     for step in ranks:
         for name in ("moe/replayed_fraction", "moe/replay_agreement", "moe/load_max_over_mean"):
             assert step.result.metrics[name] == pytest.approx(want.result.metrics[name], rel=1e-6)

@@ -4,21 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from nemo_rl.models.policy.megatron.cpu_shim import install
-
-install()
-
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
-
-from nemo_rl.models.policy.megatron.optimizer import (  # noqa: E402
-    ParameterState,
-    optimizers_by_main,
-    set_steps_taken,
-    steps_taken,
-)
+from nemo_rl.models.policy.megatron import cpu_shim
+from nemo_rl.models.policy.megatron.optimizer import ParameterState, optimizers_by_main, set_steps_taken, steps_taken
 
 SIZES = (5, 7)
+cpu_shim.install()
 
 
 def offloaded(values: list[torch.Tensor]) -> Any:

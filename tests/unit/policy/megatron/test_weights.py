@@ -1,6 +1,7 @@
 """Megatron parameters filled from checkpoints and exported again, without Megatron."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from transformers import AutoConfig
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, weight_map
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.refit.buffers import SharedMemoryBuffer
-from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ShardSender
 from tests.unit.policy.megatron.hf_models import FAMILIES, MOE, full_name, random_model
 from tests.worlds import run_world
@@ -30,19 +30,15 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 
 def mapped(directory: Path) -> WeightMap:
-    return weight_map(AutoConfig.from_pretrained(directory), implementation="local")
+    return weight_map(AutoConfig.from_pretrained(directory))
 
 
 def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
-    parameters = {}
-    for name, entry in mapping.on_rank(place).items():
-        is_last = name.startswith(("decoder.layers.1", "decoder.final", "output"))
-        if stage is None and name == "output_layer.weight" and mapping.is_tied:
-            continue
-        if stage is None or is_last == (stage == 1):
-            parameters[name] = torch.full(entry.shard_shape(entry.rank_and_size(place)[1]), 7.0)
-    return parameters
+    entries = mapping.on_rank(place, with_tied_output=stage is not None)
+    last = ("decoder.layers.1", "decoder.final", "output")
+    held = {name: entry for name, entry in entries.items() if stage in (None, int(name.startswith(last)))}
+    return {name: torch.full(entry.shard_shape(entry.rank_and_size(place)[1]), 7.0) for name, entry in held.items()}
 
 
 def loaded(directory: Path, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
@@ -75,38 +71,47 @@ def test_experts_fused_on_disk_are_read(saved, tmp_path, name):
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_torch_files_are_read(saved, tmp_path, is_old):
+    """`is_old`: in the format before torch 1.6, which cannot be mapped into memory."""
+    model = random_model("qwen2")
+    model.config.save_pretrained(tmp_path)
+    state = dict(model.state_dict())
+    files = {name: f"pytorch_model-{number % 2:05d}.bin" for number, name in enumerate(state)}
+    for file in set(files.values()):
+        part = {name: state[name] for name in state if files[name] == file}
+        torch.save(part, tmp_path / file, _use_new_zipfile_serialization=not is_old)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    want, got = loaded(saved["qwen2"], TP2[1]), loaded(tmp_path, TP2[1])
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    (tmp_path / "pytorch_model.bin.index.json").unlink()
+    with pytest.raises(ValueError, match="holds neither"):
+        loaded(tmp_path, TP2[1])
+
+
 def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
     config = AutoConfig.from_pretrained(saved["llama"])
     config.intermediate_size = 32
     config.save_pretrained(tmp_path)
     save_file(on_disk(saved["llama"]), tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"gate_proj.weight has shape \(48, 32\), the model's config.json says \(32, 32"
-    ):
+    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(48, 32\), .* config.json says \(32, 32"):
         loaded(tmp_path, ParallelRanks())
 
 
 # -- export
 
 
-def gathered(tensors: list[ExportedTensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    whole = {}
-    for tensor in tensors:
-        whole[tensor.name] = tensor.gather(None if tensor.keeps_dtype else dtype)
-        assert tuple(whole[tensor.name].shape) == tensor.shape
-        assert whole[tensor.name].is_contiguous()
+def gathered(held: dict[str, torch.Tensor], directory: Path, place: ParallelRanks) -> dict[str, torch.Tensor]:
+    mapping, device = mapped(directory), torch.device("cpu")
+    tensors = export_weights(local_shards(held, mapping, place, device), mapping, device)
+    whole = {tensor.name: tensor.gather(None) for tensor in tensors}
     assert len(whole) == len(tensors)
+    for tensor in tensors:
+        assert tuple(whole[tensor.name].shape) == tensor.shape and whole[tensor.name].is_contiguous()
     return whole
 
 
-def exported(
-    parameters: dict[str, torch.Tensor], directory: Path, place: ParallelRanks | None = None
-) -> list[ExportedTensor]:
-    shards = local_shards(parameters, mapped(directory), place or ParallelRanks(), torch.device("cpu"))
-    return export_weights(shards, mapped(directory), torch.device("cpu"))
-
-
-def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None]]]:
+def layouts() -> Iterator[tuple[list[ParallelRanks], Sequence[int | None]]]:
     """(places, stages) of both ranks of a world of two."""
     yield TP2, [None, None]
     yield ETP2, [None, None]
@@ -118,7 +123,7 @@ def sent(directory: Path, rank: int, place: ParallelRanks, held: dict[str, torch
     """What reaches the buffer of this rank, which has one for itself, without gathering."""
     mapping = mapped(directory)
     sender = ShardSender(
-        [(tensor.name, tensor.shape) for tensor in mapping.hf_tensors],
+        list(mapping.shapes.items()),
         local_shards(held, mapping, place, torch.device("cpu")),
         device=torch.device("cpu"),
         rank=rank,
@@ -150,16 +155,14 @@ def assert_on_disk(directory: Path, got: dict[str, torch.Tensor], dtype: torch.d
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exported_and_sent_tensors_are_those_on_disk_whatever_the_layout(saved, world):
     """On four ranks there are two stages, whose ranks share the experts, or each expert."""
-    cuts = list(layouts()) if world == 2 else [(TP2, None), (ETP2, None)]
+    cuts = list(layouts()) if world == 2 else [(TP2, [0, 0, 1, 1]), (ETP2, [0, 0, 1, 1])]
 
     def on_rank(rank: int, world_size: int) -> None:
         for places, stages in cuts:
-            place, stage = places[rank % 2], rank // 2 if world == 4 else stages[rank]
+            place, stage = places[rank % 2], stages[rank]
             for directory in saved.values():
                 parameters = loaded(directory, place, stage)
-                tensors = exported(parameters, directory, place)
-                assert_on_disk(directory, gathered(tensors))
-                assert_on_disk(directory, gathered(tensors, torch.bfloat16), torch.bfloat16)
+                assert_on_disk(directory, gathered(parameters, directory, place))
                 assert_on_disk(directory, sent(directory, rank, place, parameters), torch.bfloat16)
 
     run_world(on_rank, world)
