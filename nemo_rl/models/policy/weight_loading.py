@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 from zipfile import is_zipfile
 
@@ -45,12 +46,9 @@ class StoredTensor(Protocol):
 class StoredModel:
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
-    `names` is None if the model is not stored as safetensors. Experts in MXFP4 are under the names of ordinary numbers,
-    as which they are read.
-
-    Args:
-        rename: the name on disk -> the name in the model.
-        torch_files: read `pytorch_model*.bin` if there are no safetensors.
+    `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
+    `torch_files`: read `pytorch_model*.bin` if there are no safetensors. Experts in MXFP4 are under the names of
+    ordinary numbers, as which they are read.
     """
 
     def __init__(
@@ -92,19 +90,6 @@ class StoredModel:
         self._stack.close()
 
 
-class _TorchFile:
-    """A `*.bin` file, memory-mapped unless its format is that of torch before 1.6. Nothing in it is executed."""
-
-    def __init__(self, file: str) -> None:
-        self._tensors = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_slice(self, name: str) -> StoredTensor:
-        return _InMemory(self._tensors[name])
-
-
 class _InMemory:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -117,7 +102,11 @@ class _InMemory:
 
 
 def _open(file: str) -> Any:
-    return nullcontext(_TorchFile(file)) if file.endswith(".bin") else safe_open(file, framework="pt")
+    if not file.endswith(".bin"):
+        return safe_open(file, framework="pt")
+    # Mapped into memory, unless the format is that of torch before 1.6. Nothing in the file is executed.
+    tensors = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+    return nullcontext(SimpleNamespace(keys=tensors.keys, get_slice=lambda name: _InMemory(tensors[name])))
 
 
 # GPT-OSS's experts are stored in MXFP4 (microscaling formats, OCP 2023): 32 numbers of four bits share a scale, a power
