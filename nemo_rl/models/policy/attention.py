@@ -8,7 +8,7 @@ forward, and the layer's sliding window decide which query sees which key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, cast
@@ -162,12 +162,10 @@ class CuSeqlens:
         offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys))
         return cls(queries, keys, *offsets, max(queries), max(keys), context)
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> CuSeqlens:
-        """A copy with `move` applied to the tensors, for example to another device."""
-        context = None if self.context is None else replace(self.context, index=move(self.context.index))
-        return replace(
-            self, cu_seqlens_q=move(self.cu_seqlens_q), cu_seqlens_k=move(self.cu_seqlens_k), context=context
-        )
+    @property
+    def for_kernel(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """The arguments of the varlen kernel."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +181,16 @@ class WholeSpans:
     keys: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all context ranks, as in `ContextKeys`
     key_lengths: tuple[int, ...]  # tokens of the sequence up to the end of each span
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> WholeSpans:
-        """A copy with `move` applied to the tensors."""
-        return replace(self, queries=move(self.queries), positions=move(self.positions), keys=move(self.keys))
+
+def moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a batch or a part of it, with `move` applied to all its tensors, for example to another device."""
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if isinstance(value, dict):
+        return {name: moved(own, move) for name, own in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: moved(own, move) for name, own in vars(value).items()})
+    return value
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -296,23 +301,15 @@ def _flash(
     # Multi-head latent attention has narrower values than queries; the kernel takes one width only. The padding adds
     # columns of zeros to the output, which are cut off again.
     narrower = query.shape[-1] - value.shape[-1]
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     value = F.pad(value, (0, narrower)) if narrower else value
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    before = -1 if window is None else window - 1  # keys that a query sees before its own
     if sinks is not None:
-        out = cast(torch.Tensor, _FlashWithSinks.apply(query, key, value, sinks, cu_seqlens, scale, window))
-        return out[..., : out.shape[-1] - narrower]
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens.cu_seqlens_q,
-        cu_seqlens.cu_seqlens_k,
-        cu_seqlens.max_seqlen_q,
-        cu_seqlens.max_seqlen_k,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        out = _FlashWithSinks.apply(query, key, value, sinks, cu_seqlens, scale, before)
+    else:
+        grouped = query.shape[1] != key.shape[1]
+        how = {"scale": scale, "window_size": (before, 0), "enable_gqa": grouped}
+        out = varlen_attn(query, key, value, *cu_seqlens.for_kernel, **how)
     assert isinstance(out, torch.Tensor)
     return out[..., : out.shape[-1] - narrower]
 
@@ -334,19 +331,18 @@ class _FlashWithSinks(torch.autograd.Function):
         sinks: torch.Tensor,
         cu_seqlens: CuSeqlens,
         scale: float,
-        window: int | None,
+        before: int,
     ) -> torch.Tensor:
-        ctx.lengths = (cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_k)
-        ctx.how = (scale, [-1 if window is None else window - 1, 0])
-        ctx.is_causal = window is None
-        cu = (cu_seqlens.cu_seqlens_q, cu_seqlens.cu_seqlens_k)
+        cu_q, cu_k, *ctx.lengths = segments = cu_seqlens.for_kernel
+        ctx.how = (scale, [before, 0])
+        ctx.is_causal = before < 0
         out, log_sum, rng = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *cu, *ctx.lengths, ctx.is_causal, *ctx.how, query.shape[1] != key.shape[1]
+            query, key, value, *segments, ctx.is_causal, *ctx.how, query.shape[1] != key.shape[1]
         )
         assert log_sum.shape == (query.shape[1], len(query)), "heads come first"
         with_sink = torch.logaddexp(log_sum, sinks.float()[:, None])
         out = (out * (log_sum - with_sink).exp().T[..., None]).to(out.dtype)
-        ctx.save_for_backward(query, key, value, sinks, *cu, out, with_sink, rng)
+        ctx.save_for_backward(query, key, value, sinks, cu_q, cu_k, out, with_sink, rng)
         return out
 
     @staticmethod
@@ -415,28 +411,16 @@ def _sdpa(
     if not is_plain and (seen is None or window is not None):
         causal = causal_mask(q, k, window, query.device)
         mask = causal if seen is None else seen & causal
-    if groups > 1 and query.is_cuda:  # there, grouped heads rule out all kernels that do not store every score
+    # On a GPU, grouped heads rule out all kernels that do not store every score.
+    if groups > 1 and (query.is_cuda or sinks is not None):
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         groups = 1
-    if sinks is not None:
-        mask = causal_mask(q, k, window, query.device) if mask is None else mask
-        return _with_sinks(
-            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), scaling, mask, sinks
+    if sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_plain, scale=scaling, enable_gqa=groups > 1
         )
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_plain, scale=scaling, enable_gqa=groups > 1
-    )
-
-
-def _with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    mask: torch.Tensor,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """Softmax with one more column, the sinks [heads], which has no value. Stores every score."""
+    # Softmax with one more column, the sinks [heads], which has no value. Stores every score.
+    mask = causal_mask(q, k, window, query.device) if mask is None else mask
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
     scores = torch.cat([scores.masked_fill(~mask, float("-inf")), column.to(scores.dtype)], dim=-1)

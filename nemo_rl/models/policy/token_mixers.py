@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.attention import OTHER_MIXERS, CuSeqlens
+from nemo_rl.models.policy.attention import OTHER_MIXERS, CuSeqlens, moved
 
 _SHORTEST = 64
 """Rows up to this length share a call: chunked kernels pad to it anyway."""
@@ -120,4 +120,4 @@ def _rows(lengths: tuple[int, ...], device: torch.device) -> tuple[list[torch.Te
 
 @lru_cache(maxsize=8)
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> CuSeqlens:
-    return CuSeqlens.of(lengths).moved(lambda tensor: tensor.to(device))
+    return moved(CuSeqlens.of(lengths), lambda tensor: tensor.to(device))

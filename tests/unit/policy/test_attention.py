@@ -18,6 +18,7 @@ from nemo_rl.models.policy.attention import (
     attention,
     attention_implementation,
     can_share_prompts,
+    moved,
     unpackable_reason,
 )
 from nemo_rl.models.policy.batch.row_layout import RowLayout
@@ -258,12 +259,12 @@ def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window, sinks)
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
-        moved, grads = cu_seqlens.moved(lambda tensor: tensor.to(device)), grad.to(device, compute)
+        segments, grads = moved(cu_seqlens, lambda tensor: tensor.to(device)), grad.to(device, compute)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             how = {"scaling": 0.3, "sliding_window": window, "s_aux": inputs[3] if sinks else None}
-            out, _ = attention(nn.Identity(), *inputs[:3], None, cu_seqlens=moved, **how)
+            out, _ = attention(nn.Identity(), *inputs[:3], None, cu_seqlens=segments, **how)
             out.backward(grads)
         finally:
             torch.cuda.set_sync_debug_mode("default")

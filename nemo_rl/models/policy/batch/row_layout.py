@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from nemo_rl.config.rules import round_up
-from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens, WholeSpans
+from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens, WholeSpans, moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +22,6 @@ class ImageBatch:
     positions: torch.Tensor  # int64 [3, R, W]; of time, height and width
     num_distinct: int  # images; 0 if `pixels` are those of a blank one
     whole_spans: WholeSpans | None = None  # the images, for a model that sees them in both directions
-
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ImageBatch:
-        pixels = {name: move(value) for name, value in self.pixels.items()}
-        spans = None if self.whole_spans is None else self.whole_spans.moved(move)
-        moved = {"features": move(self.features), "positions": move(self.positions)}
-        return replace(self, pixels=pixels, whole_spans=spans, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +48,11 @@ class ModelBatch:
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory the call does not wait."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> ModelBatch:
         """A copy in page-locked memory, from which `to` does not wait."""
-        return self._moved(torch.Tensor.pin_memory)
-
-    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelBatch:
-        moved = {name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        columns = {name: move(value) for name, value in self.columns.items()}
-        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.moved(move)
-        images = None if self.images is None else self.images.moved(move)
-        return replace(self, **moved, columns=columns, cu_seqlens=cu_seqlens, images=images)
+        return moved(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +103,7 @@ class RowLayout:
         number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         owner, slot = _Spans.of(self, lengths, width).locate(number, _ranges(torch.tensor(lengths)))
         is_here = owner == self.context_rank
-        joined = torch.cat(list(values))
-        out = torch.full((rows * width, *joined.shape[1:]), fill, dtype=joined.dtype)
-        out[slot[is_here]] = joined[is_here]
-        return out.view(rows, width, *joined.shape[1:])
+        return _put(torch.cat(list(values))[is_here], slot[is_here], (rows, width), fill)
 
     def whole_spans(self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> WholeSpans | None:
         """Of sequences of these lengths, whose `spans` go from a position to the one behind their last; None for none.
@@ -167,7 +150,9 @@ class RowLayout:
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
         prompts = _shared_prompts(sequences) if self.shares_prompts else []
-        spans = _SharedSpans.of(self, lengths, prompts) if prompts else _Spans.of(self, lengths, self.width(lengths))
+        spans = (
+            _SharedSpans.sharing(self, lengths, prompts) if prompts else _Spans.of(self, lengths, self.width(lengths))
+        )
         rows = 1 if self.padding_free else len(lengths)
         width = spans.tokens // rows
         ids = torch.cat([ids for ids, _ in sequences])
@@ -176,24 +161,16 @@ class RowLayout:
         position = _ranges(torch.tensor(lengths))
         owner, slot = spans.locate(number, position)
         is_here = owner == self.context_rank
-        own = slot[is_here]
-        input_ids = torch.zeros(rows * width, dtype=torch.int64)
-        input_ids[own] = ids[is_here]
-        is_token = torch.zeros(rows * width, dtype=torch.bool)
-        is_token[own] = True
+        own, shape = slot[is_here], (rows, width)
         experts = _experts_of_tokens(routed_experts or (), lengths)
-        if experts is not None:
-            held = torch.full((rows * width, *experts.shape[1:]), -1, dtype=torch.int16)
-            held[own] = experts[is_here]
-            experts = held.view(rows, width, *experts.shape[1:])
         # The state that scores a token may lie on another rank than the token: at the border of two chunks.
         back = 0 if self.own_states else 1
         scored = (mask & (position >= back)).nonzero()[:, 0]
         scored = scored[is_here[scored - back]]
         return ModelBatch(
-            input_ids=input_ids.view(rows, width),
-            position_ids=spans.positions().view(rows, width),
-            is_token=is_token.view(rows, width),
+            input_ids=_put(ids[is_here], own, shape, 0),
+            position_ids=spans.positions().view(shape),
+            is_token=_put(torch.ones(len(own), dtype=torch.bool), own, shape, False),
             cu_seqlens=spans.cu_seqlens(),
             states=slot[scored - back],
             targets=ids[scored],
@@ -201,19 +178,32 @@ class RowLayout:
             positions=position[scored],
             shape=(len(lengths), max(lengths)),
             columns={name: torch.cat(list(values))[scored] for name, values in (columns or {}).items()},
-            routed_experts=experts,
+            routed_experts=None if experts is None else _put(experts[is_here], own, shape, -1),
             images=images,
         )
 
 
+def _put(values: torch.Tensor, slots: torch.Tensor, shape: tuple[int, int], fill: int) -> torch.Tensor:
+    """`values` [n, ...] in the `slots` of flattened rows, as rows [R, W, ...]; `fill` in the other slots."""
+    out = torch.full((shape[0] * shape[1], *values.shape[1:]), fill, dtype=values.dtype)
+    out[slots] = values
+    return out.view(*shape, *values.shape[1:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Spans:
-    """Where sequences lie in the rows of each rank. int64 [sequences] each."""
+    """Where the tokens of sequences lie in the rows of each rank.
+
+    The rows of this rank consist of pieces of sequences, in this order, and of padding at the end.
+    """
 
     layout: RowLayout
-    chunk: torch.Tensor  # tokens per chunk
-    start: torch.Tensor  # first slot in the flattened rows; equal on all ranks
     tokens: int  # R * W
+    start: torch.Tensor  # int64 [sequences]; first slot in the flattened rows, equal on all ranks
+    chunk: torch.Tensor  # int64 [sequences]; tokens per chunk
+    number: torch.Tensor  # int64 [pieces]; sequence of the piece
+    length: torch.Tensor  # int64 [pieces]
+    first: torch.Tensor  # int64 [pieces]; position of the first token
 
     @classmethod
     def of(cls, layout: RowLayout, lengths: list[int], width: int) -> _Spans:
@@ -221,11 +211,18 @@ class _Spans:
             local = torch.full((len(lengths),), width)
         else:
             local = torch.tensor([layout.local_length(length) for length in lengths])
+        size, rank = layout.context_size, layout.context_rank
+        chunk = local * size // layout._chunks
+        held = torch.tensor([0] if size == 1 else [rank, 2 * size - 1 - rank])
+        number = torch.arange(len(lengths)).repeat_interleave(len(held))
         return cls(
             layout=layout,
-            chunk=local * layout.context_size // layout._chunks,
-            start=local.cumsum(0) - local,
             tokens=width if layout.padding_free else width * len(lengths),
+            start=local.cumsum(0) - local,
+            chunk=chunk,
+            number=number,
+            length=chunk[number],
+            first=chunk[number] * held.repeat(len(lengths)),
         )
 
     def locate(self, number: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,18 +233,9 @@ class _Spans:
         owner = torch.where(is_late, 2 * size - 1 - piece, piece)
         return owner, self.start[number] + position % chunk + chunk * is_late
 
-    def _pieces(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequence, tokens and first position of the chunks on this rank, in the order in which they lie."""
-        size, rank = self.layout.context_size, self.layout.context_rank
-        held = torch.tensor([0] if size == 1 else [rank, 2 * size - 1 - rank])
-        number = torch.arange(len(self.chunk)).repeat_interleave(len(held))
-        length = self.chunk[number]
-        return number, length, length * held.repeat(len(self.chunk))
-
     def positions(self) -> torch.Tensor:
         """int64 [R * W]. The padding at the end of a padding-free row counts from 0."""
-        _, length, first = self._pieces()
-        used = _ranges(length) + first.repeat_interleave(length)
+        used = _ranges(self.length) + self.first.repeat_interleave(self.length)
         return torch.cat([used, torch.arange(self.tokens - len(used))])
 
     def cu_seqlens(self) -> CuSeqlens | None:
@@ -255,16 +243,15 @@ class _Spans:
         layout = self.layout
         if layout.context_size == 1 and not layout.padding_free:
             return None
-        number, length, first = self._pieces()
-        keys = first + length  # a chunk sees every token of its sequence up to its own end
-        used = int(length.sum())
+        used = int(self.length.sum())
         tail = [self.tokens - used] if self.tokens > used else []
-        queries = length.tolist() + tail
-        if layout.context_size == 1:
+        queries = self.length.tolist() + tail
+        if not self.first.any():  # every piece is a whole sequence
             return CuSeqlens.of(queries)
-        owner, slot = self.locate(number.repeat_interleave(keys), _ranges(keys))
+        assert layout.context_size == 1 or layout.context_group is not None
+        keys = self.first + self.length  # a piece sees every token of its sequence up to its own end
+        owner, slot = self.locate(self.number.repeat_interleave(keys), _ranges(keys))
         own_tail = layout.context_rank * self.tokens + torch.arange(used, self.tokens)
-        assert layout.context_group is not None
         index = torch.cat([owner * self.tokens + slot, own_tail])
         return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
 
@@ -279,62 +266,35 @@ def _shared_prompts(sequences: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> l
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SharedSpans:
-    """Where sequences lie in one row in which shared prompts come first, each once. int64 [sequences] each."""
+class _SharedSpans(_Spans):
+    """One row in which shared prompts come first, each once, then the rest of each sequence, from `start` on."""
 
-    length: torch.Tensor
-    shared: torch.Tensor  # tokens of the shared prompt, or 0
-    prompt: torch.Tensor  # first slot of the shared prompt
-    rest: torch.Tensor  # first slot of the sequence's other tokens
-    order: torch.Tensor  # of the sequences in the row
-    prompts: torch.Tensor  # tokens of each shared prompt, in order
-    tokens: int
+    shared: torch.Tensor  # int64 [sequences]; tokens of the shared prompt, or 0
+    prompt: torch.Tensor  # int64 [sequences]; first slot of the shared prompt
 
     @classmethod
-    def of(cls, layout: RowLayout, lengths: list[int], prompts: Sequence[tuple[int, list[int]]]) -> _SharedSpans:
+    def sharing(cls, layout: RowLayout, lengths: list[int], prompts: Sequence[tuple[int, list[int]]]) -> _SharedSpans:
         assert layout.padding_free and layout.context_size == 1
-        prompts = sorted(prompts)  # segments of equal lengths side by side go into one product of attention on a CPU
-        shared, prompt, start = [0] * len(lengths), [0] * len(lengths), 0
-        for tokens, numbers in prompts:
+        shared, prompt, start, end = [0] * len(lengths), [0] * len(lengths), [0] * len(lengths), 0
+        pieces = []  # number, length, first
+        for tokens, numbers in sorted(prompts):  # equal lengths side by side share a product of attention on a CPU
             for number in numbers:
-                shared[number], prompt[number] = tokens, start
-            start += tokens
-        order = sorted(range(len(lengths)), key=lambda number: (lengths[number], shared[number]))
-        rest = [0] * len(lengths)
-        for number in order:
-            rest[number] = start
-            start += lengths[number] - shared[number]
-        numbers = (torch.tensor(values) for values in (lengths, shared, prompt, rest, order))
-        tensors = dict(zip(("length", "shared", "prompt", "rest", "order"), numbers, strict=True))
-        tokens = round_up(start, layout.divisible_by)
-        return cls(**tensors, prompts=torch.tensor([tokens for tokens, _ in prompts]), tokens=tokens)
+                shared[number], prompt[number] = tokens, end
+            pieces.append((numbers[0], tokens, 0))
+            end += tokens
+        for number in sorted(range(len(lengths)), key=lambda number: (lengths[number], shared[number])):
+            start[number] = end
+            pieces.append((number, lengths[number] - shared[number], shared[number]))
+            end += lengths[number] - shared[number]
+        tensors = {"start": start, "chunk": lengths, "shared": shared, "prompt": prompt}
+        tensors |= dict(zip(("number", "length", "first"), zip(*pieces, strict=True), strict=True))
+        tokens = round_up(end, layout.divisible_by)
+        return cls(layout=layout, tokens=tokens, **{name: torch.tensor(own) for name, own in tensors.items()})
 
     def locate(self, number: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `_Spans.locate`."""
         behind = position - self.shared[number]
-        slot = torch.where(behind < 0, self.prompt[number] + position, self.rest[number] + behind)
+        slot = torch.where(behind < 0, self.prompt[number] + position, self.start[number] + behind)
         return torch.zeros_like(slot), slot
-
-    def _queries(self) -> torch.Tensor:
-        """Tokens of the segments, without the padding."""
-        return torch.cat([self.prompts, (self.length - self.shared)[self.order]])
-
-    def positions(self) -> torch.Tensor:
-        """See `_Spans.positions`."""
-        queries = self._queries()
-        first = F.pad(self.shared[self.order], (len(self.prompts), 0))
-        used = _ranges(queries) + first.repeat_interleave(queries)
-        return torch.cat([used, torch.arange(self.tokens - len(used))])
-
-    def cu_seqlens(self) -> CuSeqlens:
-        """See `_Spans.cu_seqlens`."""
-        queries, lengths = self._queries(), self.length[self.order]
-        used = int(queries.sum())
-        tail = [self.tokens - used] if self.tokens > used else []
-        _, slot = self.locate(self.order.repeat_interleave(lengths), _ranges(lengths))
-        index = torch.cat([torch.arange(int(self.prompts.sum())), slot, torch.arange(used, self.tokens)])
-        keys = [*self.prompts.tolist(), *lengths.tolist(), *tail]
-        return CuSeqlens.of([*queries.tolist(), *tail], keys, ContextKeys(group=None, index=index))
 
 
 def _experts_of_tokens(routed_experts: Sequence[torch.Tensor | None], lengths: list[int]) -> torch.Tensor | None:
