@@ -26,7 +26,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.memory import Machine, ModelShape, TrainingShape, training_phases
+from nemo_rl.models.policy.memory import Machine, ModelShape, training_phases
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.types import PlannedSample, RankPlan, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams
 from tests.worlds import run_world
@@ -139,11 +139,9 @@ def predicted(shape: str, layout: str) -> float:
     num_ranks = LAYOUTS[layout][0]
     policy = policy_config(layout, num_ranks)
     budget = SAMPLES * LENGTH
-    training = TrainingShape.of(policy, num_ranks, (budget, budget))
-    memory = float(host_memory() // num_ranks)
-    phases = training_phases(
-        ModelShape.of(model_config(shape)), training, Machine(is_gpu=False, memory=memory), key=policy.key
-    )
+    machine = Machine(is_gpu=False, memory=float(host_memory() // num_ranks))
+    model = ModelShape.of(model_config(shape))
+    phases = training_phases(policy, model, machine, num_ranks=num_ranks, budgets=(budget, budget))
     for name, parts in phases.items() if VERBOSE else ():
         sys.stdout.write(f"  {name}: " + ", ".join(f"{p.name} {p.num_bytes / 1e6:.0f}" for p in parts) + "\n")
     return max(sum(part.num_bytes for part in phases[name]) for name in ("train", "update"))

@@ -252,26 +252,13 @@ _SYNC_COPIES = 6  # gathered, read and written by the sender, read and written b
 class Assumptions:
     """Shares of the hardware's peak rates, and what an engine step costs beside its kernels."""
 
-    training_flops: float = 0.45
-    """Of the tensor cores' peak, in forward and backward passes of packed sequences."""
-
-    forward_flops: float = 0.55
-    """Of the same, in forward passes and in prefills."""
-
-    memory: float = 0.75
-    """Of the device memory's rate, when an engine decodes and the optimizer updates."""
-
-    copies: float = 0.85
-    """Of the rate of links and of pinned host memory."""
-
-    engine_step_s: float = 0.002
-    """Scheduling, sampling and launches of an engine step."""
-
-    cache_share: float = 0.9
-    """Of the engine's memory beside its weights, for the cache."""
-
-    max_num_seqs: int = 1024
-    """Sequences that an engine decodes at the same time."""
+    training_flops: float = 0.45  # of the tensor cores' peak, in forward and backward passes of packed sequences
+    forward_flops: float = 0.55  # of the same, in forward passes and in prefills
+    memory: float = 0.75  # of the device memory's rate, when an engine decodes and the optimizer updates
+    copies: float = 0.85  # of the rate of links and of pinned host memory
+    engine_step_s: float = 0.002  # scheduling, sampling and launches of an engine step
+    cache_share: float = 0.9  # of the engine's memory beside its weights, for the cache
+    max_num_seqs: int = 1024  # sequences that an engine decodes at the same time
 
 
 EXPECTED = Assumptions()

@@ -10,7 +10,7 @@ libraries and their kernels' workspaces are one constant; on a CPU, the slack of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +107,7 @@ class ModelShape:
         return norms + attention + mlp
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """What takes memory; `key` says what lowers it."""
 
@@ -128,10 +128,6 @@ class Phase:
     def num_bytes(self) -> float:
         return sum(part.num_bytes for part in self.parts)
 
-    @property
-    def largest(self) -> Part:
-        return max(self.parts, key=lambda part: part.num_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -141,141 +137,109 @@ class Machine:
     memory: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingShape:
-    """What decides the memory of a training rank."""
-
-    sizes: ParallelSizes
-    is_megatron: bool
-    master_bytes: int
-    compute_bytes: int
-    moments: int
-    recomputes: bool
-    train_tokens: float  # of the longest micro-batch, on one rank
-    logprob_tokens: float
-    num_micro_batches: int  # at least, in an optimizer step of a rank
-    is_packed: bool
-    adapter_share: float  # of the parameters, that is trained
-    has_vocabulary_head: bool
-
-    @classmethod
-    def of(cls, policy: PolicyConfig, num_ranks: int, budgets: tuple[int, int], sequences: int = 1) -> TrainingShape:
-        """`budgets`: tokens of a micro-batch in training and for logprobs, over all its context ranks. `sequences`: of
-        a sample; two of a pair.
-        """
-        sizes = training_sizes(policy, num_ranks)
-        is_megatron = isinstance(sizes, MegatronSizes)
-        optimizer = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
-        context, (train_tokens, logprob_tokens) = sizes.context_parallel, budgets
-        per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
-        samples = max(1, train_tokens // policy.max_total_sequence_length)
-        return cls(
-            sizes=sizes,
-            is_megatron=is_megatron,
-            master_bytes=BYTES[policy.precision] if is_megatron else BYTES[policy.master_precision],
-            compute_bytes=BYTES[policy.precision],
-            moments=OPTIMIZER_MOMENTS.get(optimizer, 0) if not is_megatron else 2,
-            recomputes=policy.backend_cfg.activation_checkpointing in (True, "full"),
-            train_tokens=train_tokens / context,
-            logprob_tokens=logprob_tokens / context,
-            num_micro_batches=max(1, per_rank // samples),
-            is_packed=policy.sequence_packing.enabled,
-            adapter_share=0.01 if policy.adapters.enabled else 1.0,
-            has_vocabulary_head=not policy.reward_model_cfg.enabled,
-        )
+def _master_bytes(policy: PolicyConfig) -> int:
+    """Bytes of a number in the weights that a training rank holds."""
+    return BYTES[policy.precision if policy.megatron_cfg.enabled else policy.master_precision]
 
 
 def training_phases(
-    model: ModelShape, shape: TrainingShape, machine: Machine, *, key: Callable[[str], str]
+    policy: PolicyConfig,
+    model: ModelShape,
+    machine: Machine,
+    *,
+    num_ranks: int,
+    budgets: tuple[int, int],
+    sequences: int = 1,
 ) -> dict[str, list[Part]]:
-    """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). `key`: see `StrictModel.key`."""
-    sizes, backend = shape.sizes, key("megatron_cfg" if shape.is_megatron else "dtensor_cfg")
-    tp, pp, ep = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
-    layers = -(-model.num_layers // pp)
-    whole = (layers * model.layer_parameters + model.root_parameters) / tp + layers * model.expert_parameters / ep
+    """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`."""
+    sizes, backend, master = training_sizes(policy, num_ranks), policy.backend_cfg, _master_bytes(policy)
+    is_megatron = isinstance(sizes, MegatronSizes)
+    layers = -(-model.num_layers // sizes.pipeline_parallel)
+    whole = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel
+    whole += layers * model.expert_parameters / sizes.expert_parallel
     whole += model.tower_parameters
-    shards = 1 if shape.is_megatron else sizes.dp_shard * sizes.context_parallel
+    shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     own = whole / shards
     cut = (
-        "lower it with more training ranks"
-        if not shape.is_megatron
-        else f"lower it with {backend}.tensor_model_parallel_size"
+        f"lower it with {backend.key('tensor_model_parallel_size')}"
+        if is_megatron
+        else "lower it with more training ranks"
     )
-    weights = [Part(name="parameters", num_bytes=own * shape.master_bytes, key=cut)]
-    trained = own * shape.adapter_share
+    trained = own * 0.01 if policy.adapters.enabled else own
     if isinstance(sizes, MegatronSizes):
         spread = sizes.data_parallel * sizes.context_parallel if sizes.shards_optimizer else 1
         state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
     else:
-        state = trained * shape.moments * shape.master_bytes
-    optimizer = [Part(name=OPTIMIZER_STATE, num_bytes=state, key=cut)]
-    gathered = [
-        Part(
-            name="gathered weights",
-            num_bytes=_gathered(model, shape, whole, shards, machine),
-            key=f"raise {backend}.tensor_parallel_size",
-        )
-    ]
-    per_layer = model.saved_numbers(shape.compute_bytes, tp)
-    head = model.hidden * shape.compute_bytes
+        name = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
+        state = trained * OPTIMIZER_MOMENTS.get(name, 0) * master
+    gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, machine) * BYTES[policy.precision]
+    resident = [Part("parameters", own * master, cut), Part(OPTIMIZER_STATE, state, cut)]
+    used = [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
 
-    budget = key("sequence_packing.train_mb_tokens" if shape.is_packed else "train_micro_batch_size")
-    unlearned = key("sequence_packing.logprob_mb_tokens" if shape.is_packed else "logprob_batch_size")
-
-    def passes(tokens: float, *, grad: bool) -> list[Part]:
-        """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
-        kept = per_layer * layers if grad else per_layer
-        if grad and shape.recomputes:
-            kept = model.hidden * shape.compute_bytes * layers + per_layer
-        in_flight = pp if grad else 1
-        work = _WORKING * max(model.intermediate / tp, model.hidden) * shape.compute_bytes  # of one layer's products
-        size = f"lower {budget}, or set {backend}.activation_checkpointing" if grad else f"lower {unlearned}"
-        tile = TILE_BYTES if not machine.is_gpu else GPU_TILE_BYTES[0]
-        parts = [Part(name="activations", num_bytes=tokens * (kept * in_flight + work + head), key=size)]
-        if shape.has_vocabulary_head:
-            parts.append(Part(name="logit tiles", num_bytes=2 * tile, key=f"lower {key('logprob_chunk_size')}"))
-        return parts
-
-    reduced = trained * (MAIN_BYTES if shape.is_megatron or machine.is_gpu else shape.master_bytes)
+    reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master)
     whole_gradient = trained * shards * MAIN_BYTES
     is_small = machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
-    deferred = is_small and shape.num_micro_batches > 1 and not shape.is_megatron
+    samples = max(1, budgets[0] // policy.max_total_sequence_length)
+    per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
+    deferred = is_small and per_rank // samples > 1 and not is_megatron
     held = whole_gradient if deferred else reduced
     if shards > 1 and not machine.is_gpu and not deferred:
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
-    gradients = Part(name="gradients", num_bytes=held, key=cut)
-    scratch = 2 * model.largest_parameter / shards / tp * shape.master_bytes
+    at_update = reduced + (whole_gradient if deferred and shards > 1 else 0.0)
+    scratch = 2 * model.largest_parameter / shards / sizes.tensor_parallel * master
+    train, logprobs = (
+        _pass(policy, model, machine, sizes, tokens / sizes.context_parallel, grad=grad)
+        for tokens, grad in zip(budgets, (True, False), strict=True)
+    )
     phases = {
-        "logprobs": [*weights, *optimizer, *gathered, *passes(shape.logprob_tokens, grad=False)],
-        "train": [*weights, *optimizer, *gathered, gradients, *passes(shape.train_tokens, grad=True)],
+        "logprobs": [*used, *logprobs],
+        "train": [*used, Part("gradients", held, cut), *train],
         "update": [
-            *weights,
-            *optimizer,
-            Part(name="gradients", num_bytes=reduced + (whole_gradient if deferred and shards > 1 else 0.0), key=cut),
-            Part(name="optimizer's temporaries", num_bytes=scratch, key=f"set {key('optimizer.kwargs.fused')}"),
+            *resident,
+            Part("gradients", at_update, cut),
+            Part("optimizer's temporaries", scratch, f"set {policy.key('optimizer.kwargs.fused')}"),
         ],
     }
     for parts in phases.values() if not machine.is_gpu else ():
         slack = HEAP_SHARE * sum(part.num_bytes for part in parts)
-        parts.append(Part(name="slack of the heap", num_bytes=slack, key="nothing lowers it"))
+        parts.append(Part("slack of the heap", slack, "nothing lowers it"))
     return phases
 
 
 _WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass
 
 
-def _gathered(model: ModelShape, shape: TrainingShape, whole: float, shards: int, machine: Machine) -> float:
+def _pass(
+    policy: PolicyConfig, model: ModelShape, machine: Machine, sizes: ParallelSizes, tokens: float, *, grad: bool
+) -> list[Part]:
+    """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
+    compute, backend, is_packed = BYTES[policy.precision], policy.backend_cfg, policy.sequence_packing.enabled
+    per_layer = model.saved_numbers(compute, sizes.tensor_parallel)
+    layers, in_flight = (-(-model.num_layers // sizes.pipeline_parallel), sizes.pipeline_parallel) if grad else (1, 1)
+    kept = per_layer * layers
+    if grad and backend.activation_checkpointing in (True, "full"):
+        kept = model.hidden * compute * layers + per_layer
+    work = _WORKING * max(model.intermediate / sizes.tensor_parallel, model.hidden) * compute  # of a layer's products
+    size = "lower " + policy.key("sequence_packing.logprob_mb_tokens" if is_packed else "logprob_batch_size")
+    if grad:
+        budget = policy.key("sequence_packing.train_mb_tokens" if is_packed else "train_micro_batch_size")
+        size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
+    parts = [Part("activations", tokens * (kept * in_flight + work + model.hidden * compute), size)]
+    if not policy.reward_model_cfg.enabled:
+        tile = GPU_TILE_BYTES[0] if machine.is_gpu else TILE_BYTES
+        parts.append(Part("logit tiles", 2 * tile, f"lower {policy.key('logprob_chunk_size')}"))
+    return parts
+
+
+def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, machine: Machine) -> float:
     """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; all that lie on one rank.
 
     On a CPU, layers that FSDP frees stay in the heap of the process.
     """
-    if shape.is_megatron:
-        return 0.0
-    if shards == 1 or not machine.is_gpu:
-        return whole * shape.compute_bytes
-    sizes = shape.sizes
+    if sizes.dp_shard * sizes.context_parallel == 1 or not machine.is_gpu:
+        return whole
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
-    return (model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer) * shape.compute_bytes
+    return model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer
 
 
 def predict_training(
@@ -300,14 +264,13 @@ def predict_training(
         beside: what else is on the device.
         device: see `Phase`.
     """
-    shape = TrainingShape.of(policy, num_ranks, budgets, sequences)
-    phases = training_phases(model, shape, machine, key=policy.key)
+    phases = training_phases(policy, model, machine, num_ranks=num_ranks, budgets=budgets, sequences=sequences)
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
     others = [*_process(machine), *beside]
     if uses_reference and not machine.is_gpu:
         weights = phases["logprobs"][0]
-        kept = weights.num_bytes * shape.compute_bytes / shape.master_bytes
+        kept = weights.num_bytes * BYTES[policy.precision] / _master_bytes(policy)
         others.append(replace(weights, name="reference weights", num_bytes=kept))
     return [Phase(name=name, device=device, parts=(*parts, *others)) for name, parts in phases.items()]
 
@@ -334,11 +297,11 @@ def predict_memory(
     bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
     given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
     halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
-    buffers = Part(name="transfer buffers", num_bytes=halves, key="lower policy.refit_buffer_size_gb")
+    buffers = Part("transfer buffers", halves, "lower policy.refit_buffer_size_gb")
     kept = [buffers] if machine.is_gpu and not policy.generation.is_by_policy else []  # from sync to sync
     drafts: list[Part] = []
     if policy.draft.enabled:
-        own, of_engine = _draft(policy, model, TrainingShape.of(policy, num_ranks, budgets))
+        own, of_engine = _draft(policy, model, training_sizes(policy, num_ranks), budgets[0])
         drafts, generation = [own], [*generation, of_engine]
     beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts]
     beside += generation if colocated and not machine.is_gpu else []
@@ -355,8 +318,7 @@ def predict_memory(
     if policy.generation.is_by_policy:
         return phases
     weights, optimizer = phases[0].parts[:2]
-    largest = model.largest_parameter * compute
-    gathered = Part(name="gathered tensor", num_bytes=largest, key="a model with a smaller vocabulary")
+    gathered = Part("gathered tensor", model.largest_parameter * compute, "a model with a smaller vocabulary")
     refit = [*_process(machine), weights, *drafts, gathered, buffers]
     if not colocated:
         drawing = (*_process(machine), *generation, buffers)
@@ -375,7 +337,7 @@ def predict_memory(
     ]
 
 
-def _draft(policy: RolloutPolicyConfig, model: ModelShape, shape: TrainingShape) -> tuple[Part, Part]:
+def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes, tokens: int) -> tuple[Part, Part]:
     """A draft that trains beside the policy, on a training device and on an engine's.
 
     One block over an embedding and a state, which is made of three states of the policy or of `aux_layer_indices`.
@@ -386,13 +348,14 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, shape: TrainingShape)
     number = num_states * model.hidden**2 + attention + 3 * model.hidden * model.intermediate
     if policy.generation.speculation.get("method") == "mtp":
         num_states, number = 1, 2 * model.hidden**2 + model.layer_parameters + model.expert_parameters
-    state = 4 * number / shape.sizes.dp_shard * shape.master_bytes  # weights, their gradients, two moments
-    per_token = model.saved_numbers(shape.compute_bytes, 1) + (num_states + 4) * model.hidden * shape.compute_bytes
+    compute = BYTES[policy.precision]
+    state = 4 * number / sizes.dp_shard * _master_bytes(policy)  # weights, their gradients, two moments
+    per_token = model.saved_numbers(compute, 1) + (num_states + 4) * model.hidden * compute
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4
     key = f"set {policy.draft.key('enabled')}=false"
-    ours = Part(name="draft", num_bytes=state + shape.train_tokens * per_token + logits, key=key)
     theirs = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
-    return ours, Part(name="engine's draft", num_bytes=theirs, key=key)
+    ours = state + tokens / sizes.context_parallel * per_token + logits
+    return Part("draft", ours, key), Part("engine's draft", theirs, key)
 
 
 def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> tuple[list[Part], Part]:
@@ -400,34 +363,23 @@ def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) ->
     cfg = policy.generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
-    weights = Part(name="engine's weights", num_bytes=held, key="raise policy.generation.vllm_cfg.tensor_parallel_size")
-    cache = cfg.cpu_kv_cache_space_gb * 2.0**30
-    key = "lower policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
+    weights = Part("engine's weights", held, "raise policy.generation.vllm_cfg.tensor_parallel_size")
+    cache, key = cfg.cpu_kv_cache_space_gb * 2.0**30, "cpu_kv_cache_space_gb"
     if machine.is_gpu:
         memory = machine.memory if machine.memory is not None else 80e9
-        cache, key = (
-            cfg.gpu_memory_utilization * memory - held,
-            "lower policy.generation.vllm_cfg.gpu_memory_utilization",
-        )
-    return [weights, Part(name="KV cache", num_bytes=max(0.0, cache), key=key)], weights
+        cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
+    return [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")], weights
 
 
 def _process(machine: Machine) -> list[Part]:
-    used = CONTEXT_BYTES if machine.is_gpu else 0
-    return [Part(name="CUDA context", num_bytes=used, key="nothing lowers it")] if used else []
+    return [Part("CUDA context", CONTEXT_BYTES, "nothing lowers it")] if machine.is_gpu else []
 
 
 def asleep(machine: Machine, number: int) -> list[Part]:
     """`number` models that wait for their turn on the device."""
     if not machine.is_gpu or number == 0:
         return []
-    return [
-        Part(
-            name="asleep beside it",
-            num_bytes=number * ASLEEP_BYTES,
-            key="set policy.generation.colocated.enabled=false",
-        )
-    ]
+    return [Part("asleep beside it", number * ASLEEP_BYTES, "set policy.generation.colocated.enabled=false")]
 
 
 def cache_tokens(policy: RolloutPolicyConfig, model: ModelShape, phases: Sequence[Phase]) -> float | None:
@@ -455,7 +407,7 @@ def describe_memory(phases: Sequence[Phase], machine: Machine) -> list[str]:
         if machine.memory is not None:
             is_over = peak.num_bytes > machine.memory
             room = f" of {gigabytes(machine.memory)}" + (": IT DOES NOT FIT" if is_over else "")
-        largest = peak.largest
+        largest = max(peak.parts, key=lambda part: part.num_bytes)
         lines.append(
             f"{'peak' + where:<23}{gigabytes(peak.num_bytes):>9}{room}, in {peak.name}; most of it is {largest.name}: "
             f"{largest.key}"

@@ -21,14 +21,9 @@ from nemo_rl.models.policy.dtensor.lora import frozen_parts
 from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 from tests.unit.policy.steps import policy_config
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 
 
 def flops_of(model_type: str, **settings: Any) -> ModelFlops:
@@ -96,7 +91,7 @@ def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
 
 def test_only_the_experts_of_a_token_count() -> None:
     def per_token(number: int, chosen: int) -> float:
-        moe = {"moe_intermediate_size": 16, "head_dim": 8, "num_local_experts": number, "num_experts_per_tok": chosen}
+        moe = EXPERTS | {"head_dim": 8, "num_local_experts": number, "num_experts_per_tok": chosen}
         return flops_of("qwen3_moe", **moe).per_token
 
     assert per_token(16, 2) - per_token(8, 2) == 2 * 2 * 8 * 32, "the router"
@@ -126,7 +121,7 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
         ("ernie4_5_moe", {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        ("deepseek_v3", {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}),
+        ("deepseek_v3", EXPERTS | {"n_routed_experts": 8}),
     ],
 )
 def test_architectures_that_have_names_of_their_own(model_type: str, settings: dict[str, int]) -> None:
@@ -135,24 +130,12 @@ def test_architectures_that_have_names_of_their_own(model_type: str, settings: d
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [
-        ("qwen3_5_text", {}),
-        ("qwen3_next", {"num_experts": 0}),
-        (
-            "qwen3_next",
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            | {"shared_expert_intermediate_size": 16},
-        ),
-    ],
+    [("qwen3_5_text", {}), ("qwen3_next", EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16})],
 )
 def test_linear_attention_has_no_pairs_and_its_convolution_counts(model_type: str, settings: dict[str, int]) -> None:
-    config = AutoConfig.for_model(
-        model_type,
-        **SHAPE,
-        **{"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **settings},
-        **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
-        linear_value_head_dim=8,
-    )
+    layers = {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
+    layers |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    config = AutoConfig.for_model(model_type, **SHAPE, **layers, **settings)
     flops = ModelFlops.of(config)
     assert flops.windows == (None,) and flops.per_pair == 2 * 4 * 2 * 8
     assert flops.forward(9) - flops.forward(8) == flops.per_token + 9 * flops.per_pair

@@ -73,18 +73,13 @@ def config(*overrides: str, name: str = "grpo_math_1B.yaml") -> GRPOMasterConfig
 
 @pytest.fixture
 def seven_billion(tmp_path: Path) -> Path:
-    Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    shape = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    Qwen2Config(**shape, **heads).save_pretrained(tmp_path)
     return tmp_path
 
 
-def test_training_ranks_share_weights_and_the_peak_names_a_key(seven_billion):
+def test_ranks_share_weights_and_each_kind_of_device_has_a_peak_that_names_a_key(seven_billion):
     model = ModelShape.of(setup.local_config(config(f"policy.model_name={seven_billion}").policy))
     assert model.parameters == pytest.approx(7.62e9, rel=0.01)
     machine = Machine(is_gpu=True, memory=80e9)
@@ -98,30 +93,20 @@ def test_training_ranks_share_weights_and_the_peak_names_a_key(seven_billion):
         peaks[gpus] = describe_memory(phases, machine)[-1]
     assert "IT DOES NOT FIT, in train; most of it is optimizer state: lower it with more training ranks" in peaks[1]
     assert "IT DOES NOT FIT" not in peaks[8]
-
-
-def test_generation_on_devices_of_its_own_has_a_peak_of_its_own(seven_billion):
-    apart = config(
-        "policy.generation.colocated.enabled=false",
-        "policy.generation.colocated.resources.gpus_per_node=4",
-        "cluster.gpus_per_node=8",
-    )
-    model = ModelShape.of(setup.local_config(config(f"policy.model_name={seven_billion}").policy))
-    machine = Machine(is_gpu=True, memory=80e9)
-    lines = describe_memory(setup.phases_of(apart, model, machine), machine)
+    own = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4}}"
+    apart = setup.phases_of(config(own, "cluster.gpus_per_node=8"), model, machine)
+    lines = describe_memory(apart, machine)
     assert [line.split("  ")[0] for line in lines[-2:]] == ["peak of training", "peak of generation"]
 
 
 def test_a_plan_fits_or_says_what_is_missing(seven_billion):
-    cfg = config(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096")
+    asked = f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096"
+    cfg = config(*asked)
     plan = setup.propose_layout(cfg, "8xH100")
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in plan and "cluster.gpus_per_node=8" in plan
     overrides = [line.strip() for line in plan.splitlines() if "=" in line and " " not in line.strip()]
-    assert config(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096", *overrides)
-    split = config(
-        *(f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096", "cluster.gpus_per_node=8"),
-        "policy.dtensor_cfg.context_parallel_size=8",
-    )
+    assert config(*asked, *overrides)
+    split = config(*asked, "cluster.gpus_per_node=8", "policy.dtensor_cfg.context_parallel_size=8")
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in setup.propose_layout(split, "8xH100")
     with pytest.raises(ConfigError, match="no layout divides the batch"):
         setup.propose_layout(split, "4xH100")
@@ -151,18 +136,19 @@ def test_every_algorithm_is_planned_with_all_its_models(seven_billion, master, n
 
 
 def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
-    found = {}
-    for ahead in ("true", "false"):
-        name = f"dpo.precompute_reference_logprobs={ahead}"
-        cfg = load_config(DPOMasterConfig, CONFIGS / "dpo_cpu.yaml", [name, "policy.sequence_packing.enabled=false"])
-        shape = ModelShape.of(setup.local_config(cfg.policy))
-        train = setup.phases_of(cfg, shape, Machine(is_gpu=False))[1]
-        found[ahead] = {part.name: part.num_bytes for part in train.parts}
+    def parts_of(master: Any, name: str, *overrides: str) -> dict[str, float]:
+        """Of a training rank on a CPU."""
+        cfg = load_config(master, CONFIGS / name, ["policy.sequence_packing.enabled=false", *overrides])
+        train = setup.phases_of(cfg, ModelShape.of(setup.local_config(cfg.policy)), Machine(is_gpu=False))[1]
+        return {part.name: part.num_bytes for part in train.parts}
+
+    found = {
+        ahead: parts_of(DPOMasterConfig, "dpo_cpu.yaml", f"dpo.precompute_reference_logprobs={ahead}")
+        for ahead in ("true", "false")
+    }
     assert found["false"].pop("reference weights") == found["false"]["parameters"]
     assert found["false"] == found["true"]
-    rewards = load_config(RMMasterConfig, CONFIGS / "rm_cpu.yaml", ["policy.sequence_packing.enabled=false"])
-    shape = ModelShape.of(setup.local_config(rewards.policy))
-    parts = {part.name: part.num_bytes for part in setup.phases_of(rewards, shape, Machine(is_gpu=False))[1].parts}
+    parts = parts_of(RMMasterConfig, "rm_cpu.yaml")
     assert "logit tiles" not in parts, "a reward model has no vocabulary"
     assert parts["activations"] > 0
 
@@ -171,18 +157,17 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
     engine = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}"
     policy = config("+policy.draft.enabled=true", engine, name="grpo_math_cpu.yaml").policy
     model = tiny_model_config("tiny:arithmetic")
-    number = sum(p.numel() for p in DraftHead(LlamaConfig(**draft_config(policy, model))).parameters())
-    phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
-    for phase in phases[1], phases[-1]:
-        parts = {part.name: part.num_bytes for part in phase.parts}
-        assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
-    policy.generation.vllm_kwargs["speculative_config"]["method"] = "mtp"
+    drafts = {"eagle3": (model, DraftHead(LlamaConfig(**draft_config(policy, model))))}
     model = family_config("glm4_moe", first_k_dense_replace=0)
     mesh: Any = SimpleNamespace(expert=None, world=SimpleNamespace(device_type="cpu"))
-    number = sum(p.numel() for p in PredictionHead(model, torch.float32, mesh).parameters())
-    phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
-    [of_engine] = [part.num_bytes for part in phases[-1].parts if part.name == "engine's draft"]
-    assert of_engine == pytest.approx(4 * number, rel=0.02)
+    drafts["mtp"] = model, PredictionHead(model, torch.float32, mesh)
+    for method, (model, draft) in drafts.items():
+        policy.generation.vllm_kwargs["speculative_config"]["method"] = method
+        number = sum(p.numel() for p in draft.parameters())
+        phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1, budgets=(6144, 6144))
+        for phase in phases[1], phases[-1]:
+            parts = {part.name: part.num_bytes for part in phase.parts}
+            assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
 
 
 def test_a_model_that_is_not_here_is_not_predicted():

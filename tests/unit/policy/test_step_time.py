@@ -64,23 +64,15 @@ def test_what_a_phase_waits_for():
     assert LOGPROBS not in once and once[TRAINING] > ideal()[TRAINING], "the first phase brings weights and optimizer"
 
 
+MEGATRON = (
+    *("policy.dtensor_cfg.enabled=false", "policy.optimizer=null", "policy.scheduler=null"),
+    "policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2}",
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "shards", "optimizer_shards", "master_bytes"),
-    [
-        ((), 8, 8, 4),
-        (("policy.dtensor_cfg.dp_replicate_size=2",), 4, 4, 4),
-        (
-            (
-                "policy.dtensor_cfg.enabled=false",
-                "policy.optimizer=null",
-                "policy.scheduler=null",
-                "policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2}",
-            ),
-            2,
-            8,
-            2,
-        ),
-    ],
+    [((), 8, 8, 4), (("policy.dtensor_cfg.dp_replicate_size=2",), 4, 4, 4), (MEGATRON, 2, 8, 2)],
 )
 def test_a_configuration_gives_the_layout(overrides, shards, optimizer_shards, master_bytes):
     recipe = ROOT / "examples/configs/recipes/llm/grpo-qwen2.5-7b-instruct-1n8g.yaml"
