@@ -53,11 +53,11 @@ OTHER_MIXERS = {
     "qwen3_5_text": "Qwen3_5GatedDeltaNet",
     "qwen3_next": "Qwen3NextGatedDeltaNet",
 }
-"""Architectures with layers that read a row from its first token. In these layers, here by class, `token_mixers` gives
-every sequence a row of its own."""
+"""`model_type` of architectures with layers that read a row from its first token, and the class of these layers, in
+which `token_mixers` gives every sequence its own row."""
 
 STATEFUL = frozenset(OTHER_MIXERS.values()) - {"Llama4TextAttention"}
-"""Those of them that carry a state from token to token."""
+"""The classes of these layers that carry a state from token to token."""
 
 
 def unpackable_reason(config: PretrainedConfig) -> str | None:
@@ -96,7 +96,8 @@ def uncuttable_reason(config: PretrainedConfig) -> str | None:
 def can_share_prompts(config: PretrainedConfig) -> bool:
     """Whether sequences that begin alike can have their common tokens once, in a segment that all attend to.
 
-    The load of experts counts the tokens of each sequence, and images have positions of their own.
+    Mixtures of experts cannot, because the metrics of their routers count the tokens of each sequence. Models that see
+    images cannot, because images have their own positions.
     """
     return uncuttable_reason(config) is None and num_experts(config) == 0 and not sees_images(config)
 
@@ -104,7 +105,7 @@ def can_share_prompts(config: PretrainedConfig) -> bool:
 def attention_implementation(config: PretrainedConfig) -> str | dict[str, str]:
     """The `attn_implementation` to build the model with: ours, or the fastest exact one of transformers.
 
-    In a vision tower every patch sees all others of its image or window, which is none of ours.
+    Vision towers keep "sdpa": their patches see each other in both directions.
     """
     if unpackable_reason(config) is None:
         return {"text_config": ATTENTION, "vision_config": "sdpa"} if sees_images(config) else ATTENTION
@@ -130,26 +131,20 @@ class ContextKeys:
 
 @dataclass(frozen=True)
 class CuSeqlens:
-    """Lengths of the packed segments of a batch: each segment of queries attends causally to its own segment of keys.
+    """Lengths of the G packed segments of a batch: each segment of queries attends causally to its own segment of keys.
 
     The segments cover the R x W tokens of a batch, flattened. Causality is bottom-right aligned: query i of q sees the
     keys up to i + k - q of k, so the last query sees the last key. Lengths are kept on the host too, so that no call
     waits for the device.
-
-    Attributes:
-        query_lengths, key_lengths: tokens per segment, G numbers each.
-        cu_seqlens_q, cu_seqlens_k: int32 [G + 1], their cumulative sums from 0.
-        max_seqlen_q, max_seqlen_k: the largest lengths; fields, so that `torch.compile` sees two numbers, not G.
-        context: None if the keys are the batch's own tokens in order.
     """
 
-    query_lengths: tuple[int, ...]
+    query_lengths: tuple[int, ...]  # tokens per segment
     key_lengths: tuple[int, ...]
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # int32 [G + 1]; cumulative sums from 0
     cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # a field, so that `torch.compile` sees one number, not G
     max_seqlen_k: int
-    context: ContextKeys | None = None
+    context: ContextKeys | None = None  # None: the keys are the batch's own tokens in order
 
     @classmethod
     def of(
@@ -172,7 +167,7 @@ class CuSeqlens:
 class WholeSpans:
     """Spans of tokens, such as images, in which every token sees all others, and all tokens before the span.
 
-    N is the number of their tokens on this rank. The order is that of the spans of which it has some.
+    N is the number of their tokens on this rank. Spans without a token on this rank are left out.
     """
 
     queries: torch.Tensor  # int64 [N]; in R x W
@@ -229,7 +224,7 @@ def attention(
         sliding_window: a query sees at most this many keys, the last of which is its own.
         s_aux: [heads], one more score of each query, of a key without a value: a sink (GPT-OSS).
         seen: bool [R, 1, W, keys], in place of `cu_seqlens`: which keys of a cache each query sees.
-        whole_spans: tokens that see tokens after them too. A sliding window counts for what is before them.
+        whole_spans: tokens that also see the later tokens of their span. A sliding window limits the keys before them.
 
     Returns:
         ([R, W, heads, D], None).

@@ -1,4 +1,4 @@
-"""What the workers of a policy are told when they start, and of the samples that they write or draw."""
+"""Settings of policy workers: of the worker itself, of the samples it writes, of the completions it draws."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PolicyWorkerSettings:
     init_reference_model: bool
     init_optimizer: bool
     seed: int
-    folder: str = "policy"  # of a checkpoint that this model is in, and its name in errors: `value` for a critic
-    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+    folder: str = "policy"  # in a checkpoint, and the model's name in errors: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; a reward model finds the last token of a padded row by it
     blank_image: Pixels | None = None  # of a vision-language model: a small image as its processor makes it
 
 
@@ -32,25 +32,16 @@ class SampleSettings:
     folder: Path
     max_tokens: int  # of a longer sample the beginning and the end are kept
     decode: Callable[[list[int]], str]
-    anchor: int  # a token to decode others behind: some tokenizers drop the space before the first
+    anchor: int  # decoded in front of other tokens, because some tokenizers drop the space before the first
     block_bytes: int = 512 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """The ends of completions, and how many completions are drawn at a time."""
+    """When completions end, and how many are drawn at a time."""
 
-    max_model_len: int
-    """Tokens of the longest sequence, prompt included."""
-
-    max_batch_size: int
-    """Completions that one rank draws at a time."""
-
-    end_token_id: int
-    """Ends a completion, beside the stop tokens of its request."""
-
-    special_token_ids: frozenset[int]
-    """Have no text: stop strings are looked for in the text of the other tokens."""
-
-    decode: Callable[[list[int]], str]
-    """Tokens to text, for stop strings."""
+    max_model_len: int  # tokens of the longest sequence, prompt included
+    max_batch_size: int  # completions that one rank draws at a time
+    end_token_id: int  # ends a completion, as the stop tokens of its request do
+    special_token_ids: frozenset[int]  # have no text: stop strings are looked for in the text of the other tokens
+    decode: Callable[[list[int]], str]  # tokens to text, for stop strings

@@ -47,8 +47,8 @@ class StoredModel:
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
     `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
-    `torch_files`: read `pytorch_model*.bin` if there are no safetensors. Experts in MXFP4 are under the names of
-    ordinary numbers, as which they are read.
+    `torch_files`: read `pytorch_model*.bin` if there are no safetensors. Experts in MXFP4 have the names of ordinary
+    tensors and are read as such.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class ImageBatch:
     pixels: dict[str, torch.Tensor]  # inputs of the tower, of all distinct images
     features: torch.Tensor  # int64 [R, W]; in 0 ... F - 1, -1 where a token stands for no image
     positions: torch.Tensor  # int64 [3, R, W]; of time, height and width
-    num_distinct: int  # images; 0 if `pixels` are those of a blank one
+    num_distinct: int  # images; 0 if `pixels` are of a blank image
     whole_spans: WholeSpans | None = None  # the images, for a model that sees them in both directions
 
 
@@ -106,9 +106,9 @@ class RowLayout:
         return _put(torch.cat(list(values))[is_here], slot[is_here], (rows, width), fill)
 
     def whole_spans(self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> WholeSpans | None:
-        """Of sequences of these lengths, whose `spans` go from a position to the one behind their last; None for none.
+        """The spans of sequences of these lengths, given (first position, position after the last) of each.
 
-        Those of which no token is here are left out.
+        None if no span has a token on this rank.
         """
         placed, parts = _Spans.of(self, list(lengths), self.width(lengths)), []
         for number, own in enumerate(spans):

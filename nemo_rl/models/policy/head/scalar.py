@@ -1,4 +1,4 @@
-"""Reward and value models: the sequence classifiers of transformers with one label, and our own of models that see.
+"""Reward and value models: sequence classifiers with one label, of transformers or, with images, our own.
 
     hidden states [N, H] -> score, one linear layer without bias [1, H] -> [N]
 
@@ -41,7 +41,7 @@ _DEFAULT_STD = 0.02  # the default of transformers
 
 
 def is_scalar(config: PretrainedConfig) -> bool:
-    """Whether the configuration is that of a sequence classifier, which here has one output."""
+    """Whether `config` describes a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
