@@ -28,12 +28,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.errors import some_of
-from nemo_rl.models.policy.weight_loading import named_tensors
+from nemo_rl.models.policy.weight_loading import local_part, named_tensors
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import ModelSaveFormat
@@ -118,7 +117,7 @@ class PolicyState:
 
 def require_finite(weights: Mapping[str, torch.Tensor]) -> None:
     """Raises RuntimeError if a tensor, or this rank's part of it, is not finite: every run from it would be lost."""
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in weights.items()}
+    local = {name: local_part(tensor) for name, tensor in weights.items()}
     bad = [name for name, tensor in local.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if bad:
         raise RuntimeError(f"weights are not finite, so no checkpoint of them is written: {some_of(bad)}")

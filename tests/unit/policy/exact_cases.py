@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
@@ -21,8 +20,9 @@ from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig,
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.weight_loading import hf_name
-from nemo_rl.types import LossFunction
+from nemo_rl.models.policy.weight_loading import hf_name, local_part
+from nemo_rl.refit.layout import gathered
+from nemo_rl.types import LossFunction, SamplingParams
 from tests.unit.policy.steps import NUM_GENERATIONS, NUM_GROUPS, Rollouts, in_groups, load_step, make_sample
 
 NUM_SAMPLES = NUM_GROUPS * NUM_GENERATIONS
@@ -31,36 +31,29 @@ NUM_SAMPLES = NUM_GROUPS * NUM_GENERATIONS
 # -- what is computed
 
 
-_BOUNDED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}
-_IN_BOUNDS = _BOUNDED | {"truncated_importance_sampling_ratio_min": 0.8}
+_BY_SEQUENCE = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+_BOUNDED = {"use_importance_sampling_correction": True}
 
+# tests/unit/algorithms/losses has every loss: here are those whose columns, counts or clipping differ.
 LOSSES: dict[str, ClippedPGLossConfig] = {
     "grpo": ClippedPGLossConfig(),
-    "grpo-by-sequence": ClippedPGLossConfig(token_level_loss=False, reference_policy_kl_penalty=0.1),
     "dapo": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, reference_policy_kl_penalty=0.0),
-    "gspo": ClippedPGLossConfig(
-        sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.003, ratio_clip_max=0.004
-    ),
-    "gspo-corrected": ClippedPGLossConfig(sequence_level_importance_ratios=True, token_level_loss=False, **_BOUNDED),
+    "gspo": ClippedPGLossConfig(**_BY_SEQUENCE, ratio_clip_min=0.003, ratio_clip_max=0.004),
     "cispo": ClippedPGLossConfig(use_cispo=True, ratio_clip_min=0.02, ratio_clip_max=0.03),
     "reinforce": ClippedPGLossConfig(
         disable_ppo_ratio=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2"
     ),
     "on-policy-ratio": ClippedPGLossConfig(force_on_policy_ratio=True, reference_policy_kl_type="k1"),
     "dr-grpo": ClippedPGLossConfig(length_normalizer=16, reference_policy_kl_penalty=0.0),
-    "k1-on-policy": ClippedPGLossConfig(
-        reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True
-    ),
     "k3-unclamped": ClippedPGLossConfig(
         reference_policy_kl_penalty=0.5,
         kl_input_clamp_value=None,
         kl_output_clamp_value=None,
         use_on_policy_kl_approximation=True,
     ),
-    "tis": ClippedPGLossConfig(**_BOUNDED),
-    "icepop": ClippedPGLossConfig(**_IN_BOUNDS, truncated_importance_sampling_type="icepop"),
+    "tis": ClippedPGLossConfig(**_BOUNDED, truncated_importance_sampling_ratio=1.2),
     "seq-mask-tis": ClippedPGLossConfig(
-        use_importance_sampling_correction=True,
+        **_BOUNDED,
         truncated_importance_sampling_type="seq-mask-tis",
         truncated_importance_sampling_ratio=1.05,
         truncated_importance_sampling_ratio_min=0.95,
@@ -68,20 +61,15 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "kl-in-reward": ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1),
 }
 
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-
-SAMPLINGS = (
-    Sampling(),
-    Sampling(temperature=0.7),
-    Sampling(top_k=20),
-    Sampling(temperature=0.9, top_p=0.9),
-    Sampling(temperature=1.2, top_k=40, top_p=0.8),
+SAMPLINGS = tuple(
+    SamplingParams(max_new_tokens=16, temperature=temperature, top_k=top_k, top_p=top_p)
+    for temperature, top_k, top_p in (
+        (1.0, None, 1.0),
+        (0.7, None, 1.0),
+        (1.0, 20, 1.0),
+        (0.9, None, 0.9),
+        (1.2, 40, 0.8),
+    )
 )
 
 _LENGTHS = {"one": 1, "two": 2, "three": 3}
@@ -135,36 +123,21 @@ class Case:
     def loss_fn(self) -> LossFunction:
         return ClippedPGLoss(LOSSES[self.loss])
 
-    @property
-    def errors_multiplied(self) -> float:
-        """How many times the error of one logprob reaches a term of the loss.
-
-        Importance weights of whole sequences are exp of a sum over up to 19 tokens, whose errors add up like steps of a
-        random walk.
-        """
-        loss = LOSSES[self.loss]
-        is_product = loss.use_importance_sampling_correction and loss.sequence_level_importance_ratios
-        return math.sqrt(19) if is_product else 1.0
-
 
 # -- how it is computed
 
+_PACKED = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 80}
+_ALIKE = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64, "algorithm": "first_fit_shuffle"}
+_DYNAMIC = {"enabled": True, "train_mb_tokens": 72, "logprob_mb_tokens": 96, "sequence_length_round": 8}
 BATCHINGS: dict[str, dict[str, Any]] = {
     "one by one": {"train_micro_batch_size": 1},
     "threes padded": {"train_micro_batch_size": 3, "padding_free": False},
-    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=80)},
+    "packed": {"sequence_packing": SequencePackingConfig(**_PACKED)},
     "packed alike": {
-        "sequence_packing": SequencePackingConfig(
-            enabled=True, train_mb_tokens=64, logprob_mb_tokens=64, algorithm="first_fit_shuffle"
-        ),
+        "sequence_packing": SequencePackingConfig(**_ALIKE),
         "make_sequence_length_divisible_by": 6,
     },
-    "dynamic padded": {
-        "dynamic_batching": DynamicBatchingConfig(
-            enabled=True, train_mb_tokens=72, logprob_mb_tokens=96, sequence_length_round=8
-        ),
-        "padding_free": False,
-    },
+    "dynamic padded": {"dynamic_batching": DynamicBatchingConfig(**_DYNAMIC), "padding_free": False},
 }
 WHOLE = {"train_micro_batch_size": NUM_SAMPLES, "logprob_batch_size": NUM_SAMPLES, "padding_free": False}
 
@@ -179,16 +152,11 @@ class RecordingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
             taken = [p.grad for group in self.param_groups for p in group["params"]]
-            self.gradients.append([None if grad is None else _whole(grad) for grad in taken])
+            self.gradients.append([None if grad is None else gathered(grad, None).clone() for grad in taken])
         return super().step(closure)
 
 
 RECORDING_SGD = OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0.1})
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
 
 
 @dataclass(kw_only=True)
@@ -211,7 +179,7 @@ class Bench:
         self.parameters = trainable(worker.stages)
         self.names = [hf_name(n) for s in worker.stages for n, p in s.hf.named_parameters() if p.requires_grad]
         assert len(self.names) == len(self.parameters)
-        self.start = [_local(p).detach().clone() for p in self.parameters]
+        self.start = [local_part(p).detach().clone() for p in self.parameters]
 
     def _set_up(self, case: Case, batching: dict[str, Any]) -> None:
         """Weights as in the beginning, everything else as `case` and `batching` say."""
@@ -225,7 +193,7 @@ class Bench:
             stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
         with torch.no_grad():
             for parameter, start in zip(self.parameters, self.start, strict=True):
-                _local(parameter).copy_(start)
+                local_part(parameter).copy_(start)
         assert isinstance(worker.optimizer, RecordingSGD)
         worker.optimizer.gradients.clear()
 
@@ -261,10 +229,6 @@ class Bench:
             ],
             logprobs=logprobs,
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _scored(row: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.attention import (
     moved,
     unpackable_reason,
 )
-from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 
 VOCAB = 97
 SHAPE = {
@@ -34,7 +34,6 @@ FAMILIES = {
     "qwen2": AutoConfig.for_model("qwen2", **SHAPE),
     "qwen2 with a window": AutoConfig.for_model("qwen2", **SHAPE, use_sliding_window=True, **MIXED),
     "llama": AutoConfig.for_model("llama", **SHAPE),
-    "qwen3": AutoConfig.for_model("qwen3", **SHAPE),
     "gemma3": AutoConfig.for_model("gemma3_text", **SHAPE, **MIXED),
     "mistral": AutoConfig.for_model("mistral", **SHAPE, sliding_window=5),
 }
@@ -63,23 +62,26 @@ def states_alone(model: PreTrainedModel, lengths: list[int]) -> torch.Tensor:
     return torch.cat([out.last_hidden_state[0, :-1] for out in alone])
 
 
-def states_together(
-    model: PreTrainedModel, lengths: list[int], layout: RowLayout, *, drop_segments: bool = False
-) -> torch.Tensor:
-    batch = layout.build(sequences(lengths))
-    out = model.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        cu_seqlens=None if drop_segments else batch.cu_seqlens,
-        use_cache=False,
-    )
-    return out.last_hidden_state.flatten(0, 1)[batch.states]
+def states_together(model: PreTrainedModel, batch: ModelBatch, *, drop_segments: bool = False) -> torch.Tensor:
+    segments = None if drop_segments else batch.cu_seqlens
+    how = {"position_ids": batch.position_ids, "cu_seqlens": segments, "use_cache": False}
+    return model.base_model(input_ids=batch.input_ids, **how).last_hidden_state.flatten(0, 1)[batch.states]
+
+
+def packed(lengths: list[int], divisible_by: int = 1) -> ModelBatch:
+    return RowLayout(padding_free=True, divisible_by=divisible_by).build(sequences(lengths))
 
 
 def gradients(model: PreTrainedModel, states: torch.Tensor) -> dict[str, torch.Tensor]:
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
     (states * weights).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize(
@@ -90,17 +92,14 @@ def test_states_and_gradients_equal_those_of_each_sequence_alone_and_leak_withou
     assert unpackable_reason(config) is None
     alone, together = build(config, "eager"), build(config, ATTENTION)
     expected = states_alone(alone, LENGTHS)
-    layout = RowLayout(padding_free=padding_free, divisible_by=16)
     if padding_free:
-        leaked = states_together(together, LENGTHS, RowLayout(padding_free=True), drop_segments=True)
+        leaked = states_together(together, packed(LENGTHS), drop_segments=True)
         assert (leaked - expected)[: LENGTHS[0] - 1].abs().max() < 1e-4  # the first sequence has nothing before it
         assert (leaked - expected)[LENGTHS[0] :].abs().max() > 0.01
-    actual = states_together(together, LENGTHS, layout)
+    batch = RowLayout(padding_free=padding_free, divisible_by=16).build(sequences(LENGTHS))
+    actual = states_together(together, batch)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    expected_grads, grads = gradients(alone, expected), gradients(together, actual)
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert (grad - expected_grads[name]).norm() <= 1e-5 * expected_grads[name].norm(), name
+    assert_same_gradients(gradients(together, actual), gradients(alone, expected))
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if can_share_prompts(FAMILIES[family])])
@@ -113,16 +112,12 @@ def test_a_shared_prompt_gives_the_states_and_gradients_of_whole_sequences(famil
     for shares in (False, True):
         model = build(FAMILIES[family], ATTENTION)
         batch = RowLayout(padding_free=True, shares_prompts=shares).build(rows)
-        out = model.base_model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
-        )
-        states = out.last_hidden_state.flatten(0, 1)[batch.states]
+        states = states_together(model, batch)
         found.append((batch.input_ids.numel(), states, gradients(model, states)))
     (whole, expected, expected_grads), (tokens, states, grads) = found
     assert whole - tokens == 2 * 9 + 4 + 9, "each prompt is there once"
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
-    for name, grad in grads.items():
-        assert (grad - expected_grads[name]).norm() <= 1e-5 * expected_grads[name].norm(), name
+    assert_same_gradients(grads, expected_grads)
 
 
 def reference(
@@ -183,8 +178,8 @@ def test_architectures_whose_tokens_meet_elsewhere_are_refused(model_type, setti
 def test_a_refused_architecture_is_exact_in_padded_rows_with_the_attention_chosen_for_it():
     config = AutoConfig.for_model("gemma2", **SHAPE, **MIXED, attn_logit_softcapping=2.0)
     expected = states_alone(build(config, "eager"), LENGTHS)
-    layout = RowLayout(padding_free=False, divisible_by=16)
-    actual = states_together(build(config, attention_implementation(config)), LENGTHS, layout)
+    batch = RowLayout(padding_free=False, divisible_by=16).build(sequences(LENGTHS))
+    actual = states_together(build(config, attention_implementation(config)), batch)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -194,10 +189,10 @@ def test_compiled_layers_do_not_compile_anew_for_other_lengths():
     counter = CompileCounter()
     for layer in cast(nn.ModuleList, compiled.base_model.layers):
         layer.compile(backend=counter)
-    layout, frames = RowLayout(padding_free=True), []
+    frames = []
     for lengths in ([5, 7, 9], [6, 6, 20, 1], [30], [8, 2, 2, 2, 2], [11, 13]):
-        expected = states_together(model, lengths, layout)
-        torch.testing.assert_close(states_together(compiled, lengths, layout), expected)
+        batch = packed(lengths)
+        torch.testing.assert_close(states_together(compiled, batch), states_together(model, batch))
         frames.append(counter.frame_count)
     assert frames[1] == frames[-1]  # once for the first shape, once for any
 
@@ -236,8 +231,8 @@ def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type
     assert unpackable_reason(AutoConfig.for_model(model_type.removesuffix("_text")) if sees else config) is None
     with torch.no_grad():
         expected = states_alone(build(config, "eager"), LENGTHS)
-        actual = states_together(build(config, ATTENTION), LENGTHS, RowLayout(padding_free=True, divisible_by=8))
-        dropped = states_together(build(config, ATTENTION), LENGTHS, RowLayout(padding_free=True), drop_segments=True)
+        actual = states_together(build(config, ATTENTION), packed(LENGTHS, divisible_by=8))
+        dropped = states_together(build(config, ATTENTION), packed(LENGTHS), drop_segments=True)
     scale = expected.abs().max()
     assert (actual - expected).abs().max() < 1e-5 * scale
     assert (dropped - expected).abs().max() > 1e-2 * scale

@@ -1,4 +1,4 @@
-"""Loss, gradients and metrics are equal for every micro-batch size, packing, mesh and accumulation, for every loss."""
+"""Loss, gradients and metrics are equal for every micro-batch size, packing, mesh and accumulation."""
 
 import itertools
 import random
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
 }
 ALIKE = {"tp-sp": {"make_sequence_length_divisible_by": 48}}  # DTensor takes seconds to plan for shapes of its own
-CUT = ["hsdp", "tp-sp", "cp", "pp"]  # with every loss between them; test_layouts.py has more, with one
+CUT = ["hsdp", "tp-sp", "cp", "pp"]  # share the losses; test_layouts.py has more layouts, with one loss
 DEAL = [*CUT, "hsdp", "cp", "pp"]  # fewer to the layout that takes longest
 
 
@@ -122,7 +122,7 @@ def assert_equal(found: dict[tuple[Case, str], dict[str, float]]) -> None:
         f"{case.loss}, {batching}, {kind}": distance
         for (case, batching), kinds in found.items()
         for kind, distance in kinds.items()
-        if not distance <= TOLERANCE * case.errors_multiplied
+        if not distance <= TOLERANCE
     }
     assert not off
 
@@ -139,9 +139,7 @@ def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
     assert {case.sampling for case in CASES.values()} == set(range(len(SAMPLINGS)))
     assert {case.samples_per_step for case in CASES.values()} == {4, 8, 16}
     metrics = {case.loss: outcome.metrics for case, outcome in expected.outcomes.items() if case.samples_per_step < 16}
-    for loss in ("dapo", "gspo", "cispo"):
-        assert loss not in metrics or metrics[loss]["clip_fraction"] > 0.02, loss
-    assert sum(values["clip_fraction"] > 0.02 for values in metrics.values()) >= 3
+    assert all(metrics[loss]["clip_fraction"] > 0.02 for loss in ("dapo", "gspo", "cispo"))
     for case, outcome in expected.outcomes.items():
         if LOSSES[case.loss].truncated_importance_sampling_ratio is not None:
             assert 0.05 < outcome.metrics["is_oob_ratio"] < 0.95, case

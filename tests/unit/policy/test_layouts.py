@@ -85,7 +85,7 @@ def planned(name: str, **more: Any) -> dict[str, Any]:
     return ALIKE | cut(**{TP: 2}, custom_parallel_plan=f"{__name__}:{name}", **more)
 
 
-# (family, ranks, changes). test_exactness.py has more of Llama, with every loss.
+# (family, ranks, changes). test_exactness.py has more of Llama, with other losses.
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "packed-dp2": ("llama", 2, PACKED),
     "dynamic": ("llama", 2, DYNAMIC | PADDED),

@@ -12,25 +12,15 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.head.tasks import Logprobs
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMALL |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 
 
-def small_model(family: str, **changes: Any) -> PreTrainedModel:
+def small_model(family: str, implementation: str | None = attention.ATTENTION, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -102,12 +92,8 @@ HEADS = {
 
 @pytest.mark.parametrize("family", HEADS)
 def test_what_a_family_does_to_its_logits_is_done_to_tiles(family):
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **HEADS[family]})).eval()
-    batch = batch_of(7, 9, padding_free=False)
+    hf, batch = small_model(family, None, **HEADS[family]), batch_of(7, 9, padding_free=False)
     with torch.no_grad():
-        for parameter in hf.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
         states = hf.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         got = LogprobModel(hf, temperature=0.7).score(states, batch, Logprobs())
         assert (got - plain_logprobs(hf, batch, 0.7)).abs().max() < 2e-6

@@ -1,7 +1,6 @@
 """A worker saved and resumed: to the bit on its own layout, within rounding on others; and what else is saved."""
 
 import asyncio
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from nemo_rl.models.policy.config import (
     SchedulerConfig,
 )
 from nemo_rl.models.policy.convert import convert_checkpoint
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import Models
@@ -26,9 +24,7 @@ from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_st
 from tests.unit.policy.test_layouts import COPIES, CP, EP, PP, SP, TP
 from tests.worlds import run_world
 
-LORA = {
-    "lora_cfg": LoRAConfig(enabled=True, dim=4, alpha=8, match_all_linear=False, target_modules=["q_proj", "down_proj"])
-}
+LORA = {"lora_cfg": LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=["q_proj", "down_proj"])}
 DROPPED = {"lora_cfg": LoRAConfig(enabled=True, dim=4, alpha=8.0, dropout=0.2)}
 SCHEDULE = [
     SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 3}),
@@ -52,14 +48,8 @@ def goes_on(rank: int, world: int, path: Path, config: PolicyConfig, directory: 
     worker.save_checkpoint(directory, how)
     results.append(train_step(worker))
     if how.in_background:
-        finish(worker)
+        asyncio.run(worker.finish_save_checkpoint())
     return results, whole_weights(worker)
-
-
-def finish(worker: DTensorPolicyWorker) -> None:
-    ended: Any = worker.finish_save_checkpoint()
-    if inspect.iscoroutine(ended):
-        asyncio.run(ended)
 
 
 def resumes(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path, *, optimizer: bool = True) -> Run:
@@ -136,8 +126,7 @@ def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted
         ("llama", (2, {TP: 2}), (2, {})),
         pytest.param("llama", (4, {CP: 2, COPIES: 2}), (2, {PP: 2}), marks=pytest.mark.slow),
         pytest.param("llama", (2, {TP: 2} | LORA), (2, LORA), marks=pytest.mark.slow),
-        pytest.param("qwen3-moe", (4, {EP: 2}), (2, {}), marks=pytest.mark.slow),
-        ("qwen3-moe", (1, {}), (2, {EP: 2})),
+        ("qwen3-moe", (4, {EP: 2}), (2, {EP: 2})),
     ],
 )
 def test_it_resumes_on_another_layout(

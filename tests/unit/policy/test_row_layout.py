@@ -56,20 +56,15 @@ def test_a_prompt_that_sequences_share_lies_once_before_them():
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
     sequences = [sample(list(range(10, 18)), []), sample([20, 21], [])]
-    rows = [
-        RowLayout(padding_free=True, context_size=2, context_rank=rank, context_group=dist.ProcessGroup(rank, 2)).build(
-            sequences
-        )
-        for rank in range(2)
-    ]
-    assert rows[0].input_ids.tolist() == [[10, 11, 16, 17, 20, 0]]
-    assert rows[1].input_ids.tolist() == [[12, 13, 14, 15, 21, 0]]
-    assert rows[0].position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
-    assert rows[1].position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
-    assert rows[0].cu_seqlens is not None and rows[1].cu_seqlens is not None
-    assert rows[0].cu_seqlens.query_lengths == rows[1].cu_seqlens.query_lengths == (2, 2, 1, 1)
-    assert rows[0].cu_seqlens.key_lengths == (2, 8, 1, 4)
-    assert rows[1].cu_seqlens.key_lengths == (4, 6, 2, 3)
+    for rank, ids, positions, keys in (
+        (0, [10, 11, 16, 17, 20, 0], [0, 1, 6, 7, 0, 3], (2, 8, 1, 4)),
+        (1, [12, 13, 14, 15, 21, 0], [2, 3, 4, 5, 1, 2], (4, 6, 2, 3)),
+    ):
+        how = {"context_size": 2, "context_rank": rank, "context_group": dist.ProcessGroup(rank, 2)}
+        batch = RowLayout(padding_free=True, **how).build(sequences)
+        assert (batch.input_ids.tolist(), batch.position_ids.tolist()) == ([ids], [positions])
+        assert batch.cu_seqlens is not None
+        assert (batch.cu_seqlens.query_lengths, batch.cu_seqlens.key_lengths) == ((2, 2, 1, 1), keys)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ from nemo_rl.models.policy.batch.microbatches import Row
 from nemo_rl.models.policy.batch.samples import SampleWriter, TokenTexts, disagreement
 from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.run_files import read_block, read_index
-from nemo_rl.types import PREVIEW, Example, ExampleGroup, ImageSpan, RolloutGroup, Sample
+from nemo_rl.types import PREVIEW, Example, ExampleGroup, ImageSpan, RolloutGroup, RowKey, Sample
 from tests.fakes import sample_meta
 
 WORDS = ["x", " the", " dog", "\n", "</script>"]
@@ -24,8 +24,12 @@ def decode(ids: list[int]) -> str:
     return raw.decode(errors="replace").removeprefix(" ")
 
 
-def settings(folder: Path, **more: Any) -> SampleSettings:
-    return SampleSettings(**{"folder": folder, "max_tokens": 100, "decode": decode, "anchor": 0, **more})
+def writer(run: Path, **more: Any) -> SampleWriter:
+    return SampleWriter(settings(run, **more), "policy-0")
+
+
+def settings(run: Path, **more: Any) -> SampleSettings:
+    return SampleSettings(**{"folder": run / "samples", "max_tokens": 100, "decode": decode, "anchor": 0, **more})
 
 
 def test_single_tokens_keep_their_space_and_parts_of_a_character_are_joined(tmp_path):
@@ -37,10 +41,10 @@ def test_single_tokens_keep_their_space_and_parts_of_a_character_are_joined(tmp_
     assert texts([]) == []
 
 
-def rollout_group() -> RolloutGroup:
+def rollout_group(reward: float = 0.0) -> RolloutGroup:
     samples = [
         Sample(
-            meta=sample_meta(f"1/0/p:7/{index}", reward=float(index)),
+            meta=sample_meta(f"1/0/p:7/{index}", reward=reward + index),
             token_ids=np.array([1, 2] * 5),
             token_mask=np.array([False] * 4 + [True] * 6),
             generation_logprobs=np.full(10, -0.5, np.float32),
@@ -51,24 +55,20 @@ def rollout_group() -> RolloutGroup:
     return RolloutGroup(group_id="1/0/p:7", prompt_id="p:7", samples=samples)
 
 
-def row_of(sample: Sample, **columns: torch.Tensor) -> Row:
-    return Row(
-        sample_id=sample.sample_id,
-        token_ids=torch.from_numpy(sample.token_ids),
-        token_mask=torch.from_numpy(sample.token_mask),
-        mask=1.0,
-        columns={"generation_logprobs": torch.from_numpy(sample.generation_logprobs), **columns},
-    )
+def row_of(sample: Sample | Example, **columns: torch.Tensor) -> Row:
+    if isinstance(sample, Sample):
+        columns["generation_logprobs"] = torch.from_numpy(sample.generation_logprobs)
+    ids, mask = torch.from_numpy(sample.token_ids), torch.from_numpy(sample.token_mask)
+    return Row(sample_id=sample.sample_id, token_ids=ids, token_mask=mask, mask=1.0, columns=columns)
 
 
 def write(
-    run: Path, *, step: int = 1, group: RolloutGroup | None = None, how: dict[str, Any] | None = None, **columns: Any
+    run: Path, *, step: int = 1, by: SampleWriter | None = None, group: Any = None, key: RowKey = (0, 0), **columns: Any
 ) -> str | None:
-    """The first sample of a group, by a writer of its own; what went wrong, if anything did."""
-    group = group or rollout_group()
-    writer = SampleWriter(settings(run / "samples", **(how or {})), "policy-0")
-    writer.begin([(0, 0)], {0: group})
-    return writer.write(step, {(0, 0): row_of(group.samples[0], **columns)})
+    """One sample of a group, by a writer of its own if none is given; what went wrong, if anything did."""
+    group, by = group or rollout_group(), by or writer(run)
+    by.begin([key], {key[0]: group})
+    return by.write(step, {key: row_of(group.rows[key[1]], **columns)})
 
 
 def written(run: Path) -> list[dict[str, Any]]:
@@ -77,15 +77,13 @@ def written(run: Path) -> list[dict[str, Any]]:
 
 def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     group = rollout_group()
-    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
     group.pixels = {"d": {PREVIEW: np.frombuffer(b"jpeg", np.uint8)}, "e": {}}
     group.samples[1].images = [ImageSpan(digest=digest, start=0, length=1) for digest in "de"]
     group.samples[1].meta.own_reward = 0.0
-    writer.begin([(3, 1)], {3: group})
+    columns = {"advantages": torch.full((10,), 0.25), "values": torch.arange(10.0)}
     train = torch.full((10,), -0.5)
     train[9] = -1.5
-    row = row_of(group.samples[1], outputs=train, advantages=torch.full((10,), 0.25), values=torch.arange(10.0))
-    assert writer.write(5, {(3, 1): row, (3, 0): row_of(group.samples[0])}) is None
+    assert write(tmp_path, step=5, group=group, key=(3, 1), outputs=train, **columns) is None
     (sample,) = written(tmp_path)
     assert (sample["step"], sample["id"], sample["prompt"], sample["reward"]) == (5, "1/0/p:7/1", "p:7", 1.0)
     assert sample["texts"] == [" the", " dog"] * 5 and sample["mask"] == "0000111111"
@@ -105,7 +103,7 @@ def test_previous_logprobs_come_before_those_of_a_later_update():
 
 
 def test_of_a_long_sample_the_beginning_and_the_end_are_kept(tmp_path):
-    write(tmp_path, how={"max_tokens": 5}, values=torch.arange(10.0))
+    write(tmp_path, by=writer(tmp_path, max_tokens=5), values=torch.arange(10.0))
     (sample,) = written(tmp_path)
     assert sample["values"] == [0.0, 1.0, 2.0, 8.0, 9.0] and sample["left_out"] == [3, 8]
     assert sample["length"] == 10 and sample["mask"] == "00011"
@@ -119,11 +117,8 @@ def test_values_that_are_not_finite_are_still_json(tmp_path):
 
 
 def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):
-    group = rollout_group()
-    writer = SampleWriter(settings(tmp_path / "samples", block_bytes=1800), "policy-0")
-    for step in range(1, 8):
-        writer.begin([(0, 0)], {0: group})
-        assert writer.write(step, {(0, 0): row_of(group.samples[0])}) is None
+    by = writer(tmp_path, block_bytes=1800)
+    assert [write(tmp_path, step=step, by=by) for step in range(1, 8)] == [None] * 7
     blocks = sorted(path.name for path in (tmp_path / "samples").glob("*"))
     assert blocks == ["index_policy-0.jsonl", "policy-0_000001.js", "policy-0_000005.js"]
     assert [sample["step"] for sample in written(tmp_path)] == list(range(1, 8))
@@ -132,16 +127,8 @@ def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):
 
 def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
     example = Example(sample_id="sft:3", token_ids=np.array([1, 2]), token_mask=np.array([False, True]), margin=2.0)
-    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
-    writer.begin([(0, 0)], {0: ExampleGroup(samples=[example])})
-    row = Row(
-        sample_id="sft:3",
-        token_ids=torch.tensor([1, 2]),
-        token_mask=torch.tensor([False, True]),
-        mask=1.0,
-        columns={"margin": torch.tensor(2.0), "outputs": torch.tensor([0.0, -0.25])},
-    )
-    writer.write(1, {(0, 0): row})
+    columns = {"margin": torch.tensor(2.0), "outputs": torch.tensor([0.0, -0.25])}
+    write(tmp_path, group=ExampleGroup(samples=[example]), **columns)
     (sample,) = written(tmp_path)
     assert sample["id"] == "sft:3" and sample["margin"] == 2.0 and sample["outputs"] == [0.0, -0.25]
     assert "error" not in sample
@@ -150,12 +137,9 @@ def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
 def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_is_listed_once(tmp_path):
     problem = write(tmp_path / "elsewhere")
     assert problem is not None and "put logger.log_dir where all nodes see it" in problem
-    writer = SampleWriter(settings(tmp_path / "samples"), "policy-0")
+    by = writer(tmp_path)
     for reward in (1.0, 2.0):
-        group = rollout_group()
-        group.samples[0].meta.reward = reward
-        writer.begin([(0, 0)], {0: group})
-        writer.write(1, {(0, 0): row_of(group.samples[0])})
+        write(tmp_path, by=by, group=rollout_group(reward))
     assert [row["reward"] for row in read_index(tmp_path)] == [2.0]
 
 

@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,17 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
 from nemo_rl.data.tiny_model import build_processor, build_untrained_model
-from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, LoRAConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    LoRAConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, part_of
-from nemo_rl.types import ImageSpan
+from nemo_rl.types import ImageSpan, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
 from tests.unit.policy.test_vision import FAMILY_MODELS, gemma3_processor, shapes
@@ -35,8 +40,7 @@ SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> tuple[Path, Any, int]:
-    """(directory of an untrained model, its processor, its token for images)."""
+def model(tmp_path_factory) -> "Model":
     recipe, tokenizer = shapes()
     path = tmp_path_factory.mktemp("model")
     untrained = build_untrained_model(recipe, tokenizer)
@@ -53,8 +57,8 @@ def groups_with_images(processor: Any, token: int) -> Any:
         pixels, expansion = process_image(processor, image)
         span = ImageSpan(digest=image_digest(image), start=1, length=expansion.count("<|image_pad|>"))
         groups[number].pixels = {span.digest: pixels}
+        before = np.concatenate([[7], np.full(span.length, token), [8]])
         for sample in groups[number].samples:
-            before = np.concatenate([[7], np.full(span.length, token), [8]])
             sample.token_ids = np.concatenate([before, sample.token_ids])
             sample.token_mask = np.pad(sample.token_mask, (len(before), 0))
             sample.generation_logprobs = np.pad(sample.generation_logprobs, (len(before), 0))
@@ -64,7 +68,8 @@ def groups_with_images(processor: Any, token: int) -> Any:
     return handles, groups
 
 
-Step = tuple[float, float, dict[str, torch.Tensor]]
+Model = tuple[Path, Any, int]  # directory of an untrained model, its processor, its token for images
+Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, norm of the gradient, weights after the step
 
 
 def assert_same(got: Step, want: Step, **of_loss: float) -> None:
@@ -76,19 +81,29 @@ def assert_same(got: Step, want: Step, **of_loss: float) -> None:
         torch.testing.assert_close(weight, want[2][name], atol=2e-6, rtol=0, msg=name)
 
 
-def step(model: tuple[Path, Any, int], world: int, **changes: Any) -> Step:
-    """(loss, norm of the gradient, weights after the step)."""
+def taken(
+    rank: int, world: int, model: Model, config: PolicyConfig, folder: Path | None = None, resumes: bool = False
+) -> Step:
+    """A step, from the checkpoint in `folder` if it `resumes`; else after a step and a checkpoint, if there is one."""
     path, processor, token = model
-    config = policy_config(**SAMPLED_BEFORE | changes)
+    blank = process_image(processor, draw("red circle 0"))[0]
+    worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
 
-    def rank_main(rank: int, world: int) -> Any:
-        blank = process_image(processor, draw("red circle 0"))[0]
-        worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
+    def train() -> TrainResult:
         load_step(worker, groups_with_images(processor, token))
-        result = worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
-        return result.losses[0], result.grad_norms[0], whole_weights(worker)
+        return worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
 
-    return run_world(rank_main, world)[0]
+    if folder is not None and resumes:
+        worker.load_checkpoint(folder, load_optimizer=True)
+    elif folder is not None:
+        train()
+        worker.save_checkpoint(folder, SaveRequest(model_save_format="safetensors"))
+    result = train()
+    return result.losses[0], result.grad_norms[0], whole_weights(worker)
+
+
+def step(model: Model, world: int, **changes: Any) -> Step:
+    return run_world(taken, world, model, policy_config(**SAMPLED_BEFORE | changes))[0]
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +162,7 @@ def untrained(model) -> dict[str, torch.Tensor]:
 def test_a_frozen_part_stays_as_it_is(model, whole, untrained):
     _, _, weights = step(model, 1, freeze=["vision_tower"])
     tower = [name for name in weights if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]
-    assert tower
-    assert all(torch.equal(weights[name], untrained[name]) for name in tower)
+    assert tower and all(torch.equal(weights[name], untrained[name]) for name in tower)
     assert not any(torch.equal(whole[2][name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
     assert not torch.equal(weights["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
 
@@ -162,24 +176,7 @@ def test_adapters_on_the_tower_change_it_alone(model, whole, untrained):
 
 
 def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
-    path, processor, token = model
     config = policy_config(**SAMPLED_BEFORE | {"deterministic": True, "freeze": ["vision_tower"]})
-    loss = ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0}))
-
-    def rank_main(rank: int, world: int, *, resumes: bool) -> Any:
-        blank = process_image(processor, draw("red circle 0"))[0]
-        worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
-        if resumes:
-            worker.load_checkpoint(tmp_path, load_optimizer=True)
-        else:
-            load_step(worker, groups_with_images(processor, token))
-            worker.train(loss, Logprobs())
-            worker.save_checkpoint(tmp_path, SaveRequest(model_save_format="safetensors"))
-        load_step(worker, groups_with_images(processor, token))
-        result = worker.train(loss, Logprobs())
-        return result.losses, result.grad_norms, whole_weights(worker)
-
-    losses, norms, want = run_world(partial(rank_main, resumes=False), 2)[0]
-    again, norms_again, weights = run_world(partial(rank_main, resumes=True), 2)[0]
-    assert (losses, norms) == (again, norms_again)
-    assert want.keys() == weights.keys() and all(torch.equal(want[name], weights[name]) for name in want)
+    want, got = (run_world(taken, 2, model, config, tmp_path, resumes)[0] for resumes in (False, True))
+    assert got[:2] == want[:2]
+    assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])
