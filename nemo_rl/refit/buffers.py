@@ -24,16 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from nemo_rl.distributed.collectives import own_address
 from nemo_rl.distributed.errors import first_line
 from nemo_rl.refit.layout import NUM_HALVES, RefitError, Rendezvous, Transport
-
-if TYPE_CHECKING:
-    from torch.distributed import BroadcastOptions, Store, Work
 
 _TOKEN_BYTES = 16
 COLLECTIVE_KEY = "collective"
@@ -185,8 +184,6 @@ class CudaIpcBuffer(TransferBuffer):
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> CudaIpcBuffer:
         """Allocate on `device` and export. One export pairs with one reader: torch counts the references."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         reduced: tuple[Any, tuple[Any, ...]] = reduce_tensor(buffer)
         arguments = reduced[1]
@@ -198,8 +195,6 @@ class CudaIpcBuffer(TransferBuffer):
     @classmethod
     def attach(cls, endpoint: dict[str, Any], device: torch.device) -> CudaIpcBuffer:
         """Map the owner's memory on `device`, the reader's index of the same GPU."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
         index = torch.cuda.current_device() if device.index is None else device.index
         size = torch.Size([endpoint["nbytes"]])
         tensor = (torch.Tensor, size, (1,), endpoint["tensor_offset"], torch.storage.TypedStorage, torch.uint8, index)
@@ -231,14 +226,12 @@ class CollectiveBuffer(TransferBuffer):
     def __init__(
         self, member: int, endpoint: dict[str, Any], device: torch.device, listener: socket.socket | None = None
     ) -> None:
-        from torch.distributed import TCPStore
-
         self.bytes = torch.zeros(endpoint["nbytes"], dtype=torch.uint8, device=device)
         self.key = COLLECTIVE_KEY
         self.endpoint = endpoint
         self._member = member
         self._timeout_s: float = endpoint["timeout_s"]
-        self._store: Any = TCPStore(  # None after `close`
+        self._store: Any = dist.TCPStore(  # None after `close`
             endpoint["host"],
             endpoint["port"],
             is_master=listener is not None,
@@ -247,7 +240,7 @@ class CollectiveBuffer(TransferBuffer):
             master_listen_fd=listener.detach() if listener is not None else None,
         )
         self._group: Any = None  # of `GROUPS`
-        self._works: dict[int, Work] = {}  # half -> its broadcast in flight
+        self._works: dict[int, dist.Work] = {}  # half -> its broadcast in flight
         self._watched: list[socket.socket] = []  # a connection to each receiver, or to the sender
         self._lock = threading.Lock()
         self._left: str | None = None  # why this member has left the group
@@ -274,8 +267,6 @@ class CollectiveBuffer(TransferBuffer):
     @classmethod
     def attach(cls, endpoint: dict[str, Any], device: torch.device, receiver: int) -> CollectiveBuffer:
         """The buffer of receiver number `receiver`. Returns when all members are connected, else ConnectionError."""
-        from torch.distributed import DistError
-
         started = time.monotonic()
         try:
             self = cls(1 + receiver, endpoint, device)
@@ -286,7 +277,7 @@ class CollectiveBuffer(TransferBuffer):
             self._store.set(_JOINED.format(receiver), "")
             self._wait_for([_COMPLETE], started)
             self._connect()
-        except (DistError, ConnectionRefusedError, ConnectionResetError) as error:
+        except (dist.DistError, ConnectionRefusedError, ConnectionResetError) as error:
             reason = f"engine rank {receiver} cannot join: the policy's rank 0 has left the group"
             raise ConnectionError(f"{reason}: {first_line(error)}") from error
         return self
@@ -317,12 +308,10 @@ class CollectiveBuffer(TransferBuffer):
         self._group = self._store = None  # without the store, members that have not joined yet fail
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _broadcast(self, data: torch.Tensor) -> Work:
-        from torch.distributed import BroadcastOptions
-
+    def _broadcast(self, data: torch.Tensor) -> dist.Work:
         if self._left is not None:
             raise ConnectionError(self._left)
-        options = BroadcastOptions()
+        options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
@@ -330,7 +319,7 @@ class CollectiveBuffer(TransferBuffer):
         except RuntimeError as error:
             raise self._leave(f"{self._gone}: {first_line(error)}") from error
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: dist.Work) -> None:
         """Wait for a broadcast.
 
         NCCL's own wait with a limit sleeps 1 to 10 ms at a time, and counts an aborted broadcast as done.
@@ -386,8 +375,6 @@ class CollectiveBuffer(TransferBuffer):
         threading.Thread(target=wait_for_end, daemon=True).start()
 
     def _join_as_sender(self, watch: socket.socket) -> None:
-        from torch.distributed import DistError
-
         receivers = range(self.endpoint["size"] - 1)
         token, watched = bytes.fromhex(self.endpoint["token"]), []
         try:
@@ -408,7 +395,7 @@ class CollectiveBuffer(TransferBuffer):
             self._watch(watched)
             self._store.set(_COMPLETE, "")
             self._connect()
-        except (ConnectionError, TimeoutError, DistError) as error:  # raised by the next use
+        except (ConnectionError, TimeoutError, dist.DistError) as error:  # raised by the next use
             self._leave(first_line(error))
 
     def _wait_for(self, keys: list[str], started: float) -> None:
@@ -433,16 +420,14 @@ class CollectiveBuffer(TransferBuffer):
 class GlooGroup:
     """A group over gloo, which connects in its first collective, as NCCL does, and fails at once when a member ends."""
 
-    def __init__(self, store: Store, member: int, endpoint: dict[str, Any]) -> None:
+    def __init__(self, store: dist.Store, member: int, endpoint: dict[str, Any]) -> None:
         self._members = store, member, endpoint
         self._listeners = set[tuple[str, int]]()
 
     @cached_property
     def _group(self) -> Any:
-        from torch.distributed import ProcessGroupGloo
-
         store, member, endpoint = self._members
-        gloo: Any = ProcessGroupGloo  # whose stubs are incomplete
+        gloo: Any = dist.ProcessGroupGloo  # whose stubs are incomplete
         options = gloo._Options()
         own, before = own_address(endpoint["host"], endpoint["port"]), _listening_addresses()
         options._devices = [gloo.create_device(hostname=own)]
@@ -453,7 +438,7 @@ class GlooGroup:
         self._listeners = {(host, port) for addresses in of_members for host, port in addresses}
         return group
 
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
         return self._group.broadcast(tensors, options)
 
     def abort(self) -> None:
@@ -464,16 +449,14 @@ class GlooGroup:
                     found.shutdown(socket.SHUT_RDWR)
 
 
-def _nccl_group(store: Store, member: int, endpoint: dict[str, Any]) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options: Any = ProcessGroupNCCL.Options()
+def _nccl_group(store: dist.Store, member: int, endpoint: dict[str, Any]) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=endpoint["timeout_s"])
     # By default a thread of the group ends the whole process at an error. The constructor reads the variable.
     before = os.environ.get(_NCCL_ERRORS)
     os.environ[_NCCL_ERRORS] = "0"
     try:
-        return ProcessGroupNCCL(store, member, endpoint["size"], options)
+        return dist.ProcessGroupNCCL(store, member, endpoint["size"], options)
     finally:
         if before is None:
             del os.environ[_NCCL_ERRORS]
@@ -487,10 +470,8 @@ may block at first until all members have called it, and `abort()`, which anothe
 
 
 def _listen(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(_BACKLOG)
-    return listener
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:

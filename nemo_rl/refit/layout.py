@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -124,7 +123,7 @@ class PackLayout:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         tensors = tuple(metas)
-        if repeated := sorted(name for name, count in Counter(meta.name for meta in tensors).items() if count > 1):
+        if repeated := [name for name, count in Counter(meta.name for meta in tensors).items() if count > 1]:
             raise ValueError(f"tensor names must be unique, these come twice: {repeated}")
         num_weights = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
         weights = {meta.name for meta in tensors[:num_weights]}
@@ -180,8 +179,8 @@ class PackLayout:
 
     def describe(self, bucket: int) -> str:
         """`bucket 3 of 12 (first tensor to last tensor)`, for messages."""
-        tensors = [self.tensors[piece.tensor].name for piece in self.buckets[bucket]]
-        return f"bucket {bucket} of {len(self.buckets)}" + (f" ({tensors[0]} to {tensors[-1]})" if tensors else "")
+        names = [self.tensors[piece.tensor].name for piece in self.buckets[bucket]]
+        return f"bucket {bucket} of {len(self.buckets)}" + (f" ({names[0]} to {names[-1]})" if names else "")
 
     def half_offset(self, bucket: int) -> int:
         """First byte of a bucket in the buffer."""
@@ -249,25 +248,6 @@ class ExportedTensor:
 def in_sending_order(tensors: Iterable[ExportedTensor]) -> list[ExportedTensor]:
     """Fixed tensors first and adapters last, each in their own order."""
     return sorted(tensors, key=lambda tensor: (tensor.adapts is not None, not tensor.fixed))
-
-
-def gathers_of_parts(
-    count: int, gather: Callable[[torch.dtype | None], list[torch.Tensor]]
-) -> list[Callable[[torch.dtype | None], torch.Tensor]]:
-    """The `gather` of each of `count` tensors that one `gather(dtype)` gives: called for the first, its result dropped
-    after the last. Ranks gather the parts in order."""
-    parts: list[torch.Tensor] = []
-
-    def part(index: int, dtype: torch.dtype | None) -> torch.Tensor:
-        if index == 0:
-            parts[:] = gather(dtype)
-        assert len(parts) == count, "parts are gathered in order"
-        found = parts[index].contiguous()
-        if index == count - 1:
-            parts.clear()  # so that the memory of one group at most is held
-        return found
-
-    return [partial(part, index) for index in range(count)]
 
 
 def exported(

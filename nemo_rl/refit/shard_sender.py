@@ -121,22 +121,15 @@ class ShardDamaged(ConnectionError):
 
 
 class ShardExchange:
-    """Carries out a plan on one rank: `fill(bucket, half)` for each of `plan.rounds`, on every rank of the group.
+    """Carries out a plan on one rank: `fill(bucket, half)` for each of `plan.rounds`, on every rank.
 
-    `local(tensor)` returns this rank's shard of tensor number `tensor`, on `device`, strided or not. `group` numbers
-    its members as the plan does (None: all ranks). Memory: `LocalShardPlan.send_bytes` and `receive_bytes`.
+    `local(tensor)` returns this rank's shard of tensor number `tensor`, on `device`, strided or not. Memory:
+    `LocalShardPlan.send_bytes` and `receive_bytes`.
     """
 
-    def __init__(
-        self,
-        plan: LocalShardPlan,
-        local: Callable[[int], torch.Tensor],
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, plan: LocalShardPlan, local: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self.plan = plan
         self._local = local
-        self._group = group
         self._sent = torch.zeros(plan.send_bytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(plan.receive_bytes, dtype=torch.uint8, device=device)
 
@@ -152,7 +145,7 @@ class ShardExchange:
             self.pack(one, self._sent)
             sizes_in, sizes_out = self._sizes(one.receives), self._sizes(one.sends)
             arriving, leaving = self._received[: sum(sizes_in)], self._sent[: sum(sizes_out)]
-            dist.all_to_all_single(arriving, leaving, sizes_in, sizes_out, group=self._group)
+            dist.all_to_all_single(arriving, leaving, sizes_in, sizes_out)
             self.unpack(one, arriving, half)
 
     def copy_within(self, bucket: int, half: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import xxhash
 
-from nemo_rl.refit.adapters import Adapters
 from nemo_rl.refit.buffers import TransferBuffer, create_buffer
 from nemo_rl.refit.fingerprint import fingerprints, hash_and_copy, host_fingerprint, word_fingerprint
 from nemo_rl.refit.layout import (
@@ -34,6 +33,7 @@ from nemo_rl.refit.layout import (
     TensorMeta,
     Transport,
     choose_bucket_bytes,
+    merge,
 )
 
 
@@ -96,7 +96,7 @@ class Sender(ABC):
             RefitError: an engine has left the collective, or a rank received damaged bytes from another rank.
         """
         started = time.perf_counter()
-        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket}
+        result: dict[str, Any] = {"rank": self._rank}
         number, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
         try:
             if self._buffer is None:
@@ -106,11 +106,11 @@ class Sender(ABC):
                 try:
                     self._buffer.wait(number)
                 except ConnectionError as error:  # the other ranks gather all the same, and need this one for it
-                    broken = str(error)
+                    broken = error
                 half = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
                 result["gather_s"], words = self._fill(bucket, half)
                 if broken is not None:
-                    raise ConnectionError(broken)
+                    raise broken
                 # Reading the fingerprints waits for the copies into the half, which precede them in the stream.
                 blob = words.cpu().numpy().tobytes()
                 self._buffer.start(number, self.layout.used_bytes(bucket))
@@ -258,7 +258,7 @@ class WeightReceiver:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
         jobs, expected = self._jobs[bucket], np.frombuffer(fingerprints_sent, dtype=np.uint64).tolist()
         if len(expected) != len(jobs):
-            raise RefitError(f"{self._where(bucket)}: {len(expected)} fingerprints for {len(jobs)} pieces")
+            raise RefitError(f"{self._place}, bucket {bucket}: {len(expected)} fingerprints for {len(jobs)} pieces")
         whole: list[tuple[str, torch.Tensor]] = []
         if self._buffer.bytes.is_cpu:
             found: Iterable[int] = map(_Job.take_on_host, jobs)  # lazy: each piece is verified before the next
@@ -269,7 +269,7 @@ class WeightReceiver:
                 meta, piece = self.layout.tensors[job.piece.tensor], job.piece
                 part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
                 raise RefitError(
-                    f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
+                    f"{self._place}, bucket {bucket}: tensor {meta.name!r}{part} is not what the policy sent: "
                     f"fingerprint {digest:016x}, expected {value:016x}"
                 )
             if job.copies is None:
@@ -300,7 +300,7 @@ class WeightReceiver:
         missing = [b for b in range(first, len(self.layout.buckets)) if b not in self._received]
         if missing:
             names = sorted({self.layout.tensors[p.tensor].name for b in missing for p in self.layout.buckets[b]})
-            raise RefitError(f"{self._where(missing[0])}: never arrived; its tensors: {', '.join(names[:10])}")
+            raise RefitError(f"{self._place}, bucket {missing[0]}: never arrived; its tensors: {', '.join(names[:10])}")
         assert not self._assembly and not self._adapters.halves
 
     def close(self) -> None:
@@ -313,9 +313,6 @@ class WeightReceiver:
     @property
     def _place(self) -> str:
         return f"{self._transport}, version {self._version}"
-
-    def _where(self, bucket: int) -> str:
-        return f"{self._place}, bucket {bucket}"
 
     def _job(self, bucket: int, piece: Piece) -> _Job:
         position = self.layout.half_offset(bucket) + piece.offset
@@ -369,6 +366,57 @@ class WeightReceiver:
             for segment in self._targets[piece.tensor]:
                 offset = tensor.storage_offset() + segment.offset
                 segment.target.copy_(tensor.as_strided(segment.size, segment.stride, offset))
+
+
+class Adapters:
+    """Writes W + B A into the memory of W.
+
+    Every merge begins at the kept values of W, so nothing accumulates over syncs. An engine that holds a slice of W
+    keeps and computes that slice alone.
+    """
+
+    def __init__(self) -> None:
+        self.halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
+        self._base: dict[int, list[torch.Tensor]] = {}  # weight -> its values without adapter, in host memory
+
+    def holds(self, weight: int) -> bool:
+        """Whether the values of `weight` without its adapter are kept."""
+        return weight in self._base
+
+    @torch.no_grad()
+    def add(self, weight: int, segments: Sequence[Segment], tensor: int, values: torch.Tensor) -> None:
+        """Keep one matrix of an adapter until the other arrives, then merge both into the `segments` of `weight`.
+
+        `tensor`: number of the matrix in the layout, where A [r, in] comes before B [out, r].
+
+        Raises:
+            ValueError: a segment is no block of rows and columns.
+        """
+        if weight not in self.halves:
+            self.halves[weight] = (tensor, values.clone())
+            return
+        halves = [self.halves.pop(weight), (tensor, values)]
+        (_, lora_a), (_, lora_b) = sorted(halves, key=lambda half: half[0])
+        if weight not in self._base:
+            self._base[weight] = [
+                torch.empty_like(s.target, device="cpu", pin_memory=s.target.is_cuda).copy_(s.target) for s in segments
+            ]
+        for segment, base in zip(segments, self._base[weight], strict=True):
+            rows, columns = _block(segment, lora_a.shape[1])
+            base = base.to(segment.target.device, non_blocking=True)
+            segment.target.copy_(merge(base, lora_a[:, columns], lora_b[rows], 1.0))
+
+
+def _block(segment: Segment, width: int) -> tuple[slice, slice]:
+    """Rows and columns that a segment covers of a matrix with `width` columns. ValueError if it is no such block."""
+    row, column = divmod(segment.offset, width)
+    if len(segment.size) == 2:
+        num_rows, num_columns = segment.size
+        in_rows = num_rows == 1 or segment.stride[0] == width
+        in_columns = num_columns == 1 or segment.stride[1] == 1
+        if in_rows and in_columns and column + num_columns <= width:
+            return slice(row, row + num_rows), slice(column, column + num_columns)
+    raise ValueError(f"the engine takes it as {list(segment.size)} with strides {list(segment.stride)}")
 
 
 def largest_difference(tensor: torch.Tensor, segments: Sequence[Segment]) -> float:

@@ -1,6 +1,6 @@
 """Weights through a process group: one sender here, receivers in processes of their own.
 
-Every test runs over gloo and over a group that behaves as NCCL's does.
+Every test with a group runs over gloo and over a group that behaves as NCCL's does.
 """
 
 import multiprocessing as mp
@@ -12,24 +12,51 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl.refit.buffers import COLLECTIVE_KEY as KEY
 from nemo_rl.refit.buffers import GROUPS, CollectiveBuffer, GlooGroup, _tcp_sockets, attach_buffer
-from nemo_rl.refit.layout import PackLayout, RefitError, Rendezvous, Segment, exported
+from nemo_rl.refit.layout import PackLayout, RefitError, Rendezvous
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
-from tests.unit.refit.lazy_group import LazyGroup
+from tests.unit.refit.test_weight_transfer import CPU, exported_tensors, own_memory, packing, weights
 
-CPU = torch.device("cpu")
 SOON_S = 30.0  # long before a limit that nobody waits for
 # Engines are not forked from here: threads that other tests left may hold a lock, which the copy would wait for.
 FORKSERVER = mp.get_context("forkserver")
 
 
-@pytest.fixture(autouse=True, params=[GlooGroup, LazyGroup], ids=["gloo", "as nccl"])
+class LazyGroup(GlooGroup):
+    """A group on a CPU that behaves as NCCL's does where gloo is kinder, beside what `GlooGroup` does already.
+
+    * A collective whose peer has ended never ends and reports no error.
+    * `abort`, from another thread, ends what is in flight. It then counts as completed, whatever is in the memory.
+    """
+
+    is_aborted = False
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return LazyWork(self, super().broadcast(tensors, options))
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        super().abort()
+
+
+class LazyWork:
+    def __init__(self, group: LazyGroup, work: Any) -> None:
+        self._group, self._work = group, work
+
+    def is_completed(self) -> bool:
+        return self._group.is_aborted or (self._work.is_completed() and self._work.is_success())
+
+    def wait(self) -> None:
+        assert self.is_completed(), "a wait for NCCL makes the stream wait, not the caller"
+
+
+@pytest.fixture(params=[GlooGroup, LazyGroup], ids=["gloo", "as nccl"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(GROUPS, "cpu", request.param)
     return request.param
@@ -38,54 +65,42 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 @pytest.fixture(scope="module", autouse=True)
 def forkserver() -> None:
     """Imports what engines need, before a test measures how soon they join."""
-    FORKSERVER.set_forkserver_preload(["nemo_rl.refit.transfer", "tests.unit.refit.lazy_group"])
+    FORKSERVER.set_forkserver_preload([__name__])
     process = FORKSERVER.Process(target=int)
     process.start()
     process.join()
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    """Larger than a bucket, small, empty, strided, integer."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(300, 100, generator=generator),
-        "norm": torch.randn(48, generator=generator),
-        "empty": torch.randn(0, 4, generator=generator),
-        "strided": torch.randn(40, 30, generator=generator).t(),
-        "counts": torch.arange(13) + seed,
-        "head": torch.randn(110, 170, generator=generator),
-    }
-
-
-class Policy:
-    """The sending side; its weights can be replaced between syncs."""
+class Sender(WeightSender):
+    """The policy, which notes the buckets that it fills. Its `tensors` can be replaced between syncs."""
 
     def __init__(self, num_receivers: int, *, timeout_s: float = 60.0, wire_dtype: str = "float32") -> None:
-        self.weights = weights(0)
-        self.sender = WeightSender(
-            [exported(name, lambda name=name: self.weights[name]) for name in self.weights],
+        self.tensors, self.filled = weights(0), []
+        super().__init__(
+            exported_tensors(self.tensors),
             device=CPU,
             rank=0,
             local_rank=0,
             transport="packed_collective",
             wire_dtype=wire_dtype,
-            bucket_bytes=20_000,
+            bucket_bytes=200_000,
             rendezvous=Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=timeout_s),
         )
 
+    def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
+        self.filled.append(bucket)
+        return super()._fill(bucket, half)
+
 
 class Engine:
-    """A receiving process. Answers each order with "ok", the values it holds, or the text of its error."""
+    """A receiving process. Answers each order with "ok", the bytes it holds, or the text of its error."""
 
-    def __init__(self, description: dict[str, Any], number: int, *, damages: int | None = None) -> None:
+    def __init__(self, sender: Sender, number: int, *, damages: int | None = None) -> None:
         self.pipe, theirs = FORKSERVER.Pipe()
-        arguments = (theirs, GROUPS["cpu"], description, number, damages)
+        arguments = (theirs, GROUPS["cpu"], sender.describe(), number, damages)
         self.process = FORKSERVER.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
-
-    def order(self, *order: Any) -> None:
-        self.pipe.send(order)
 
     def answer(self, within_s: float = 60.0) -> Any:
         assert self.pipe.poll(within_s), f"no answer within {within_s} s"
@@ -104,6 +119,10 @@ class Damaging:
         self.bytes[half * self._half_bytes] ^= 1
 
 
+def bytes_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+
+
 def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], number: int, damages: int | None) -> None:
     torch.set_num_threads(1)
     GROUPS["cpu"] = kind_of_group
@@ -117,18 +136,17 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
     if damages == number:
         buffer = Damaging(buffer, layout.bucket_bytes)
     receiver = WeightReceiver(layout, "packed_collective", buffer)
-    own = {meta.name: torch.full(meta.shape, 77, dtype=meta.torch_dtype) for meta in layout.tensors}
-    targets = [[Segment(tuple(t.shape), t.stride(), 0, t)] for t in own.values()]
+    own, targets = own_memory(layout)
     while True:
-        kind, *arguments = pipe.recv()
+        order, *arguments = pipe.recv()
         try:
-            if kind == "begin":
+            if order == "begin":
                 receiver.begin(arguments[0], targets=targets, load=None)
-            elif kind == "receive":
+            elif order == "receive":
                 receiver.receive(*arguments)
-            elif kind == "finish":
+            elif order == "finish":
                 receiver.finish()
-            pipe.send({name: tensor.tolist() for name, tensor in own.items()} if kind == "values" else "ok")
+            pipe.send(bytes_of(own) if order == "values" else "ok")
         except RefitError as error:
             pipe.send(str(error))
 
@@ -136,177 +154,163 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
 @contextmanager
 def starting(
     num_receivers: int, *numbers: int, damages: int | None = None, **settings: Any
-) -> Iterator[tuple[Policy, list[Engine]]]:
+) -> Iterator[tuple[Sender, list[Engine]]]:
     """A policy, and those of its receivers that come; whether they have joined is for the test to ask."""
-    policy = Policy(num_receivers, **settings)
-    description = policy.sender.describe()
-    engines = [Engine(description, number, damages=damages) for number in numbers]
+    sender = Sender(num_receivers, **settings)
+    engines = [Engine(sender, number, damages=damages) for number in numbers]
     try:
-        yield policy, engines
+        yield sender, engines
     finally:
         for engine in engines:
             engine.process.kill()
             engine.process.join()
-        policy.sender.close()
+        sender.close()
 
 
 @contextmanager
-def group(num_engines: int, **settings: Any) -> Iterator[tuple[Policy, list[Engine]]]:
-    with starting(num_engines, *range(num_engines), **settings) as (policy, engines):
+def group(num_engines: int, **settings: Any) -> Iterator[tuple[Sender, list[Engine]]]:
+    with starting(num_engines, *range(num_engines), **settings) as (sender, engines):
         assert [engine.answer() for engine in engines] == ["ok"] * num_engines
-        yield policy, engines
+        yield sender, engines
 
 
 def ask(engines: list[Engine], *order: Any) -> list[Any]:
     for engine in engines:
-        engine.order(*order)
+        engine.pipe.send(order)
     return [engine.answer() for engine in engines]
 
 
-def sync(policy: Policy, engines: list[Engine], version: int) -> None:
+def sync(sender: Sender, engines: list[Engine], version: int) -> None:
     """As `Refit` does it: the sender is two buckets ahead at most."""
     assert set(ask(engines, "begin", version)) == {"ok"}
-    open_buckets = 0
-    for bucket in range(len(policy.sender.layout.buckets)):
-        if open_buckets == 2:
+    num_open = 0
+    for bucket in range(len(sender.layout.buckets)):
+        if num_open == 2:
             assert {engine.answer() for engine in engines} == {"ok"}
-            open_buckets -= 1
-        fingerprints = policy.sender.pack(bucket)["fingerprints"]
+            num_open -= 1
+        fingerprints = sender.pack(bucket)["fingerprints"]
         for engine in engines:
-            engine.order("receive", bucket, fingerprints)
-        open_buckets += 1
-    for _ in range(open_buckets):
+            engine.pipe.send(("receive", bucket, fingerprints))
+        num_open += 1
+    for _ in range(num_open):
         assert {engine.answer() for engine in engines} == {"ok"}
     assert set(ask(engines, "finish")) == {"ok"}
-
-
-def test_every_engine_holds_the_weights_of_every_sync() -> None:
-    with group(3, wire_dtype="bfloat16") as (policy, engines):
-        assert len(policy.sender.layout.buckets) > 4
-        for version in range(3):
-            policy.weights = weights(version)
-            sync(policy, engines, version)
-            halves = {n: t.bfloat16() if t.is_floating_point() else t for n, t in policy.weights.items()}
-            assert ask(engines, "values") == [{name: tensor.tolist() for name, tensor in halves.items()}] * 3
-
-
-def test_damage_on_the_way_names_the_tensor_and_a_new_group_heals_it() -> None:
-    with group(2, damages=1) as (policy, engines):
-        assert ask(engines, "begin", 4) == ["ok", "ok"]
-        fingerprints = policy.sender.pack(0)["fingerprints"]
-        sound, damaged = ask(engines, "receive", 0, fingerprints)
-        assert sound == "ok"
-        assert "packed_collective, version 4, bucket 0: tensor 'embed' (bytes 0 to 20032)" in damaged
-        assert "is not what the policy sent" in damaged
-    with group(2) as (policy, engines):
-        sync(policy, engines, 4)
-
-
-def test_an_engine_that_dies_is_noticed_by_all_others_at_once(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    with group(3) as (policy, engines):
-        sync(policy, engines, 0)
-        assert set(ask(engines, "begin", 1)) == {"ok"}
-        packed = [policy.sender.pack(0)["fingerprints"]]
-        os.kill(engines[0].process.pid or 0, signal.SIGKILL)
-        engines[0].process.join()
-        for engine in engines[1:]:
-            engine.order("receive", 0, packed[0])
-        filled, fill, members = [], policy.sender._fill, cast(Any, policy.sender._buffer)._group
-        monkeypatch.setattr(policy.sender, "_fill", lambda bucket, half: filled.append(bucket) or fill(bucket, half))
-        with pytest.raises(RefitError, match=r"packed_collective, bucket \d of \d+ \(\w+ to \w+\): .*has left"):
-            for bucket in range(1, len(policy.sender.layout.buckets)):
-                packed.append(policy.sender.pack(bucket)["fingerprints"])
-                time.sleep(0.1)
-        assert filled[-1] == len(packed), "other ranks of the policy gather too, and must not wait for rank 0"
-        assert kind is GlooGroup or members.is_aborted, "its kernels would wait on the device for ever"
-        for engine in engines[1:]:
-            for bucket in range(1, len(policy.sender.layout.buckets)):
-                if (answer := engine.answer(SOON_S)) != "ok":
-                    break
-                engine.order("receive", bucket, packed[bucket] if bucket < len(packed) else b"")  # it may have arrived
-            assert "packed_collective, version 1, bucket" in answer and "has left" in answer
-
-
-def test_a_policy_that_ends_is_noticed_by_the_engines_at_once() -> None:
-    with group(2) as (policy, engines):
-        assert ask(engines, "begin", 1) == ["ok", "ok"]
-        for engine in engines:
-            engine.order("receive", 0, b"")
-        policy.sender.close()
-        for engine in engines:
-            answer = engine.answer(SOON_S)
-            assert "version 1, bucket 0 of" in answer and "(embed to embed)" in answer and "has left" in answer
-
-
-def test_a_group_is_left_at_once_whatever_is_on_its_way() -> None:
-    before = num_tcp_sockets()
-    with group(2) as (policy, engines):
-        sync(policy, engines, 0)
-        assert set(ask(engines, "begin", 1)) == {"ok"}
-        for engine in engines:
-            engine.order("receive", 0, policy.sender.pack(0)["fingerprints"] if engine is engines[0] else b"")
-        for bucket in (1, 2, 3):  # which nobody takes any more
-            policy.sender.pack(bucket)
-        started = time.monotonic()
-        policy.sender.close()
-        assert time.monotonic() - started < SOON_S
-    assert num_tcp_sockets() == before
 
 
 def num_tcp_sockets() -> int:
     return sum(1 for _ in _tcp_sockets())
 
 
+def test_every_engine_holds_the_weights_of_every_sync(kind: Any) -> None:
+    with group(3, wire_dtype="bfloat16") as (sender, engines):
+        assert len(sender.layout.buckets) > 4
+        for version in range(3):
+            sender.tensors.update(weights(version))
+            sync(sender, engines, version)
+            halves = {n: t.bfloat16() if t.is_floating_point() else t for n, t in sender.tensors.items()}
+            assert ask(engines, "values") == [bytes_of(halves)] * 3
+
+
+def test_damage_on_the_way_names_the_tensor_and_a_new_group_heals_it(kind: Any) -> None:
+    with group(2, damages=1) as (sender, engines):
+        assert ask(engines, "begin", 4) == ["ok", "ok"]
+        sound, damaged = ask(engines, "receive", 0, sender.pack(0)["fingerprints"])
+        assert sound == "ok"
+        assert "packed_collective, version 4, bucket 0: tensor 'embed' (bytes 0 to 200000)" in damaged
+        assert "is not what the policy sent" in damaged
+    with group(2) as (sender, engines):
+        sync(sender, engines, 4)
+
+
+def test_an_engine_that_dies_is_noticed_by_all_others_at_once(kind: Any) -> None:
+    with group(3) as (sender, engines):
+        sync(sender, engines, 0)
+        assert set(ask(engines, "begin", 1)) == {"ok"}
+        packed = [sender.pack(0)["fingerprints"]]
+        os.kill(engines[0].process.pid or 0, signal.SIGKILL)
+        engines[0].process.join()
+        for engine in engines[1:]:
+            engine.pipe.send(("receive", 0, packed[0]))
+        members = vars(sender._buffer)["_group"]
+        with pytest.raises(RefitError, match=r"packed_collective, bucket \d+ of \d+ \(\w+ to \w+\): .*has left"):
+            for bucket in range(1, len(sender.layout.buckets)):
+                packed.append(sender.pack(bucket)["fingerprints"])
+                time.sleep(0.1)
+        assert sender.filled[-1] == len(packed), "other ranks of the policy gather too, and must not wait for rank 0"
+        assert kind is GlooGroup or members.is_aborted, "its kernels would wait on the device for ever"
+        for engine in engines[1:]:
+            for bucket in range(1, len(sender.layout.buckets)):
+                if (answer := engine.answer(SOON_S)) != "ok":
+                    break
+                engine.pipe.send(
+                    ("receive", bucket, packed[bucket] if bucket < len(packed) else b"")
+                )  # it may be there
+            assert "packed_collective, version 1, bucket" in answer and "has left" in answer
+
+
+def test_a_policy_that_ends_is_noticed_by_the_engines_at_once(kind: Any) -> None:
+    with group(2) as (sender, engines):
+        assert ask(engines, "begin", 1) == ["ok", "ok"]
+        for engine in engines:
+            engine.pipe.send(("receive", 0, b""))
+        sender.close()
+        for engine in engines:
+            answer = engine.answer(SOON_S)
+            assert "version 1, bucket 0 of" in answer and "(embed to embed)" in answer and "has left" in answer
+
+
+def test_a_group_is_left_at_once_whatever_is_on_its_way(kind: Any) -> None:
+    before = num_tcp_sockets()
+    with group(2) as (sender, engines):
+        sync(sender, engines, 0)
+        assert set(ask(engines, "begin", 1)) == {"ok"}
+        for engine in engines:
+            engine.pipe.send(("receive", 0, sender.pack(0)["fingerprints"] if engine is engines[0] else b""))
+        for bucket in (1, 2, 3):  # which nobody takes any more
+            sender.pack(bucket)
+        started = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started < SOON_S
+    assert num_tcp_sockets() == before
+
+
 def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
-    with starting(3, 1, timeout_s=1.5) as (policy, [engine]):
-        with pytest.raises(RefitError, match=r"bucket 0 of .*after 1.5 s engine rank 0, engine rank 2 had not joined"):
-            policy.sender.pack(0)
-        policy.sender.close()
-        answer = engine.answer(SOON_S)
-        assert "engine rank 1 cannot join: the policy's rank 0 has left" in answer
-
-
-def test_a_stranger_who_connects_is_no_member() -> None:
-    policy = Policy(1)
-    endpoint = policy.sender.describe()["endpoints"][KEY]
-    with socket.create_connection((endpoint["host"], endpoint["watch_port"])) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        engine = Engine(policy.sender.describe(), 0)
-        try:
-            assert engine.answer() == "ok"
-            sync(policy, [engine], 0)
-        finally:
-            engine.process.kill()
-            policy.sender.close()
+    with starting(3, 1, timeout_s=4.0) as (sender, [engine]):
+        with pytest.raises(RefitError, match=r"bucket 0 of .*after 4 s engine rank 0, engine rank 2 had not joined"):
+            sender.pack(0)
+        sender.close()
+        assert "engine rank 1 cannot join: the policy's rank 0 has left" in engine.answer(SOON_S)
 
 
 def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> None:
-    policy = Policy(2)
-    before = num_tcp_sockets()
-    engine = Engine(policy.sender.describe(), 0)
-    try:
-        deadline = time.monotonic() + 60
+    with starting(2) as (sender, _):
+        before, deadline = num_tcp_sockets(), time.monotonic() + 60
+        engine = Engine(sender, 0)
         while num_tcp_sockets() == before and time.monotonic() < deadline:
             time.sleep(0.02)  # an engine that comes after the policy has gone knocks until its own limit
         assert not engine.pipe.poll(0.5), "it waits for the other engine"
-        policy.sender.close()
-        answer = engine.answer(SOON_S)
-        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in answer
-    finally:
+        sender.close()
+        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in engine.answer(SOON_S)
         engine.process.kill()
 
 
+def test_a_stranger_who_connects_is_no_member() -> None:
+    with starting(1) as (sender, _):
+        endpoint = sender.describe()["endpoints"][KEY]
+        with socket.create_connection((endpoint["host"], endpoint["watch_port"])) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            engine = Engine(sender, 0)
+            try:
+                assert engine.answer() == "ok"
+                sync(sender, [engine], 0)
+            finally:
+                engine.process.kill()
+
+
 def test_only_rank_0_of_a_policy_sends() -> None:
-    tensor = torch.ones(3)
-    sender = WeightSender(
-        [exported("a", lambda: tensor)],
-        device=CPU,
-        rank=1,
-        local_rank=0,  # the first of its node
-        transport="packed_collective",
-        wire_dtype="float32",
-        rendezvous=Rendezvous(address="127.0.0.1", num_receivers=1, timeout_s=1.0),
-    )
+    meet = Rendezvous(address="127.0.0.1", num_receivers=1, timeout_s=1.0)
+    tensors = exported_tensors({"a": torch.ones(3)})
+    sender = packing(tensors, "float32", 64, rank=1, transport="packed_collective", rendezvous=meet)
     assert "endpoints" not in sender.describe() and "fingerprints" not in sender.pack(0)
 
 

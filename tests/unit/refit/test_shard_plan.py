@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from nemo_rl.refit.layout import PackLayout, TensorMeta
-from nemo_rl.refit.shard_plan import Shards, build_plan
+from nemo_rl.refit.layout import TensorMeta
+from nemo_rl.refit.shard_plan import Shards
 from tests.unit.refit.shard_cases import (
     Case,
     messages_per_bucket,
@@ -15,7 +15,6 @@ from tests.unit.refit.shard_cases import (
     received_bytes,
     shards_of,
     transferred_bytes,
-    whole_shards,
 )
 
 
@@ -66,18 +65,6 @@ def test_equal_for_any_order_of_the_sources():
     for field in fields(first):
         if isinstance(value := getattr(first, field.name), np.ndarray):
             assert np.array_equal(value, getattr(second, field.name)), field.name
-
-
-def test_buckets_are_those_of_the_layout():
-    """A tensor is placed by arithmetic over all receivers; `PackLayout` places one after the other."""
-    sizes = [100, 64, 1, 700, 0, 64, 64, 64, 3, 256, 257, 0, 1000, 30]
-    metas = [TensorMeta(f"{i}", "uint8", (size,)) for i, size in enumerate(sizes)]
-    everything = whole_shards(metas, np.zeros(len(metas), dtype=np.int64), np.arange(len(metas)))
-    plan = build_plan(metas, everything, {0: range(len(metas))}, nodes=[0], bucket_bytes=250)
-    moves = [(bucket, move.tensor, move.offset) for bucket, ms in enumerate(plan.for_rank(0).within) for move in ms]
-    layout = PackLayout.build(metas, 250)
-    pieces = [(b, p.tensor, p.offset) for b, ps in enumerate(layout.buckets) for p in ps if p.nbytes]
-    assert sorted(moves) == sorted(pieces)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.refit.buffers import SharedMemoryBuffer
-from nemo_rl.refit.layout import PackLayout, RefitError, Segment, exported
+from nemo_rl.refit.layout import RefitError, exported
+from nemo_rl.refit.shard_plan import TRAILER_BYTES
 from nemo_rl.refit.shard_sender import ExportedShard, ShardExchange, ShardSender
-from nemo_rl.refit.transfer import WeightReceiver, WeightSender
-from tests.unit.refit.test_weight_transfer import CPU, packing
+from tests.unit.refit.test_weight_transfer import CPU, Link, packing
 from tests.worlds import run_world
 
 SHAPES = {
@@ -74,23 +73,6 @@ class Policy:
         )
 
 
-def sync(sender: ShardSender | WeightSender, num_buckets: int, layout: PackLayout, buffer: Any) -> dict[str, Any]:
-    """A whole sync into a receiver at this rank's own buffer; the tensors that it holds then."""
-    receiver = WeightReceiver(layout, "packed_shm", buffer)
-    own = {meta.name: torch.zeros(meta.shape, dtype=meta.torch_dtype) for meta in layout.tensors}
-    receiver.begin(1, targets=[[Segment(tuple(t.shape), t.stride(), 0, t)] for t in own.values()], load=None)
-    for bucket in range(num_buckets):
-        result = sender.pack(bucket)
-        if bucket < len(layout.buckets):
-            receiver.receive(bucket, result["fingerprints"])
-    receiver.finish()
-    return own
-
-
-def expected(names: Any, version: int) -> dict[str, torch.Tensor]:
-    return {n: t if n in (KEPT, "count") else t.float() for n, t in values(version).items() if n in names}
-
-
 def same_as_gathering(rank: int) -> None:
     """Into the buffer of rank 0, as one engine that wants everything."""
     policy = Policy(rank)
@@ -100,7 +82,7 @@ def same_as_gathering(rank: int) -> None:
     weights = [
         exported(name, lambda name=name: values(policy.version)[name], keeps_dtype=name == KEPT) for name in SHAPES
     ]
-    whole = packing(weights, "float32", 700, rank=rank)
+    whole = packing(weights, "float32", 700, rank=rank, local_rank=rank)
     assert sender.layout == whole.layout and description["layout_digest"] == whole.describe()["layout_digest"]
     for policy.version in (1, 2):
         for bucket in range(len(whole.layout.buckets)):
@@ -108,9 +90,10 @@ def same_as_gathering(rank: int) -> None:
             assert ours.keys() == theirs.keys()
             assert rank > 0 or ours["fingerprints"] == theirs["fingerprints"]
     if rank == 0:
-        buffer = SharedMemoryBuffer.attach(next(iter(description["endpoints"].values())))
-        received = sync(sender, len(sender.layout.buckets), sender.layout, buffer)
-        torch.testing.assert_close(received, expected(SHAPES, 2), rtol=0, atol=0)
+        ends = Link(sender)
+        ends.sync(1)
+        want = {name: t if name in (KEPT, "count") else t.float() for name, t in values(2).items()}
+        torch.testing.assert_close(ends.own, want, rtol=0, atol=0)
     else:
         for bucket in range(len(sender.layout.buckets)):
             sender.pack(bucket)
@@ -119,7 +102,7 @@ def same_as_gathering(rank: int) -> None:
 class Damaging(ShardExchange):
     def pack(self, one: Any, into: torch.Tensor) -> None:
         super().pack(one, into)
-        into[:1] ^= 1
+        into[sum(message.nbytes for message in one.sends) - TRAILER_BYTES - 1] ^= 1
 
 
 def damaged(rank: int) -> str:

@@ -71,12 +71,10 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         lora.check_lora(model, lora_cfg)
     if lora_cfg.adapter_path is not None:
         peft_format.check_peft_adapter(Path(lora_cfg.adapter_path), model, lora_cfg, config.model_name)
-    reason = unpackable_reason(model)
-    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
-    if reason is not None and config.padding_free:
-        raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
-    if reason is not None and config.sequence_packing.enabled:
-        raise ValueError(
-            f"{config.key('sequence_packing.enabled')}=true: {why}; set it to false and "
-            f"{config.key('dynamic_batching.enabled')}=true"
-        )
+    if (reason := unpackable_reason(model)) is not None:
+        why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
+        if config.padding_free:
+            raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
+        if config.sequence_packing.enabled:
+            key, instead = config.key("sequence_packing.enabled"), config.key("dynamic_batching.enabled")
+            raise ValueError(f"{key}=true: {why}; set it to false and {instead}=true")

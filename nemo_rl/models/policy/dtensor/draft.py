@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,6 @@ from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logit_tiles import OutputHead, whole_logits
-from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, load_config
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
@@ -146,8 +146,8 @@ def _stored_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dic
     if not (folder / "config.json").is_file():
         raise ValueError(f"{key}: {name!r} has no config.json; give the folder of a draft, or null for a new one")
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    wanted = {"hidden_size": policy.hidden_size, "vocab_size": policy.vocab_size, "draft_vocab_size": policy.vocab_size}
-    wanted |= {"num_hidden_layers": 1}
+    wanted = {"hidden_size": policy.hidden_size, "num_hidden_layers": 1}
+    wanted |= dict.fromkeys(("vocab_size", "draft_vocab_size"), policy.vocab_size)
     wrong = [f"{name}={stored.get(name)}, not {value}" for name, value in wanted.items() if stored.get(name) != value]
     indices, blocks = stored.get(_INDICES), policy.num_hidden_layers
     if not indices or indices != sorted({index for index in indices if 0 <= index <= blocks}):
@@ -164,8 +164,7 @@ def _stored_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dic
 
 
 def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 # -- the model
@@ -182,9 +181,8 @@ class DraftBlock(nn.Module):
             out = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(2 * width, out, bias=False))
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self, norm, LlamaRMSNorm(width, eps=config.rms_norm_eps))
 
     def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **attention: Any) -> torch.Tensor:
         both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], dim=-1)
@@ -213,8 +211,7 @@ class DraftHead(nn.Module):
         """Embeddings of the next tokens [R, W, H], states [R, W, H * indices] -> what the head reads, [R, W, H]."""
         states = self.fc(states)
         rotary = self.rotary(states, position_ids)
-        states = self.midlayer(embeddings, states, position_embeddings=rotary, cu_seqlens=cu_seqlens)
-        return self.norm(states)
+        return self.norm(self.midlayer(embeddings, states, position_embeddings=rotary, cu_seqlens=cu_seqlens))
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -303,17 +300,9 @@ class LearningTask(HeadTask):
     task: HeadTask
     draft: DraftTrainer
 
-    @property
-    def num_values(self) -> int | None:
-        return self.task.num_values
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.task.dtype
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.task.columns
+    num_values = property(lambda self: self.task.num_values)
+    dtype = property(lambda self: self.task.dtype)
+    columns = property(lambda self: self.task.columns)
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         outputs = self.task(model, states, batch)
@@ -324,10 +313,9 @@ class LearningTask(HeadTask):
 class DraftTrainer:
     """The draft of one rank's policy: sharded like the policy, with its own optimizer."""
 
-    def __init__(
-        self, config: RolloutPolicyConfig, stage: LogprobModel, mesh: ParallelMesh, device: torch.device,
-        own: PolicyWorkerSettings,
-    ) -> None:  # fmt: skip
+    def __init__(self, worker: DraftingPolicyWorker) -> None:
+        config, own, mesh, device = worker.config, worker.settings, worker.mesh, worker.device
+        [stage] = worker.stages
         policy = load_config(own.model_path, dict(config.hf_config_overrides))
         self.config, self.mesh, self.settings = config, mesh, draft_config(config, policy)
         self._embeddings = cast(nn.Embedding, stage.hf.get_input_embeddings())
@@ -391,7 +379,7 @@ class DraftTrainer:
             assert parameter.grad is not None
             parameter.grad /= count
         norm = clip_grad_norm(parameters, self.config.max_grad_norm).item()
-        self._is_finite = norm < float("inf")
+        self._is_finite = math.isfinite(norm)
         return {"draft_loss": loss / count, "draft_acceptance": accepted / count, "draft_grad_norm": norm}
 
     def step(self) -> None:
@@ -471,8 +459,7 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
 
     def __init__(self, config: RolloutPolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings)
-        [stage] = self.stages
-        self.draft = DraftTrainer(config, stage, self.mesh, self.device, settings)
+        self.draft = DraftTrainer(self)
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         return super().train(loss_fn, LearningTask(task, self.draft))

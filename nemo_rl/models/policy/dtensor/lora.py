@@ -96,10 +96,10 @@ def apply_lora(hf: PreTrainedModel, cfg: LoRAConfig) -> list[str]:
     return list(chosen)
 
 
-def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> None:
-    """ValueError, as `apply_lora`, unless `cfg` fits the model of `config`. Needs no weights."""
+def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> list[str]:
+    """The layers that `apply_lora` would adapt in the model of `config`, or its ValueError. Needs no weights."""
     with torch.device("meta"):
-        _choose(auto_class(config).from_config(config), cfg)
+        return list(_choose(auto_class(config).from_config(config), cfg))
 
 
 def frozen_parts(policy: PolicyConfig, config: PretrainedConfig) -> list[str]:
@@ -107,9 +107,7 @@ def frozen_parts(policy: PolicyConfig, config: PretrainedConfig) -> list[str]:
     cfg = policy.dtensor_cfg.lora_cfg
     if not cfg.enabled:
         return list(policy.freeze)
-    with torch.device("meta"):
-        chosen = _choose(auto_class(config).from_config(config), cfg)
-    return sorted(set(PARTS) - {part_of(name, FAMILIES[config.model_type]) for name in chosen})
+    return sorted(set(PARTS) - {part_of(name, FAMILIES[config.model_type]) for name in check_lora(config, cfg)})
 
 
 def adapters(hf: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -160,7 +158,7 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
     wanted = (layers.keys() if cfg.match_all_linear else targets) - excluded
     if refused := sorted(wanted - layers.keys()):
         raise ValueError(_head_refused(refused[0], hf, cfg))
-    chosen = {name: module for name, module in layers.items() if name in wanted}
+    chosen = {name: layers[name] for name in layers if name in wanted}
     if not chosen:
         raise ValueError(f"{cfg.key('exclude_modules')} leaves no layer to adapt; there are {available}")
     ranks = {name: min(module.in_features, module.out_features) for name, module in chosen.items()}

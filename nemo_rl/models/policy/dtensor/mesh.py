@@ -25,7 +25,7 @@ class ParallelMesh:
         fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel), or 2-D after the copies (HSDP).
         tensor, context, pipeline: 1-D meshes, or None if the size is 1.
         expert: 1-D mesh of the ranks that share experts, or None.
-        expert_fsdp: ranks that shard each expert's parameters, 1-D, or 2-D after the copies.
+        expert_fsdp: ranks that shard each expert's parameters, 1-D, or 2-D after the copies; without `expert`: `fsdp`.
         data_group: the ranks that hold different samples and have equal coordinates otherwise.
     """
 
@@ -48,7 +48,7 @@ class ParallelMesh:
             for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel")
         )
         self.context_rank: int = self.world["context_parallel"].get_local_rank()
-        self.expert = self.expert_fsdp = None
+        self.expert, self.expert_fsdp = None, self.fsdp
         # The same ranks in another arrangement: the ranks that share experts see different tokens, so they come out of
         # the axes that shard parameters elsewhere.
         if sizes.expert_parallel > 1:

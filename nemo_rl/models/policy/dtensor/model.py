@@ -17,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,10 +35,11 @@ from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
+from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images, stored_name
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts, in_sending_order
+from nemo_rl.refit.layout import ExportedTensor, exported, gathered, in_sending_order
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,12 +47,10 @@ logger = logging.getLogger(__name__)
 
 def build_stages(
     config: PolicyConfig,
+    own: PolicyWorkerSettings,
     hf_config: PretrainedConfig,
-    model_path: str,
     mesh: ParallelMesh,
     device: torch.device,
-    sampling: SamplingParams,
-    seed: int,
 ) -> list[LogprobModel]:
     """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective.
 
@@ -70,16 +72,15 @@ def build_stages(
         parts = pipeline.split(whole, mesh.pipeline.get_local_rank(), config.dtensor_cfg)
     stages = []
     for part in parts:
-        stage = _cut(part, config, mesh, sampling)
+        stage = _cut(part, config, mesh, own.sampling)
         materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
-        drawn = _fill(stage, config, model_path, seed)
+        drawn = ", ".join(_fill(stage, config, own))
         # Of the ranks that have the head, one logs it.
         if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
-            logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, ", ".join(drawn), seed)
+            logger.info("%s has no %s, as a language model: drawn from seed %d", own.model_path, drawn, own.seed)
         stages.append(stage)
     if lora_cfg.adapter_path is not None:
-        parts = [stage.hf for stage in stages]
-        directory = Path(lora_cfg.adapter_path)
+        parts, directory = [stage.hf for stage in stages], Path(lora_cfg.adapter_path)
         peft_format.load_peft(parts, lora_cfg, directory, config.model_name, pipeline=mesh.pipeline_group)
     return stages
 
@@ -117,18 +118,16 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
     return stage
 
 
-def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> list[str]:
+def _fill(stage: LogprobModel, config: PolicyConfig, own: PolicyWorkerSettings) -> list[str]:
     """Read the weights. Returns the names that the checkpoint lacks and that were drawn: a new reward model's head."""
+    hf, lora_cfg = stage.hf.config, config.dtensor_cfg.lora_cfg
     tensors = {name: tensor for name, tensor in named_tensors(stage.hf) if not lora.is_adapter(name)}
-    names = ExpertNames(stage.hf.config.get_text_config().model_type)
-    draw = functools.partial(draw_head, config=stage.hf.config, seed=seed)
-    fresh = {HEAD_WEIGHT: draw} if is_scalar(stage.hf.config) else {}
-    rename = functools.partial(name_in_model, config=stage.hf.config) if sees_images(stage.hf.config) else None
-    drawn = load_weights(
-        tensors, model_path, names.read, auto_class=auto_class(stage.hf.config), fresh=fresh, rename=rename
-    )
-    if config.dtensor_cfg.lora_cfg.enabled:
-        lora.init_adapters(stage.hf, config.dtensor_cfg.lora_cfg, seed)
+    read = ExpertNames(hf.get_text_config().model_type).read
+    fresh = {HEAD_WEIGHT: functools.partial(draw_head, config=hf, seed=own.seed)} if is_scalar(hf) else {}
+    rename = functools.partial(name_in_model, config=hf) if sees_images(hf) else None
+    drawn = load_weights(tensors, own.model_path, read, auto_class=auto_class(hf), fresh=fresh, rename=rename)
+    if lora_cfg.enabled:
+        lora.init_adapters(stage.hf, lora_cfg, own.seed)
     return drawn
 
 
@@ -185,14 +184,12 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
     """
     if mode is False:
         return
-    wrap = checkpoint_wrapper
+    wrap: Any = checkpoint_wrapper
     if mode == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _EXPENSIVE)
         wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
-    blocks = {id(layer) for layer in decoder_layers(model)}
-    for name, module in list(model.named_modules()):
-        if id(module) in blocks:
-            model.set_submodule(name, wrap(module))
+    is_block = set(decoder_layers(model)).__contains__
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_block)
 
 
 def shard(
@@ -205,7 +202,7 @@ def shard(
     # Sums of gradients over many ranks lose digits in bfloat16, so they are reduced in float32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
+    moe.shard_experts(root, mesh, policy, offload)
     for block in blocks:
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     # The root stays gathered between forward and backward: the backward pass computes logits from the head again.
@@ -302,25 +299,34 @@ def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> 
         assert tensor is not None
         return tensor
 
-    # bfloat16 models keep some buffers in float32: updates of the bias that chooses experts are below bfloat16's step.
+    # bfloat16 models keep some buffers in float32: the bias that chooses experts moves by less than bfloat16's step.
     is_buffer = attribute in module._buffers
     fixed = not is_buffer and not current().requires_grad
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
         yield exported(pieces[0][0], current, keeps_dtype=is_buffer, fixed=fixed)
         return
-    gathers = gathers_of_parts(
-        len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
-    )
-    for (piece, shape), gather in zip(pieces, gathers, strict=True):
-        told = {"dtype": current().dtype, "keeps_dtype": is_buffer, "fixed": fixed}
-        yield ExportedTensor(name=piece, shape=shape, gather=gather, **told)
+    parts: list[torch.Tensor] = []
+
+    def gather(index: int, dtype: torch.dtype | None) -> torch.Tensor:
+        """The first piece gathers the parameter and the last one drops it, so that memory holds one at most."""
+        if index == 0:
+            parts[:] = (part for _, part in names.split(name, gathered(current().detach(), dtype)))
+        assert len(parts) == len(pieces), "pieces are gathered in order"
+        part = parts[index].contiguous()
+        if index == len(pieces) - 1:
+            parts.clear()
+        return part
+
+    for index, (piece, shape) in enumerate(pieces):
+        one = functools.partial(gather, index)
+        yield ExportedTensor(name=piece, shape=shape, dtype=current().dtype, gather=one, fixed=fixed)
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
-    assert mesh.pipeline is not None
-    group = mesh.pipeline.get_group()
-    described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
+    group = mesh.pipeline_group
+    assert group is not None
+    described: list[list[ExportedTensor]] = [[] for _ in range(group.size())]
     dist.all_gather_object(described, [replace(tensor, gather=torch.empty) for tensor in own], group=group)
     mine = {tensor.name: tensor for tensor in own}
 

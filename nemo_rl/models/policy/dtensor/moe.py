@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -219,36 +219,29 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
     hf.set_experts_implementation(EXPERT_PARALLEL)
 
 
-def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> None:
+def shard_experts(root: nn.Module, mesh: ParallelMesh, mp_policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
     """`fully_shard` every layer's experts on their own, before the blocks around them.
 
-    The mesh is `mesh.fsdp`, or `mesh.expert_fsdp` with expert parallelism. If the ranks do not divide the experts, the
-    rows of each expert are sharded instead, so that every rank holds the same amount. Inputs are not cast: the routing
-    weights stay in float32 where the model computes them so.
+    The mesh is `mesh.expert_fsdp`. If the ranks do not divide the experts, the rows of each expert are sharded instead,
+    so that every rank holds the same amount. Inputs are not cast: the routing weights stay in float32 where the model
+    computes them so.
     """
-    fsdp_mesh = mesh.fsdp if mesh.expert_fsdp is None else mesh.expert_fsdp
-    ranks = fsdp_mesh.size(fsdp_mesh.ndim - 1)
-    policy: MixedPrecisionPolicy = fsdp_kwargs.pop("mp_policy")
+    ranks = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
+    policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
         by_rows = local_part(parameter).shape[0] % ranks and parameter.shape[1] % ranks == 0
         return Shard(1) if parameter.ndim == 3 and by_rows else Shard(0)
 
     for _, module in expert_modules(root):
-        fully_shard(
-            module,
-            mesh=fsdp_mesh,
-            mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
-            shard_placement_fn=place,
-            **fsdp_kwargs,
-        )
+        fully_shard(module, mesh=mesh.expert_fsdp, mp_policy=policy, shard_placement_fn=place, offload_policy=offload)
 
 
 class RouterLoad:
     """Counts, while training, how many tokens each expert of each layer gets.
 
     Reads nothing from the device before `read`. Recomputed activations and passes without gradients do not count.
-    Padding counts unless `leave_padding_out` is called before each forward pass.
+    `leave_padding_out` comes before each forward pass.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -258,10 +251,9 @@ class RouterLoad:
         self._num_layers = 0
         for name, _ in expert_modules(root):
             router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
-            if router is None:  # another layout, whose router outputs are not known
-                continue
-            router.register_forward_hook(functools.partial(torch.compiler.disable(self._count), self._num_layers))
-            self._num_layers += 1
+            if router is not None:  # None: another layout, whose router outputs are not known
+                router.register_forward_hook(functools.partial(torch.compiler.disable(self._count), self._num_layers))
+                self._num_layers += 1
 
     def leave_padding_out(self, stage: nn.Module, args: tuple[ModelBatch, *tuple[Any, ...]]) -> None:
         """A forward pre-hook for a model whose first argument is a `ModelBatch`."""
@@ -281,12 +273,10 @@ class RouterLoad:
             self._recorded[layer].append(output[2].cpu())
         in_backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not in_backward:
-            logits, chosen = output[0].detach(), output[2]
-            logits = logits.view(-1, logits.shape[-1])
-            every = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-            is_token = every if self.token_mask is None else self.token_mask.view(-1)
+            assert self.token_mask is not None
+            logits = output[0].detach().view(-1, output[0].shape[-1])
             is_independent = "e_score_correction_bias" in router._buffers
-            counts = choice_counts(logits, chosen, is_token, is_independent=is_independent)
+            counts = choice_counts(logits, output[2], self.token_mask.view(-1), is_independent=is_independent)
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
     def read(self, mesh: ParallelMesh) -> dict[str, float]:
@@ -302,9 +292,9 @@ class RouterLoad:
                 dist.all_reduce(counts, group=mesh.fsdp.get_group(axis))
             values = layer_values(counts)
             sums = torch.cat([values.sum(dim=0), values.new_full((1,), len(values))])
-        if mesh.pipeline is not None:
+        if mesh.pipeline_group is not None:
             sums = sums.to(mesh.fsdp.device_type)
-            dist.all_reduce(sums, group=mesh.pipeline.get_group())
+            dist.all_reduce(sums, group=mesh.pipeline_group)
         self._counts.clear()
         *totals, num_layers = sums.tolist()
         if num_layers == 0:

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, clear_cache, scored_by_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, output_module
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.pretrained import DTYPES
 
 _FINAL_NORMS = ("norm", "final_layernorm")
 
@@ -71,43 +72,33 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
 def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrainedModel]:
     """The parts of `hf`, a model on the meta device, that pipeline rank `rank` holds, in order. Consumes `hf`.
 
-    Rank r holds stages r, r + ranks, ..., `config.pipeline.stages_per_rank` of them.
-
-    Raises:
-        ValueError: see `split_stages`.
-    """
-    # On the meta device copies need no memory.
-    copies = [hf, *(copy.deepcopy(hf) for _ in range(config.pipeline.stages_per_rank - 1))]
-    for turn, part in enumerate(copies):
-        split_stages(part, rank + turn * config.pipeline_parallel_size, config)
-    return copies
-
-
-def split_stages(hf: PreTrainedModel, stage_index: int, config: DTensorConfig) -> None:
-    """Remove the parts of other stages from `hf`, in place.
-
-    Embeddings stay on the first stage, final norm and head on the last. Names of parameters do not change.
+    Rank r holds stages r, r + ranks, ..., `config.pipeline.stages_per_rank` of them. Embeddings stay on the first
+    stage, final norm and head on the last. Names of parameters do not change.
 
     Raises:
         ValueError: for a model that is not embeddings, a list of layers and a norm, or has fewer layers than stages.
     """
-    base, norm = _parts(hf, config)
-    layers = cast(nn.ModuleList, base.layers)
-    num_stages = _num_stages(type(hf).__name__, len(layers), config)
-    kept = layers_of_stages(len(layers), num_stages)[stage_index]
-    for number in set(range(len(layers))) - set(kept):
-        layers[number] = _Identity(layers[number])
-    if stage_index > 0:
-        setattr(base, "embed_tokens", None)  # noqa: B010 (pyright: a module's attributes are not declared)
-    if stage_index < num_stages - 1:
-        setattr(base, norm, _Identity(getattr(base, norm)))
-        (head,) = [name for name, module in hf.named_children() if module is output_module(hf)]
-        setattr(hf, head, None)
+    # On the meta device copies need no memory.
+    copies = [hf, *(copy.deepcopy(hf) for _ in range(config.pipeline.stages_per_rank - 1))]
+    for turn, part in enumerate(copies):
+        base, norm = _parts(part, config)
+        num_layers = len(base.layers)
+        num_stages = _num_stages(type(hf).__name__, num_layers, config)
+        index = rank + turn * config.pipeline_parallel_size
+        for number in set(range(num_layers)) - set(layers_of_stages(num_layers, num_stages)[index]):
+            base.layers[number] = _Identity(base.layers[number])
+        if index > 0:
+            base.embed_tokens = None
+        if index < num_stages - 1:
+            setattr(base, norm, _Identity(getattr(base, norm)))
+            (head,) = [name for name, module in part.named_children() if module is output_module(part)]
+            setattr(part, head, None)
+    return copies
 
 
-def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[nn.Module, str]:
+def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[Any, str]:
     """(the module that holds embeddings, layers and final norm; the name of that norm)."""
-    base = cast(nn.Module, hf.base_model)
+    base = hf.base_model
     children = dict(base.named_children())
     norms = [norm for norm in _FINAL_NORMS if norm in children]
     missing = [part for part in ("embed_tokens", "layers") if part not in children] + ["norm"] * (not norms)
@@ -157,7 +148,7 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
 
 def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
     """Every rank must have a parameter to train."""
-    layers = list(cast(nn.ModuleList, _parts(hf, config)[0].layers))
+    layers = _parts(hf, config)[0].layers
     size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
     stages = layers_of_stages(len(layers), size * per_rank)
     for rank in range(size):
@@ -173,11 +164,10 @@ def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
 def _check_identity(hf: PreTrainedModel, config: DTensorConfig) -> None:
     """A model without its embeddings, layers and norm must return hidden states unchanged."""
     base, norm = _parts(hf, config)
-    layers = cast(nn.ModuleList, base.layers)
-    setattr(base, "embed_tokens", None)  # noqa: B010
+    base.embed_tokens = None
     setattr(base, norm, _Identity(getattr(base, norm)))
-    for number, layer in enumerate(layers):
-        layers[number] = _Identity(layer)
+    for number, layer in enumerate(base.layers):
+        base.layers[number] = _Identity(layer)
     base.to_empty(device="cpu").eval()  # buffers now hold arbitrary values, which no remaining module uses
     hidden = torch.linspace(-1, 1, 2 * hf.config.get_text_config().hidden_size).view(1, 2, -1)
     out = base(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False).last_hidden_state
@@ -249,25 +239,13 @@ class _Stage(PipelineStage):
     arrival to the end of its backward pass, and micro-batches may differ in shape.
     """
 
-    def __init__(
-        self,
-        model: PipelineStageModel,
-        stage_index: int,
-        num_stages: int,
-        group: dist.ProcessGroup,
-        activations: Activations,
-        clear_cache_every: int | None,
-    ) -> None:
+    def __init__(self, runner: PipelineRunner, turn: int) -> None:
+        self.runner = runner
+        index, num_stages = runner.rank + turn * runner.size, runner.size * len(runner.stages)
         # Given a shape, torch infers none from a trial run. `_allocate` makes the messages that are really sent.
-        any_rows = torch.empty(0, device="meta", dtype=activations.dtype, requires_grad=True)
-        inputs = () if stage_index == 0 else any_rows
-        super().__init__(
-            model, stage_index, num_stages, activations.device, input_args=inputs, output_args=any_rows, group=group
-        )
-        self.activations = activations
-        self.clear_cache_every = clear_cache_every
-        self.batches: Sequence[ModelBatch] = ()
-        self.task: HeadTask | None = None
+        any_rows = torch.empty(0, device="meta", dtype=runner.activations.dtype, requires_grad=True)
+        shapes = {"input_args": () if index == 0 else any_rows, "output_args": any_rows}
+        super().__init__(runner.stages[turn], index, num_stages, runner.device, **shapes, group=runner.group)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred. The parent's method would drop gradients that exist already."""
@@ -276,14 +254,13 @@ class _Stage(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> torch.Tensor:
         # The host knows the number; a batch number in a tensor would wait for the device.
-        batch = self.batches[fwd_chunk_id]
+        batch = self.runner.batches[fwd_chunk_id]
         out = super().forward_one_chunk(fwd_chunk_id, args, {"batch": batch}, save_forward_output)
-        assert self.is_last or self.activations.fits(out, batch)
+        assert self.is_last or self.runner.activations.fits(out, batch)
         return out
 
     def forward_maybe_with_nosync(self, *args: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
-        assert self.task is not None
-        return self.submod(batch, self.task, *args)
+        return self.submod(batch, self.runner.task, *args)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
@@ -303,12 +280,12 @@ class _Stage(PipelineStage):
             info.buffer = None
         if loss is not None:
             loss.detach_()  # the schedule keeps the loss to the end of the step, and its graph holds the message
-        clear_cache(bwd_chunk_id, self.clear_cache_every)
+        clear_cache(bwd_chunk_id, self.runner.clear_cache_every)
 
     def _allocate(self, infos: tuple[Any, ...], number: int) -> None:
         for info in infos:
             if not info.is_root_arg:
-                info.buffer = self.activations.empty(self.batches[number])
+                info.buffer = self.runner.activations.empty(self.runner.batches[number])
 
 
 _Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
@@ -320,24 +297,22 @@ class PipelineRunner:
     Args:
         stages: those of this rank, in order; sharded already.
         pipeline: 1-D mesh of the pipeline ranks.
-        compute_dtype: dtype of the hidden states between stages.
     """
 
     def __init__(
-        self,
-        stages: Sequence[PipelineStageModel],
-        pipeline: DeviceMesh,
-        device: torch.device,
-        config: DTensorConfig,
-        compute_dtype: torch.dtype,
+        self, stages: Sequence[PipelineStageModel], pipeline: DeviceMesh, device: torch.device, config: PolicyConfig
     ) -> None:
+        settings = config.dtensor_cfg
         self.stages, self.device = stages, device
         self.group, self.size = pipeline.get_group(), pipeline.size()
         self.rank: int = pipeline.get_local_rank()
-        self.schedule, self.clear_cache_every = config.pipeline.schedule, config.clear_cache_every_n_steps
+        self.schedule, self.clear_cache_every = settings.pipeline.schedule, settings.clear_cache_every_n_steps
         hidden_size = stages[0].hf.config.get_text_config().hidden_size
-        sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
-        self.activations = Activations(hidden_size, compute_dtype, device, sequence_shards)
+        sequence_shards = settings.tensor_parallel_size if settings.sequence_parallel else 1
+        self.activations = Activations(hidden_size, DTYPES[config.precision], device, sequence_shards)
+        # Of the step that is being taken.
+        self.batches: Sequence[ModelBatch] = ()
+        self.task: HeadTask | None = None
         self._loss: MicroBatchLoss | None = None
         # A schedule is made for one number of micro-batches.
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
@@ -348,17 +323,13 @@ class PipelineRunner:
         Gradients add up in the parameters and are reduced over data ranks once, at the end.
         """
         stages, schedule = self._schedule(len(batches))
-        on_device = [batch.to(self.device) for batch in batches]
-        for stage in stages:
-            stage.batches, stage.task = on_device, task
-        self._loss = loss
+        self.batches, self.task, self._loss = [batch.to(self.device) for batch in batches], task, loss
         # The numbers stay on the host, so that reading one does not wait for the device.
         target = torch.arange(len(batches)) if stages[-1].is_last else None
         with _kept_gathered(self.stages):
             schedule.step(target=target, return_outputs=False)
-        self._loss = None
+        self.batches, self.task, self._loss = (), None, None
         for stage in stages:
-            stage.batches = ()
             # Otherwise outputs and graphs of this step would live until the next one.
             stage.clear_runtime_states()
 
@@ -369,9 +340,7 @@ class PipelineRunner:
     def _schedule(self, count: int) -> tuple[list[_Stage], _Schedule]:
         if count in self._built:
             return self._built[count]
-        num_stages = self.size * len(self.stages)
-        shared = (num_stages, self.group, self.activations, self.clear_cache_every)
-        stages = [_Stage(model, self.rank + turn * self.size, *shared) for turn, model in enumerate(self.stages)]
+        stages = [_Stage(self, turn) for turn in range(len(self.stages))]
         if self.schedule == "interleaved_1f1b":
             # torch wants rounds of equal length; plans follow `DTensorConfig.micro_batch_multiple`.
             assert count % self.size == 0, (count, self.size)
@@ -420,12 +389,12 @@ class PipelineRunner:
                 hidden = self.activations.empty(batches[following[0]])
             # Send and receive are started together. With several stages per rank the ranks form a ring, in which
             # blocking sends would wait for each other.
-            operations = []
-            if out is not None:
-                operations.append(dist.P2POp(dist.isend, out, group=self.group, group_peer=(self.rank + 1) % self.size))
-            if hidden is not None:
-                previous = (self.rank - 1) % self.size
-                operations.append(dist.P2POp(dist.irecv, hidden, group=self.group, group_peer=previous))
+            messages = [(dist.isend, out, self.rank + 1), (dist.irecv, hidden, self.rank - 1)]
+            operations = [
+                dist.P2POp(operation, message, group=self.group, group_peer=peer % self.size)
+                for operation, message, peer in messages
+                if message is not None
+            ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
         return scored

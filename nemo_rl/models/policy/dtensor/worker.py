@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, Row, SequentialRunner
@@ -32,6 +30,7 @@ from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.residency import Residency, SwappedReference
 from nemo_rl.models.policy.vision.model import VisionInputs
+from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.tensors import load_tensors
@@ -56,9 +55,7 @@ class DTensorPolicyWorker(PolicyWorker):
         hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
             hf_config = scalar_config(hf_config, config, settings.pad_token_id)
-        self.stages = build_stages(
-            config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
-        )
+        self.stages = build_stages(config, settings, hf_config, self.mesh, self.device)
         self.parts = [stage.hf for stage in self.stages]
         self.router_load = None
         if num_experts(hf_config) > 0:
@@ -89,8 +86,7 @@ class DTensorPolicyWorker(PolicyWorker):
         settings = self.config.dtensor_cfg
         if self.mesh.pipeline is not None:
             stages = [stage for stage in self.stages if isinstance(stage, PipelineStageModel)]
-            compute_dtype = DTYPES[self.config.precision]
-            return PipelineRunner(stages, self.mesh.pipeline, self.device, settings, compute_dtype)
+            return PipelineRunner(stages, self.mesh.pipeline, self.device, self.config)
         return SequentialRunner(
             self.stages[0],
             self.device,
@@ -104,7 +100,7 @@ class DTensorPolicyWorker(PolicyWorker):
         if wanted is not None:
             return wanted
         ranks = self.mesh.fsdp.size(self.mesh.fsdp.ndim - 1)
-        whole = sum(cast(DTensor, parameter).to_local().numel() for parameter in trainable(self.stages)) * ranks
+        whole = sum(local_part(parameter).numel() for parameter in trainable(self.stages)) * ranks
         if self.settings.use_gpu:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         else:
@@ -144,7 +140,7 @@ class DTensorPolicyWorker(PolicyWorker):
     def _local_shards(self) -> list[torch.Tensor]:
         for stage in self.stages:
             stage.reshard()
-        return [cast(DTensor, parameter).to_local().detach() for parameter in trainable(self.stages)]
+        return [local_part(parameter).detach() for parameter in trainable(self.stages)]
 
     def _state(self, *, save_optimizer: bool) -> PolicyState:
         return PolicyState.of(self._named_tensors(), self.optimizer if save_optimizer else None, self.scheduler)
@@ -178,14 +174,10 @@ class DTensorPolicyWorker(PolicyWorker):
     def _weights(self) -> list[torch.Tensor]:
         for stage in self.stages:
             stage.reshard()
-        return [_local(t) for stage in self.stages for t in (*stage.parameters(), *stage.buffers())]
+        tensors = [tensor for stage in self.stages for tensor in (*stage.parameters(), *stage.buffers())]
+        return [local_part(tensor).detach() for tensor in tensors]
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         states = [] if self.optimizer is None else self.optimizer.state.values()
         # Step counters stay where the optimizer made them.
-        return [_local(t) for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, with the storage of the tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+        return [local_part(t) for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
