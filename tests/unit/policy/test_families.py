@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_rl.models.policy.attention import ATTENTION, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor.checks import check_policy
 from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.token_mixers import isolate_sequences
@@ -68,48 +68,32 @@ def test_gradients_are_those_of_each_sequence_alone_and_would_show_a_leak(family
     assert (leaked - expected)[lengths[0] :].abs().max() > 0.01
 
 
-def pack_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[E, in, out] of numbers that MXFP4 holds exactly -> blocks and scales, one scale per group of 32."""
-    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    groups = matrices.transpose(1, 2).unflatten(-1, (-1, 32))
-    exponents = groups.abs().amax(dim=-1).div(6).log2().round().int()
-    scaled = torch.ldexp(groups, -exponents[..., None])
-    codes = torch.tensor([*values, *(-value for value in values)])
-    index = (scaled[..., None] - codes).abs().argmin(dim=-1).to(torch.uint8)
-    return index[..., ::2] | index[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
-
-
 def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_path: Path):
     model = random_model("gpt_oss")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     want, packed = {}, {}
     generator = torch.Generator().manual_seed(0)
-    levels = torch.tensor([6.0, -6.0, 0.5, 1.0, -1.5, 2.0, 3.0, -4.0])
     for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        shape = state.pop(name).transpose(1, 2).unflatten(-1, (-1, 32)).shape
-        chosen = levels[torch.randint(8, shape, generator=generator)]
-        chosen[..., 0] = 6.0  # so that the scale is known
-        scales = torch.randint(-6, 3, shape[:-1], generator=generator)
-        want[name] = torch.ldexp(chosen, scales[..., None]).flatten(-2).transpose(1, 2)
-        packed[f"{name}_blocks"], packed[f"{name}_scales"] = pack_mxfp4(want[name])
+        experts, rows, columns = state.pop(name).shape
+        groups = (experts, columns, rows // 32)
+        blocks = torch.randint(256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 130, groups, dtype=torch.uint8, generator=generator)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert want[name].shape == (experts, rows, columns)
     model.config.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     save_file(state | packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = convert_moe_packed_tensors(*list(packed.values())[:2], dtype=torch.float32)
-    torch.testing.assert_close(theirs, want[next(iter(want))])
-
     config = policy_config(model_name=str(tmp_path))
     assert not hasattr(read_model_config(config, str(tmp_path)), "quantization_config")
 
-    def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+    def on_rank(rank: int, world: int, config: PolicyConfig) -> dict[str, torch.Tensor]:
         return whole_weights(make_worker(tmp_path, config))
 
-    def on_megatron(rank: int, world: int) -> dict[str, torch.Tensor]:
-        return whole_weights(make_worker(tmp_path, Layout(world=1, policy={"model_name": str(tmp_path)}).config()))
-
-    for found in run_world(on_rank, 2) + run_world(on_megatron, 1):
+    megatron = Layout(world=1, policy={"model_name": str(tmp_path)}).config()
+    for found in run_world(on_rank, 2, config) + run_world(on_rank, 1, megatron):
         for name, expected in (want | state).items():
             torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
 

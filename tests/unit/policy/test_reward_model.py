@@ -3,9 +3,8 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -55,45 +54,42 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(2, VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def make_worker(
-    path: Path, kind: Literal["bradley_terry", "regression"] = "bradley_terry", **cut: Any
-) -> DTensorPolicyWorker:
-    reward = {"model_name": str(path), "reward_model_cfg": RewardModelConfig(enabled=True, reward_model_type=kind)}
-    config = policy_config(**reward, dtensor_cfg=DTensorConfig(**cut))
+def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> DTensorPolicyWorker:
+    reward = RewardModelConfig(enabled=True, reward_model_type=kind)
+    config = policy_config(model_name=str(path), reward_model_cfg=reward, dtensor_cfg=DTensorConfig(**cut))
     sampling = SamplingParams(max_new_tokens=1)
     return worker_of(path, config, sampling=sampling, pad_token_id=0, init_reference_model=False)
 
 
 def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
     """Micro-batches of the sequences with these numbers."""
-    batches = []
-    for part in parts:
-        rows = [
-            Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in (sequences()[r] for r in part)
-        ]
-        batches.append(worker.layout.build(scored_sequences(rows, last_token_only=True, pad_token_id=0)))
-    return batches
+    rows = [Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in sequences()]
+    return [
+        worker.layout.build(scored_sequences([rows[r] for r in part], last_token_only=True, pad_token_id=0))
+        for part in parts
+    ]
+
+
+def train(worker: Any, parts: list[list[int]]) -> None:
+    """Gradients of the loss over these micro-batches."""
+    worker.runner.train(
+        batches_of(worker, parts), lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars()
+    )
 
 
 def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Scores of this rank's rows, in two micro-batches, and the whole gradients of its tensors."""
     share = len(LENGTHS) // worker.mesh.sizes.data_parallel
     rows = list(range(len(LENGTHS)))[worker.mesh.data_rank * share :][:share]
-    parts = [rows[: share // 2], rows[share // 2 :]]
-    batches, scores = batches_of(worker, parts), {}
-    for part, out in zip(parts, worker.runner.forward(batches, Scalars()), strict=True):
+    parts, scores = [rows[: share // 2], rows[share // 2 :]], {}
+    for part, out in zip(parts, worker.runner.forward(batches_of(worker, parts), Scalars()), strict=True):
         assert out.dtype == torch.float32
         for row, values in zip(part, out, strict=True):
             assert values.count_nonzero() == 1 and values[LENGTHS[row] - 1] != 0
             scores[row] = values.sum().item()
-    worker.runner.train(batches, lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars())
-    grads = {
-        name: gathered(tensor.grad, None)
-        for stage in worker.stages
-        for name, tensor in named_tensors(stage.hf)
-        if tensor.grad is not None
-    }
-    return scores, grads
+    train(worker, parts)
+    tensors = {name: tensor for stage in worker.stages for name, tensor in named_tensors(stage.hf)}
+    return scores, {name: gathered(t.grad, None) for name, t in tensors.items() if t.grad is not None}
 
 
 def right_padded() -> dict[str, torch.Tensor]:
@@ -286,9 +282,9 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
 
     def rank_main(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         worker = megatron_worker(path, **MEGATRON[layout])
-        batches = batches_of(worker, parts)
-        scores = [values.sum().item() for out in worker.runner.forward(batches, Scalars()) for values in out]
-        worker.runner.train(batches, lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars())
+        outputs = worker.runner.forward(batches_of(worker, parts), Scalars())
+        scores = [values.sum().item() for out in outputs for values in out]
+        train(worker, parts)
         worker._clip()
         worker._take_step()
         return scores, whole_weights(worker)
@@ -302,10 +298,14 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
 
 
 def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(
-    reward_models: dict[str, Path], tmp_path: Path
+    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training begins from a language model: the score is in no other file."""
-    path, checkpoint = reward_models["qwen2-tied"] / "lm", tmp_path / "step_1"
+    """Training begins from torch files of a language model: the score is in no other file."""
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
+    path, checkpoint = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "lm")), tmp_path / "step_1"
+    stored = load_file(path / "model.safetensors")
+    torch.save(stored, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
     checkpoint.mkdir()
 
     def saved(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -321,20 +321,11 @@ def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_rank
     (weights, _), (again,) = run_world(saved, 2), run_world(resumed, 1)
     want = torch.empty(1, 64)
     draw_head(want, AutoConfig.from_pretrained(path), seed=5)
-    assert torch.equal(weights[HEAD_WEIGHT], want) and "lm_head.weight" not in weights
-    assert weights.keys() == again.keys() and all(torch.equal(weight, again[name]) for name, weight in weights.items())
+    assert weights.keys() == again.keys() == stored.keys() | {HEAD_WEIGHT}
+    assert all(torch.equal(weights[name], weight) for name, weight in (stored | {HEAD_WEIGHT: want}).items())
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint / "policy" / "weights" / "consolidated")
     assert torch.equal(model.score.weight, want)
-
-
-def test_of_megatron_torch_files_of_a_language_model_are_read(reward_models: dict[str, Path], tmp_path: Path) -> None:
-    path = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "model"))
-    want = load_file(path / "model.safetensors")
-    torch.save(want, path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-    (got,) = run_world(lambda rank, size: whole_weights(megatron_worker(path)), 1)
-    assert got.keys() == want.keys() | {HEAD_WEIGHT}
-    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 # -- bad input
@@ -345,44 +336,33 @@ def _rewrite(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _head(directory: Path, **heads: torch.Tensor) -> None:
-    """Other tensors in place of the score."""
-    tensors = load_file(directory / "model.safetensors")
-    del tensors[HEAD_WEIGHT]
-    save_file(tensors | heads, directory / "model.safetensors", metadata={"format": "pt"})
-
-
 TWO_LABELS = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
-UNMARKED = {"architectures": ["Qwen3ForCausalLM"]}
+UNMARKED, TAGGER = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["Qwen3ForTokenClassification"]}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("changes", "heads", "message"),
     [
-        (lambda d: _rewrite(d, **TWO_LABELS), r"classifier of 2 labels \(bad, good\).*one number"),
-        (
-            lambda d: _head(d, **{HEAD_WEIGHT: torch.zeros(2, 64)}),
-            r"wrong head: score\.weight is \[2, 64\], which gives 2 numbers",
-        ),
-        (_head, r"wrong head: score\.weight is not among its weights"),
-        (
-            lambda d: _head(d, **{"v_head.summary.weight": torch.zeros(1, 64)}),
-            r"wrong head: its weights hold v_head\.summary\.weight",
-        ),
-        (
-            lambda d: _rewrite(d, architectures=["Qwen3ForTokenClassification"]),
-            r"is a Qwen3ForTokenClassification, neither a causal language model nor a sequence",
-        ),
-        (lambda d: _rewrite(d, **UNMARKED), r"wrong head: its weights hold score\.weight.*architectures"),
+        (TWO_LABELS, None, r"classifier of 2 labels \(bad, good\).*one number"),
+        ({}, {HEAD_WEIGHT: torch.zeros(2, 64)}, r"wrong head: score\.weight is \[2, 64\], which gives 2 numbers"),
+        ({}, {}, r"wrong head: score\.weight is not among its weights"),
+        ({}, {"v_head.summary.weight": torch.zeros(1, 64)}, r"wrong head: its weights hold v_head\.summary\.weight"),
+        (TAGGER, None, r"is a Qwen3ForTokenClassification, neither a causal language model nor a sequence"),
+        (UNMARKED, None, r"wrong head: its weights hold score\.weight.*architectures"),
     ],
 )
 def test_a_reward_checkpoint_with_the_wrong_head_is_refused(
-    reward_models: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], None], message: str
+    reward_models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], heads: Any, message: str
 ) -> None:
+    """`heads`: tensors in place of the score."""
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     config = policy_config(model_name=str(directory), reward_model_cfg=RewardModelConfig(enabled=True))
     assert read_model_config(config, str(directory)).num_labels == 1
-    spoil(directory)
+    _rewrite(directory, **changes)
+    if heads is not None:
+        tensors = load_file(directory / "model.safetensors")
+        del tensors[HEAD_WEIGHT]
+        save_file(tensors | heads, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         read_model_config(config, str(directory))
 
