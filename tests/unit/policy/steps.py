@@ -49,8 +49,11 @@ def policy_config(**changes: Any) -> PolicyConfig:
         "logprob_chunk_size": 5,
         "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}),
         "dtensor_cfg": DTensorConfig(),
+        **changes,
     }
-    return PolicyConfig(**{**settings, **changes})
+    if settings["dtensor_cfg"].fsdp_per_block is None:  # as in models of a real size
+        settings["dtensor_cfg"] = settings["dtensor_cfg"].model_copy(update={"fsdp_per_block": True})
+    return PolicyConfig(**settings)
 
 
 def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:

@@ -81,6 +81,7 @@ def planned(name: str, **more: Any) -> dict[str, Any]:
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "packed-dp2": ("llama", 2, PACKED),
     "dynamic": ("llama", 2, DYNAMIC | PADDED),
+    "fsdp-in-one-group": ("llama", 2, PACKED | cut(fsdp_per_block=False)),
     "hsdp-reduced-every-time": ("llama", 4, PACKED | cut(**{COPIES: 2}, defer_fsdp_grad_sync=False)),
     "pp-gpipe-dp2": ("llama", 4, cut(**{PP: 2}, pipeline=PipelineConfig(schedule="gpipe"))),
     "pp-one-micro-batch": ("llama", 2, cut(**{PP: 2}) | {"train_micro_batch_size": 8}),

@@ -298,10 +298,9 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
 
 
 def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(
-    reward_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reward_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Training begins from torch files of a language model: the score is in no other file."""
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
     path, checkpoint = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "lm")), tmp_path / "step_1"
     stored = load_file(path / "model.safetensors")
     torch.save(stored, path / "pytorch_model.bin")
