@@ -19,6 +19,7 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 MAX_MB_PER_MINUTE = 1.0
 MAX_MORE = 8  # file descriptors, threads
+LOG_FILES = 200  # which Ray's log monitor keeps open at most, those of dead workers included
 HEALING = [
     Cell(loop="async", who=who, what=what, when=when)
     for who, what in [
@@ -52,7 +53,9 @@ class Meter:
                 status = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines())
                 memory = int(status["VmRSS"].split()[0]) / 1024
                 reading = minutes, memory, len(list((folder / "fd").iterdir())), int(status["Threads"])
-                self.names[pid] = status["Name"]
+                command = (folder / "cmdline").read_text().split("\0")
+                scripts = [Path(part).name for part in command if part.endswith(".py")]
+                self.names[pid] = scripts[0] if scripts and status["Name"] == "python" else command[0]
             except (OSError, KeyError):  # it has just ended
                 continue
             self.seen.setdefault(pid, []).append(reading)
@@ -69,10 +72,12 @@ class Meter:
             half = len(rows) // 2
             more = np.median(rows[half:, 2:], axis=0) - np.median(rows[:half, 2:], axis=0)
             text = (
-                f"{self.names[pid]} {pid}: {slope:+.2f} MB a minute, {more[0]:+.0f} descriptors, {more[1]:+.0f} threads"
+                f"{self.names[pid]} {pid}, minutes {rows[0, 0]:.0f} to {rows[-1, 0]:.0f}: {slope:+.2f} MB a minute "
+                f"({rows[0, 1]:.0f} to {rows[-1, 1]:.0f}), {more[0]:+.0f} descriptors, {more[1]:+.0f} threads"
             )
             print(text, file=sys.stderr)
-            if slope > MAX_MB_PER_MINUTE or max(more) > MAX_MORE:
+            files = LOG_FILES if self.names[pid] == "log_monitor.py" else MAX_MORE
+            if slope > MAX_MB_PER_MINUTE or more[0] > files or more[1] > MAX_MORE:
                 found.append(text)
         return found
 
