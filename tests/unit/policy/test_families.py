@@ -22,7 +22,7 @@ from tests.unit.generation.configs import generation_config
 from tests.unit.policy.families import family_config, random_model
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
-from tests.unit.policy.test_attention import gradients, states_alone, states_together
+from tests.unit.policy.test_attention import gradients, packed, sequences, states_alone, states_together
 from tests.worlds import run_world
 
 NEW = ["gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "llama4_text"]
@@ -49,7 +49,7 @@ def test_states_are_those_of_each_sequence_alone(family: str, lengths: list[int]
     lengths = [2, *lengths]  # the first has a token to predict
     with torch.no_grad():
         expected = states_alone(alone, lengths)
-        actual = states_together(ours, lengths, RowLayout(padding_free=padding_free, divisible_by=16))
+        actual = states_together(ours, RowLayout(padding_free=padding_free, divisible_by=16).build(sequences(lengths)))
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -59,12 +59,12 @@ def test_gradients_are_those_of_each_sequence_alone_and_would_show_a_leak(family
     alone, ours = models(family)
     assert unpackable_reason(family_config(family)) is None
     expected = states_alone(alone, lengths)
-    actual = states_together(ours, lengths, RowLayout(padding_free=True, divisible_by=16))
+    actual = states_together(ours, packed(lengths, divisible_by=16))
     expected_grads, grads = gradients(alone, expected), gradients(ours, actual)
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).norm() <= 2e-5 * expected_grads[name].norm() + 1e-7, name
-    leaked = states_together(ours, lengths, RowLayout(padding_free=True), drop_segments=True)
+    leaked = states_together(ours, packed(lengths), drop_segments=True)
     assert (leaked - expected)[lengths[0] :].abs().max() > 0.01
 
 
