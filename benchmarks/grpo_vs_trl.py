@@ -1,10 +1,12 @@
 """Completion tokens per second of a whole GRPO step, against TRL's GRPOTrainer, in one run.
 
 Both sides have the same model, prompts, samples per step, micro-batch, completion limit, optimizer and threads, verify
-answers and update the weights. They run in turn `--repeats` times; start-up and the first steps are not counted. Prints
-for each run the tokens per second and the seconds of processor time of a step, of all its processes; with `--processes`
-also that of each process of ours. On the last lines are the medians of the paired ratios, by the clock and by processor
-time. On a machine that others use too, the second counts, with `--threads 1`: TRL's threads spin while they wait.
+answers and update the weights. A micro-batch of TRL is `--micro-batch` padded rows; ours is packed, with the tokens of
+as many rows of the greatest length. Both sides run in turn `--repeats` times; start-up and the first steps are not
+counted. Prints for each run the tokens per second and the seconds of processor time of a step, of all its processes;
+with `--processes` also that of each process of ours. On the last lines are the medians of the paired ratios, by the
+clock and by processor time. On a machine that others use too, the second counts, with `--threads 1`: TRL's threads spin
+while they wait.
 
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py [OPTIONS]
 
