@@ -194,7 +194,7 @@ def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_
             assert f"{method} for " in str(caught.value)
             assert "policy-0" not in str(caught.value)
         with pytest.raises(WorkerHang, match=r"(?s)policy-0.*\n.*in block_loop"):  # an event loop that stands still
-            group.call_all("block_loop", 60, timeout_s=1)
+            group.call_all("block_loop", 60, timeout_s=5)  # the call has to arrive first
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGSTOP)
         refs = [group.start_one(0, "echo") for _ in range(3)]
