@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -30,6 +31,7 @@ class Core:
         self.deliver = deliver
         self.input_queue, self.aborts_queue = SimpleQueue[Any](), SimpleQueue[Any]()
         self.shutdown_state = EngineShutdownState.RUNNING
+        self.begun: list[str] = []
         self.aborted: list[str] = []
         self.ended_in = ""
 
@@ -42,6 +44,7 @@ class Core:
             if kind is EngineCoreRequestType.ADD:
                 if request[0] == "broken":
                     raise ArithmeticError("a step that fails")
+                self.begun.append(request[0])
                 answer = EngineCoreOutput(request[0], [len(request[0])], finish_reason=FinishReason.STOP)
                 self.deliver(EngineCoreOutputs(outputs=[answer]))
             elif kind is EngineCoreRequestType.ABORT:
@@ -78,6 +81,8 @@ async def test_requests_calls_and_aborts_reach_the_core() -> None:
         for name in ("a", "bcd"):
             request: Any = name
             await found.add_request_async(request)
+            time.sleep(0.05)
+            assert not found._core.begun, "requests of one turn of the event loop begin in one step"
         answers = [(await asyncio.wait_for(found.get_output_async(), 60)).outputs[0] for _ in range(2)]
         assert [(answer.request_id, answer.new_token_ids) for answer in answers] == [("a", [1]), ("bcd", [3])]
         assert await asyncio.wait_for(found.call_utility_async("echo", 1, {"b": 2}), 60) == (1, {"b": 2})

@@ -80,6 +80,7 @@ class ThreadClient(AsyncMPClient):
         self.utility_results: dict[int, Any] = {}
         self.outputs_queue = asyncio.Queue[EngineCoreOutputs | Exception]()
         self._call_ids = itertools.count()
+        self._new: list[Any] = []  # requests of this turn of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         started = Future[ThreadedCore]()
         make = partial(self.core_class, vllm_config, executor_class, log_stats, self._deliver)
@@ -134,6 +135,7 @@ class ThreadClient(AsyncMPClient):
     def _send(self, kind: EngineCoreRequestType, request: Any) -> None:
         self._ensure_output_queue_task()
         self.ensure_alive()
+        self._send_new()
         self._core.input_queue.put_nowait((kind, request))
 
     def _ensure_output_queue_task(self) -> None:
@@ -141,7 +143,17 @@ class ThreadClient(AsyncMPClient):
         self._loop = asyncio.get_running_loop()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, self._core.preprocess_add_request(request))
+        """Hand it over with all requests of this turn of the event loop, so that one step begins them together."""
+        self._ensure_output_queue_task()
+        self.ensure_alive()
+        if not self._new:
+            asyncio.get_running_loop().call_soon(self._send_new)
+        self._new.append(self._core.preprocess_add_request(request))
+
+    def _send_new(self) -> None:
+        new, self._new = self._new, []
+        for request in new:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:

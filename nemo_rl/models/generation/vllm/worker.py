@@ -383,8 +383,7 @@ class VllmWorker:
     # -- conversion to and from vLLM's types
 
     def _sampling_params(self, request: GenerationRequest) -> vllm.SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
         if (problem := prompt_problem(num_prompt_tokens, self._max_model_len)) is not None:
@@ -400,6 +399,7 @@ class VllmWorker:
             detokenize=bool(sampling.stop_strings),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
+            skip_clone=True,  # nobody else has this object; vLLM's deep copy is half the cost of a request
             output_kind=RequestOutputKind.CUMULATIVE if request.streams else RequestOutputKind.FINAL_ONLY,
         )
 
