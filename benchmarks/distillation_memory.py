@@ -27,8 +27,8 @@ WAYS = ("tiles", "materialised")
 KINDS = ("topk", "kl")
 
 
-def whole(weight: torch.Tensor, **options: float) -> OutputHead:
-    return OutputHead(weight=weight, vocab_size=len(weight), **options)
+def whole(weight: torch.Tensor, tile_bytes: int) -> OutputHead:
+    return OutputHead(weight=weight, vocab_size=len(weight), tile_bytes=tile_bytes)
 
 
 def parse() -> argparse.Namespace:
@@ -60,18 +60,12 @@ def values_of(
     kind, _, way = args.side.partition("-")
     tile_bytes = int(args.tile_mib * 2**20)
     if way == "tiles":
-        head = whole(student[1])
+        head = whole(student[1], tile_bytes)
         if kind == "topk":
-            values = linear_topk_logprobs(student[0], head, indices, tile_bytes=tile_bytes)
+            values = linear_topk_logprobs(student[0], head, indices)
         else:
-            values = linear_kl(
-                student[0],
-                head,
-                teacher[0],
-                whole(teacher[1]),
-                vocab_size=len(student[1]),
-                tile_bytes=tile_bytes,
-            )
+            other = whole(teacher[1], tile_bytes)
+            values = linear_kl(student[0], head, teacher[0], other, vocab_size=len(student[1]))
     else:
         log_p = (student[0] @ student[1].t()).float().log_softmax(dim=-1)
         if kind == "topk":

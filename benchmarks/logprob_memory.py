@@ -24,10 +24,6 @@ from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 SIDES = ("tiles", "materialised")
 
 
-def whole(weight: torch.Tensor, **options: float) -> OutputHead:
-    return OutputHead(weight=weight, vocab_size=len(weight), **options)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -53,7 +49,8 @@ def logprobs_of(
 ) -> torch.Tensor:
     """Logprobs [N], computed as `args.side` does."""
     if args.side == "tiles":
-        return linear_logprobs(states, whole(weight), targets, tile_bytes=int(args.tile_mib * 2**20))
+        head = OutputHead(weight=weight, vocab_size=len(weight), tile_bytes=int(args.tile_mib * 2**20))
+        return linear_logprobs(states, head, targets)
     return (states @ weight.t()).float().log_softmax(dim=-1).gather(-1, targets[:, None])[:, 0]
 
 

@@ -138,10 +138,9 @@ def predicted(shape: str, layout: str) -> float:
     """Bytes of the largest phase of a rank."""
     num_ranks = LAYOUTS[layout][0]
     policy = policy_config(layout, num_ranks)
-    budget = SAMPLES * LENGTH
     machine = Machine(is_gpu=False, memory=float(host_memory() // num_ranks))
     model = ModelShape.of(model_config(shape))
-    phases = training_phases(policy, model, machine, num_ranks=num_ranks, budgets=(budget, budget))
+    phases = training_phases(policy, model, machine, num_ranks=num_ranks)
     for name, parts in phases.items() if VERBOSE else ():
         sys.stdout.write(f"  {name}: " + ", ".join(f"{p.name} {p.num_bytes / 1e6:.0f}" for p in parts) + "\n")
     return max(sum(part.num_bytes for part in phases[name]) for name in ("train", "update"))

@@ -308,7 +308,7 @@ DistillationLossFn = partial(
     _refuse, f"DistillationLossFn reads the student's head; use {_LOSSES}.distillation.DistillationLoss"
 )
 _DATA = "use nemo_rl.data.rows.setup"
-setup_response_data = partial(_refuse, f"setup_response_data: {_DATA}.setup_data(config.data, config.env)")
+setup_response_data = partial(_refuse, f"setup_response_data: {_DATA}.setup_data(config.data)")
 setup_preference_data = partial(_refuse, f"setup_preference_data: {_DATA}.setup_examples(config.data)")
 configure_generation_config = partial(
     _refuse, "configure_generation_config: nothing has to be filled in; a run reads policy.generation as it stands"

@@ -157,7 +157,7 @@ class EnvironmentStep:
     reward: float  # the sum, where there are several
     terminated: bool
     metadata: Any  # passed to the next step of the conversation
-    next_stop_strings: Sequence[str] | None  # for the next turn; None keeps the present ones
+    next_stop_strings: Sequence[str] | None = None  # for the next turn; None keeps the present ones
     answer: str | None = None  # extracted from the conversation
     metrics: Mapping[str, float] = field(default_factory=dict)
     reward_parts: list[float] = field(default_factory=list)  # the rewards, where there are several

@@ -70,6 +70,22 @@ class Browser:
             assert time.monotonic() < deadline, f"never true: {expression}; {self.errors}"
             time.sleep(0.02)
 
+    def texts(self, selector: str) -> list[str]:
+        """The text of every such element."""
+        return self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(found => found.textContent)")
+
+    def wait_for(self, selector: str, number: int) -> None:
+        """Return as soon as there are so many such elements."""
+        self.wait(f"document.querySelectorAll({json.dumps(selector)}).length === {number}")
+
+    def click(self, selector: str) -> None:
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def change(self, selector: str, value: str, event: str = "change") -> None:
+        """Enter or choose a value."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"(e => {{ e.value = {value!r}; e.dispatchEvent(new Event('{event}')); }})({found})")
+
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
         """`kind`: mousePressed, mouseMoved, mouseReleased."""
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)

@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @functools.cache
 def kind_of(file: str) -> Literal["runs", "ray", "others"]:
-    """Of a file of tests: whole runs, tests of one Ray cluster, or others."""
+    """Does the file hold whole runs, tests of one Ray cluster, or others?"""
     text = (ROOT / file).read_text()
     if ("/functional/" in file or "/gpu/" in file) and ("mark.slow" in text or "mark.over_20s" in text):
         return "runs"
@@ -139,6 +139,13 @@ def ray_local() -> Iterator[None]:
     start_local_ray(num_cpus=8, object_store_gb=1.0)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, without what other tests cached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
 
 
 @pytest.fixture(scope="session")

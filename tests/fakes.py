@@ -28,35 +28,60 @@ from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.timer import GenerationUse
 
 
-def sample_meta(
-    sample_id: str, reward: float, *, status: SampleStatus = SampleStatus.COMPLETED, version: int = 0
+def sample(
+    reward: float = 0.0,
+    status: SampleStatus = SampleStatus.COMPLETED,
+    *,
+    prompt: int = 4,
+    generated: int = 10,
+    env: int = 0,
+    turns: int = 1,
+    version: int = 0,
+    **more: Any,
 ) -> SampleMeta:
-    """A sample of 4 prompt and 6 generated tokens."""
-    generated = 6 if status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) else 0
+    """A sample with these numbers of tokens from the prompt, the policy and the environment."""
     return SampleMeta(
-        sample_id=sample_id,
+        **{"sample_id": "g/0"} | more,
         status=status,
-        length=4 + generated,
-        num_prompt_tokens=4,
+        length=prompt + generated + env,
+        num_prompt_tokens=prompt,
         num_generated_tokens=generated,
-        num_turns=int(generated > 0),
+        num_turns=turns,
         reward=reward,
         weight_version=version,
-        failure=None if generated else "the environment was out",
     )
+
+
+def sample_meta(sample_id: str, reward: float, *, status: SampleStatus = SampleStatus.COMPLETED) -> SampleMeta:
+    """A sample of 4 prompt and 6 generated tokens, or one that failed before it had any."""
+    if status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
+        return sample(reward, status, generated=6, sample_id=sample_id)
+    return sample(reward, status, generated=0, turns=0, sample_id=sample_id, failure="the environment was out")
+
+
+def handle(
+    *samples: SampleMeta, name: str = "g", prompt: str = "p:1", task: str = "math", ref: Any = None
+) -> GroupHandle:
+    return GroupHandle(group_id=name, prompt_id=prompt, task_name=task, ref=ref, samples=list(samples))
+
+
+def rewarded(*rewards: float, name: str = "g") -> GroupHandle:
+    return handle(*(sample(reward) for reward in rewards), name=name)
+
+
+def result(loss: float = 0.5, norm: float = 1.0, skipped: int = 0, samples: Sequence[str] = ()) -> TrainResult:
+    """One optimizer step on 24 tokens; `samples` made it not finite."""
+    metrics = {"loss": loss, "global_valid_toks": 24.0}
+    made = TrainResult(losses=[loss], grad_norms=[norm], learning_rates=[0.1], metrics=metrics)
+    made.num_skipped_steps, made.nonfinite_samples = skipped, list(samples)
+    return made
 
 
 @dataclass
 class FakePolicy:
     """Trains nothing. `results` are given out one per `train` call, the last again and again."""
 
-    results: list[TrainResult] = field(
-        default_factory=lambda: [
-            TrainResult(
-                losses=[0.5], grad_norms=[1.0], learning_rates=[0.1], metrics={"loss": 0.5, "global_valid_toks": 24.0}
-            )
-        ]
-    )
+    results: list[TrainResult] = field(default_factory=lambda: [result()])
     calls: list[str] = field(default_factory=list)
     plans: list[BatchPlan] = field(default_factory=list)
     attached: dict[str, dict[RowKey, Any]] = field(default_factory=dict)
@@ -148,9 +173,10 @@ def checkpoints_in(folder: Path, **keys: Any) -> CheckpointingConfig:
 
 @dataclass
 class FakeRefit:
-    """Notes the versions it was asked to sync."""
+    """Notes the versions it was asked to sync, and tells them to the rollouts."""
 
     calls: list[str]
+    rollouts: Any
     versions: list[int] = field(default_factory=list)
 
     def announce(self) -> None:
@@ -159,6 +185,7 @@ class FakeRefit:
     def sync(self, version: int) -> dict[str, float]:
         self.calls.append("sync")
         self.versions.append(version)
+        self.rollouts.version = version
         return {}
 
 
@@ -189,9 +216,7 @@ class FakeRollouts:
             status = SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED
             samples.append(sample_meta(f"{request.group_id}/{index}", reward or 0.0, status=status))
         prompt = request.prompt
-        return GroupHandle(
-            group_id=request.group_id, prompt_id=prompt.prompt_id, task_name=prompt.task_name, ref=None, samples=samples
-        )
+        return handle(*samples, name=request.group_id, prompt=prompt.prompt_id, task=prompt.task_name)
 
     def generation_use(self) -> GenerationUse:
         return GenerationUse(busy_s=1.0, window_s=4.0, num_tokens=12)

@@ -63,7 +63,7 @@ def lane_main(session: pytest.Session, connection: Connection, folder: Path) -> 
     config.pluginmanager.register(sender, "lane")
     sender.is_registered = True
     capture: Any = config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()  # its files are those of the first process
+    capture.stop_global_capturing()  # it writes to the files of the first process
     capture.start_global_capturing()
     capture.suspend_global_capture()
     folder.mkdir()
@@ -199,7 +199,7 @@ class Lanes:
         self.config.hook.pytest_runtest_logreport(report=report)
 
     def _end(self) -> None:
-        """Of lanes that still run: as Ctrl-C does, which lets them tear their fixtures down."""
+        """Interrupt lanes that still run, so that they tear their fixtures down."""
         for lane in self.lanes:
             if lane.process.pid is not None and lane.process.is_alive():
                 os.kill(lane.process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What every loss owes the trainer, as checks that a test of any loss calls. `docs/adding-a-loss.md` shows one in use.
+"""Checks that every loss must pass; a test of a loss calls them. `docs/adding-a-loss.md` shows one in use.
 
 - `check_partition`: any split of a batch into micro-batches, in any order, gives the same loss, gradient and metrics.
 - `check_masks`: what stands at masked positions is never looked at.
@@ -152,7 +152,7 @@ def check_empty(loss_fn: LossFunction, outputs: Tensor, inputs: LossInputs) -> N
 
 
 def _columns(inputs: LossInputs) -> dict[str, Tensor]:
-    """What a loss names beyond the masks and the ids."""
+    """The fields of the inputs beyond the masks and the ids."""
     base = {field.name for field in fields(LossInputs)}
     return {name: values for name, values in tensors_of(inputs).items() if name not in base}
 

@@ -28,9 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         tokenizer = None if given.config is None else tokenizer_of_run(given.config)
-        convert_checkpoint(
-            given.checkpoint, given.hf_ckpt_path, given.dtype, by_megatron=False, tokenizer_from=tokenizer
-        )
+        convert_checkpoint(given.checkpoint, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

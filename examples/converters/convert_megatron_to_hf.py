@@ -32,9 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = given.hf_model_name
         if tokenizer is None and given.config is not None:
             tokenizer = tokenizer_of_run(given.config)
-        convert_checkpoint(
-            given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, by_megatron=True, tokenizer_from=tokenizer
-        )
+        convert_checkpoint(given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

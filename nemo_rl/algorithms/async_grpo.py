@@ -104,7 +104,9 @@ class AsyncGroups(GroupSource):
             groups.append(
                 OpenGroup(request=request, version=record["version"], handle=handle, arrival=record["arrival"])
             )
-        age = self.buffer.age_needed(groups, version)
+        # The largest age, in updates, that the groups reach if they are trained in order.
+        per_step = self.buffer.groups_per_step
+        age = max((version + i // per_step - group.version for i, group in enumerate(groups)), default=0)
         if age > self.buffer.max_age:
             raise CheckpointError(
                 f"{folder.parent} holds groups that will be {age} weight updates old when it is their turn: set "
@@ -163,10 +165,6 @@ class ReplayBuffer:
             group = unfinished.pop(handle.group_id)
             group.handle, group.arrival = handle, self._num_arrived
             self._num_arrived += 1
-
-    def age_needed(self, groups: Sequence[OpenGroup], version: int) -> int:
-        """The largest age, in updates, that groups reach if they are trained in order from weights `version` on."""
-        return max((version + i // self.groups_per_step - group.version for i, group in enumerate(groups)), default=0)
 
     def restore(self, groups: Sequence[OpenGroup]) -> None:
         """Replace the content by these groups, in order of dispatch."""

@@ -23,18 +23,18 @@ from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A teacher, the tasks it teaches, and what it computes for the student."""
+    """A teacher, its tasks, and its outputs for the student."""
 
     policy: Policy
     batching: Batching
-    task: HeadTask  # its column is what the student's head or loss reads
+    task: HeadTask  # the student's head or loss reads its column
     tasks: frozenset[str]  # names of the tasks that it teaches
 
 
 class DistillationTrainer(RolloutTrainer):
     """Distillation from one or several teachers; every task of the training data has exactly one.
 
-    `student_task` is what the student computes of each token, `column` the row column with the teachers' outputs.
+    `student_task` gives the student's outputs for each token; `column` is the row column with the teachers' outputs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DistillationTrainer(RolloutTrainer):
         plan = self.plan(groups)
         self.score_with_teachers(groups)
         self.update()
-        self.sync_weights(self.state.total_steps + 1)
+        self.sync_weights()
         self.report(groups, plan)
 
     # -- the phases, in order

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.ppo import GAEConfig, PPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.losses.divergence import calculate_kl
+from nemo_rl.algorithms.losses.divergence import reference_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
@@ -50,10 +50,10 @@ class PPOTrainer(RolloutTrainer):
     def step(self) -> None:
         groups = score_groups(self.sample(), self.config.ppo)
         plan = self.plan(groups)
-        self.score()
+        self.compute_logprobs_and_values()
         self.estimate_advantages()
         self.update()
-        self.sync_weights(self.state.total_steps + 1)
+        self.sync_weights()
         num_passes = self.config.ppo.ppo_epochs if self.trains_policy else 0
         self.report([group.handle for group in groups], plan, num_passes=num_passes)
 
@@ -83,7 +83,7 @@ class PPOTrainer(RolloutTrainer):
             self.value.load(value_plan)
         return self.plan_and_load(handles, rewards, masks)
 
-    def score(self) -> None:
+    def compute_logprobs_and_values(self) -> None:
         """Previous and reference logprobs, and values, kept with the samples on the workers."""
         with self.phase("policy_and_reference_logprobs"):
             self.policy.compute(Logprobs(), "prev_logprobs")
@@ -144,13 +144,8 @@ class GAEAdvantages:
         rewards[-1] = columns["advantages"][steps[-1]]
         cfg = self.loss_cfg
         if cfg.use_kl_in_reward:
-            rewards -= cfg.reference_policy_kl_penalty * calculate_kl(
-                columns["prev_logprobs"][steps].double(),
-                columns["reference_policy_logprobs"][steps].double(),
-                cfg.reference_policy_kl_type,
-                cfg.kl_input_clamp_value,
-                cfg.kl_output_clamp_value,
-            )
+            prev, reference = (columns[name][steps].double() for name in ("prev_logprobs", "reference_policy_logprobs"))
+            rewards -= cfg.reference_policy_kl_penalty * reference_kl(prev, reference, cfg)
         values = columns["values"][steps].double()
         estimate = partial(generalized_advantages, rewards, values, gamma=self.gae.gae_gamma)
         # Both lambdas may differ (VAPO, arXiv 2504.05118, section 4.1): the return without bias, the advantage with

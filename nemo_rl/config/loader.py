@@ -60,7 +60,7 @@ def build_section(name: str, model: type[M], values: Mapping[str, Any]) -> M:
 
 
 def parent_values(model: type[BaseModel], path: str | Path) -> dict[str, Any]:
-    """What a file that only inherits from the parents of `path` would hold, defaults included; it need not be valid."""
+    """The content of a file that only inherits from the parents of `path`, defaults included; it need not be valid."""
     tree, _ = load_parents(path)
     if not all(is_known(model, tree.values, key) for key in tree.locations):
         importlib.import_module(TRANSLATOR).Translator(tree).old_forms()

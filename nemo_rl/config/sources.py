@@ -137,7 +137,7 @@ def load_tree(path: str | Path, children: tuple[Path, ...] = ()) -> SourcedTree:
 
 
 def load_parents(path: str | Path, children: tuple[Path, ...] = ()) -> tuple[SourcedTree, SourcedTree]:
-    """(the parents of a YAML file, merged; what the file itself says). Errors as in `load_tree`."""
+    """(the parents of a YAML file, merged; the keys of the file itself). Errors as in `load_tree`."""
     path = Path(path)
     if path.resolve() in children:
         chain = " -> ".join(str(child) for child in (*children, path.resolve()))

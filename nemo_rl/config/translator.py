@@ -11,32 +11,10 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config import translations as table
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
 from nemo_rl.config.rules import Rules, holds
 from nemo_rl.config.sources import SourcedTree
-from nemo_rl.config.translations import (
-    ALIASES,
-    DATASET_NAMES,
-    DECIDES,
-    DEFAULTS_OF_THEIRS,
-    DIFFERENCES,
-    FEATURES,
-    IGNORED,
-    LOOPS,
-    MOVED,
-    MULTIPLE_CHOICE,
-    NULL_IS_THE_DEFAULT,
-    OF_ALL_DATASETS,
-    OF_ONE_DATASET,
-    PICTURE_ENVIRONMENTS,
-    PUZZLE_DATA,
-    USED,
-    VALIDATION_OF,
-    VALUES,
-    VALUES_OF_THEIRS,
-    WITHOUT_MEANING,
-    Foreign,
-)
 
 NUM_SHOWN = 3  # keys of a missing feature in its message
 _TRANSLATED = Location("NeMo RL's form")
@@ -45,9 +23,9 @@ _TRANSLATED = Location("NeMo RL's form")
 def _split(pattern: str) -> list[tuple[list[str], list[str]]]:
     """(section, key) of a pattern, for each section of its alias; without an alias, the section is empty."""
     head, _, rest = pattern.partition(".")
-    if head not in ALIASES:
+    if head not in table.ALIASES:
         return [([], pattern.split("."))]
-    return [(section.split("."), rest.split(".")) for section in ALIASES[head]]
+    return [(section.split("."), rest.split(".")) for section in table.ALIASES[head]]
 
 
 def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
@@ -80,7 +58,7 @@ class Translator:
 
     tree: SourcedTree
     remarks: dict[str, list[str]] = field(default_factory=dict)
-    """What a user should know -> the keys it is about."""
+    """A remark for the user -> the keys it is about."""
     moves: dict[KeyPath, KeyPath] = field(default_factory=dict)
     """Old place of a key -> its place today."""
     decided: list[str] = field(default_factory=list)
@@ -93,7 +71,7 @@ class Translator:
 
     def other_algorithm(self, sections: Collection[str]) -> list[Problem]:
         """A problem if the file is for another algorithm than the one whose configuration has `sections`."""
-        loops = [name for name in (*LOOPS, "eval") if name in self.tree.values]
+        loops = [name for name in (*table.LOOPS, "eval") if name in self.tree.values]
         if not loops or any(name in sections for name in loops):
             return []
         text = f"this file is for another script: examples/run_{loops[0]}.py"
@@ -101,9 +79,9 @@ class Translator:
 
     def is_known(self, path: KeyPath) -> bool:
         """Whether the table has a key, or a section around it."""
-        tables = (WITHOUT_MEANING, *IGNORED.values(), *FEATURES.values())
-        flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
-        patterns = (*MOVED, *flat, *(row.key for rows in tables for row in rows))
+        tables = (table.WITHOUT_MEANING, *table.IGNORED.values(), *table.FEATURES.values())
+        flat = (f"data.{key}" for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS))
+        patterns = (*table.MOVED, *flat, *(row.key for rows in tables for row in rows))
         for parts in ([*section, *key] for pattern in patterns for section, key in _split(pattern)):
             pairs = zip(parts, path, strict=False)
             same = all(part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs)
@@ -116,15 +94,15 @@ class Translator:
     def old_forms(self) -> None:
         """Bring keys that have moved to their place, and nulls and names of old to their form."""
         values = self.tree.values
-        for pattern, name in MOVED.items():
+        for pattern, name in table.MOVED.items():
             for _, path in places(pattern, values):
                 self._move(path, (*path[:-1], name), f"{name} today")
-        for pattern in NULL_IS_THE_DEFAULT:
+        for pattern in table.NULL_IS_THE_DEFAULT:
             for _, path in places(pattern, values):
                 if self.tree.get(path) is None:
                     self.tree.delete(path)
                     self.remark(path, "null means the default")
-        loop = next((name for name in LOOPS if name in values), None)
+        loop = next((name for name in table.LOOPS if name in values), None)
         for _, path in places("model.megatron_cfg.scheduler.lr_decay_iters", values):
             if self.tree.get(path) is None and loop is not None and values[loop].get("max_num_steps") != -1:
                 self._put(path, f"${{{loop}.max_num_steps}}")
@@ -137,7 +115,7 @@ class Translator:
                 name = f"{parts[1]}:{'val_loss' if parts[2] == 'loss' and parts[1] == 'val' else parts[2]}"
                 self.remark(path, f"{parts[0]} is {name} today")
                 self._put(path, name)
-        for name in PICTURE_ENVIRONMENTS:
+        for name in table.PICTURE_ENVIRONMENTS:
             for _, path in places(f"env.{name}", values):
                 if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
                     self._put((*path, "type"), "vlm")
@@ -171,19 +149,19 @@ class Translator:
         data, env = self.tree.values["data"], self.tree.values.get("env")
         named = [self.tree.get(path) for _, path in places("dataset.env_name", self.tree.values)]
         if isinstance(env, dict) and "sliding_puzzle_game" in env and "sliding_puzzle_game" not in named:
-            for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS, "train", "validation", "default"):
+            for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, "train", "validation", "default"):
                 if key in data:
                     self.tree.delete(("data", key))
-            self._put(("data",), PUZZLE_DATA)
+            self._put(("data",), table.PUZZLE_DATA)
             self.remark(("env", "sliding_puzzle_game"), "its boards are data.train and data.validation today")
-        for key in OF_ALL_DATASETS:
+        for key in table.OF_ALL_DATASETS:
             if key in data:
                 self._move(("data", key), ("data", "default", key), "a key of data.default today")
         whole = "a key of data.train today, beside data.validation"
-        flat = [key for key in (*OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
+        flat = [key for key in (*table.OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
         name = data.get("dataset_name")
         if "dataset_name" in flat and isinstance(name, str | None):
-            name = DATASET_NAMES.get(name or "", name)
+            name = table.DATASET_NAMES.get(name or "", name)
             data["dataset_name"] = name  # written where it was: a later data.train.dataset_name still counts
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
@@ -203,16 +181,16 @@ class Translator:
             return
         if "val_data_path" in data:
             self._put(("data", "validation"), {"dataset_name": name, **columns})
-        elif name in VALIDATION_OF:
-            self._put(("data", "validation"), VALIDATION_OF[name])
+        elif name in table.VALIDATION_OF:
+            self._put(("data", "validation"), table.VALIDATION_OF[name])
         elif "split_validation_size" not in data:
             self._put(("data", "train"), {"split_validation_size": 0.05})
 
     def _defaults_of_datasets(self) -> None:
-        """What one dataset has and `data.default` cannot say goes to the datasets that do not say it."""
+        """Keys that one dataset may have and `data.default` may not go to the datasets that do not state them."""
         data = self.tree.values["data"]
         default = data.get("default")
-        for key in [key for key in default or () if key in OF_ONE_DATASET]:
+        for key in [key for key in default or () if key in table.OF_ONE_DATASET]:
             for name in ("train", "validation"):
                 sets = data.get(name)
                 for at in [(name,)] if isinstance(sets, dict) else [(name, i) for i in range(len(sets or []))]:
@@ -224,22 +202,22 @@ class Translator:
     # Values and keys that this library lacks
 
     def settle(self, keys: Collection[str]) -> list[Problem]:
-        """Translate values, and take keys of NeMo RL out of the tree. Returns what the library lacks.
+        """Translate values, and take keys of NeMo RL out of the tree. Returns the missing features as problems.
 
         `keys`: the dotted keys of this library's configuration, which rows of the table leave alone as a rule.
         """
         values = self.tree.values
         off = [
             path
-            for pattern, condition in USED.items()
+            for pattern, condition in table.USED.items()
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
         theirs = bool(self.remarks)
-        self._translate_values(VALUES, off)
-        dropped = [path for row in WITHOUT_MEANING for path in self._foreign(row, keys)]
+        self._translate_values(table.VALUES, off)
+        dropped = [path for row in table.WITHOUT_MEANING for path in self._foreign(row, keys)]
         asking: dict[str, list[KeyPath]] = {}
-        for name, rows in (*IGNORED.items(), *FEATURES.items()):
+        for name, rows in (*table.IGNORED.items(), *table.FEATURES.items()):
             for row in rows:
                 for path in self._foreign(row, keys):
                     is_neutral = row.neutral(self.tree.get(path))
@@ -250,19 +228,19 @@ class Translator:
                         self.remark(section, "has no effect: it belongs to what is switched off")
                     elif not is_neutral:
                         asking.setdefault(name, []).append(path)
-        for why in IGNORED:
+        for why in table.IGNORED:
             for path in asking.get(why, ()):
                 self.remark(path, f"has no effect: {why}")
-        lacking = [feature for feature in FEATURES if feature in asking]
+        lacking = [feature for feature in table.FEATURES if feature in asking]
         problems = [self._lacking(feature, asking[feature]) for feature in lacking]
-        self.decided = [section for feature in lacking for section in DECIDES.get(feature, ())]
+        self.decided = [section for feature in lacking for section in table.DECIDES.get(feature, ())]
         if theirs or asking or dropped:
-            self._translate_values(VALUES_OF_THEIRS, off)
-            self._translate_values(DEFAULTS_OF_THEIRS, off)
+            self._translate_values(table.VALUES_OF_THEIRS, off)
+            self._translate_values(table.DEFAULTS_OF_THEIRS, off)
         if dropped or self.remarks:
             self._saves()
             self._verifier()
-            for condition, (key, text) in DIFFERENCES.items():
+            for condition, (key, text) in table.DIFFERENCES.items():
                 if self._holds(condition, ()):
                     self.remark(tuple(key.split(".")), text)
         for path in dropped:
@@ -270,12 +248,12 @@ class Translator:
                 self.tree.delete(path)
         return problems
 
-    def _translate_values(self, table: Rules, off: list[KeyPath]) -> None:
-        for rule, reason in table.items():
+    def _translate_values(self, rules: Rules, off: list[KeyPath]) -> None:
+        for rule, reason in rules.items():
             key, _, change = rule.partition(": ")
             condition, _, value = change.partition(" -> ")
             for section, path in places(key, self.tree.values):
-                is_stated = table is DEFAULTS_OF_THEIRS and path in self.tree.locations
+                is_stated = rules is table.DEFAULTS_OF_THEIRS and path in self.tree.locations
                 if not is_stated and self._holds(condition, section):
                     self._put(path, yaml.safe_load(value))
                     if not any(path[: len(at)] == at for at in off):
@@ -284,7 +262,7 @@ class Translator:
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""
         saves = self.tree.values.get("checkpointing")
-        loop = next((self.tree.values[name] for name in LOOPS if name in self.tree.values), None)
+        loop = next((self.tree.values[name] for name in table.LOOPS if name in self.tree.values), None)
         if not isinstance(saves, dict) or not isinstance(loop, dict) or not saves.get("enabled"):
             return
         ranks = str(saves["metric_name"]).startswith("val:")
@@ -307,13 +285,13 @@ class Translator:
         if "eval" not in values or not isinstance(data, dict):
             return
         name = str(data.get("dataset_name"))
-        kind = next((kind for start, kind in MULTIPLE_CHOICE.items() if name.startswith(start)), "math")
+        kind = next((kind for start, kind in table.MULTIPLE_CHOICE.items() if name.startswith(start)), "math")
         judges = [path for _, path in places("environment.verifier_type", values)]
         if len(judges) == 1 and self.tree.get(judges[0]) != kind:
             self._put(judges[0], kind)
             self.remark(judges[0], f"{kind}: the answers of {name}")
 
-    def _foreign(self, row: Foreign, keys: Collection[str]) -> Iterator[KeyPath]:
+    def _foreign(self, row: table.Foreign, keys: Collection[str]) -> Iterator[KeyPath]:
         for _, path in places(row.key, self.tree.values):
             is_name = path[:-1] == ("env",)  # sections of `env` have names of the user's, all of which are keys
             if row.is_ours or is_name or dotted(part for part in path if isinstance(part, str)) not in keys:

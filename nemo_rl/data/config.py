@@ -146,7 +146,7 @@ class DataSection(StrictModel):
     """Shuffle the training rows, anew in each epoch."""
 
     custom_dataloader: str | None = None
-    """Import path (`pkg.module:name`) of what orders the training rows in place of `PromptDataLoader`; null: that."""
+    """Import path (`pkg.module:name`) of a loader that orders the training rows; null: `PromptDataLoader`."""
 
 
 MAX_PERIOD = 100_000  # prompts; a schedule of that length is made in a quarter of a second
@@ -178,7 +178,7 @@ class DataConfig(DataSection):
     """One dataset, or a list of them, to train on."""
 
     validation: Annotated[list[DatasetConfig] | None, BeforeValidator(as_list)] = None
-    """One dataset, or a list of them, to validate on; null: only what `split_validation_size` sets aside."""
+    """One dataset, or a list of them, to validate on; null: only rows that `split_validation_size` sets aside."""
 
     default: DatasetDefaults = DatasetDefaults()
     """Values for every dataset that does not set them itself."""
@@ -402,7 +402,7 @@ class PreferenceDataConfig(ExampleSection[PreferenceDatasetConfig]):
 
     @property
     def validation_sets(self) -> list[tuple[str, PreferenceDatasetConfig]]:
-        """The validation sets under their names, those of `val_data_paths` last."""
+        """The validation sets under their names, the files of `val_data_paths` last."""
         of_file = {"split_validation_size": 0.0, "repeat": 1, "streaming": False, "split": None, "subset": None}
         files = [
             (name, self.train[0].model_copy(update={**of_file, "name": name, "data_path": path}))

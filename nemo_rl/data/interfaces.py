@@ -37,12 +37,12 @@ class LazyRows(Sequence[Row]):
         return (self[i] for i in range(len(self)))
 
 
+@dataclass(eq=False, repr=False)
 class IndexedRows(LazyRows):
     """Some rows of a dataset, by index."""
 
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
-        self.rows = rows
-        self.indices = indices
+    rows: Rows
+    indices: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -95,7 +95,7 @@ class TaskDataSpec:
 
 
 def row_tools(row: Row, spec: TaskDataSpec) -> list[dict[str, Any]] | None:
-    """The tools that the chat template shows: the row's column `tools`, else those of the task.
+    """The tools that the chat template shows: the row's column `tools`, else the tools of the task.
 
     Raises ValueError if the column holds no list of tools.
     """
@@ -123,7 +123,7 @@ def from_json(text: str, where: str) -> Any:
     """The value of a JSON text. ValueError, naming `where`, if it is none."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
         raise ValueError(f"{where} has a text that is no JSON ({error}): {text[:80]!r}") from error
 
 

@@ -432,7 +432,7 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 
 
 def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, *args: Any, **options: Any) -> SequencePacker:
-    """The packer of a name, which may be in any case; the other arguments are those of `SequencePacker`.
+    """The packer of a name, which may be in any case; `SequencePacker` takes the other arguments.
 
     Raises ValueError for an unknown name or a number below 1.
     """

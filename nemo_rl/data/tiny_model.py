@@ -192,9 +192,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
             torch.set_num_threads(1)
             tokenizer = build_tiny_tokenizer(recipe)
             model = build_untrained_model(recipe, tokenizer)
-            processor = tokenizer
-            if isinstance(recipe, TinyVisionRecipe):
-                processor = build_processor(recipe, tokenizer)
+            processor = build_processor(recipe, tokenizer) if isinstance(recipe, TinyVisionRecipe) else tokenizer
             _warm_up(model, processor, recipe)
             model.generation_config.temperature = 1.0
             model.save_pretrained(work)
@@ -271,20 +269,14 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
 def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
     """An untrained float32 model whose weights depend on `recipe.seed` only."""
     import torch
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     config = untrained_config(recipe, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         if isinstance(config, Qwen2_5_VLConfig):
             return Qwen2_5_VLForConditionalGeneration(config)
-        return Qwen2ForCausalLM(config) if isinstance(config, Qwen2Config) else Qwen3MoeForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _demonstrations(

@@ -28,13 +28,8 @@ class Accelerator:
         self.exclusive = exclusive
         self._groups: dict[str, _Group] = {}
         self._aliases: dict[str, tuple[str, Callable[[], None]]] = {}  # alias -> group, called at the end of a `hold`
-        self._awake: str | None = None
+        self.awake: str | None = None  # the group that is on the devices, if groups take turns
         self._holding: list[str] = []
-
-    @property
-    def awake(self) -> str | None:
-        """The group that is on the devices, if groups take turns."""
-        return self._awake
 
     def register(
         self,
@@ -47,14 +42,14 @@ class Accelerator:
     ) -> None:
         """Add a group. `is_awake`: it was built on the devices and is there now, which at most one group can be.
 
-        `wake_after`: by the name of another group that is awake, what takes its place in one move, without its `sleep`.
+        `wake_after`: by the name of the group that is awake, the exchange of both in one move, without `sleep`.
         """
         if name in self._groups:
             raise ValueError(f"{name!r} is registered already")
         if is_awake and self.exclusive:
-            if self._awake is not None:
-                raise ValueError(f"{name!r} cannot be on the device: {self._awake!r} is")
-            self._awake = name
+            if self.awake is not None:
+                raise ValueError(f"{name!r} cannot be on the device: {self.awake!r} is")
+            self.awake = name
         self._groups[name] = _Group(wake, sleep, wake_after or {})
 
     def register_alias(self, name: str, group: str, on_release: Callable[[], None] = lambda: None) -> None:
@@ -66,9 +61,9 @@ class Accelerator:
         self._aliases[name] = (group, on_release)
 
     def rebuilt(self, name: str) -> None:
-        """Note that a registered group was built anew on the devices, where no other group is awake."""
-        assert name in self._groups and self._awake in (None, name)
-        self._awake = name if self.exclusive else None
+        """Note that a registered group was rebuilt on the devices, where no other group is awake."""
+        assert name in self._groups and self.awake in (None, name)
+        self.awake = name if self.exclusive else None
 
     def acquire(self, name: str) -> None:
         """Wake `name`, after putting the group that is awake to sleep.
@@ -78,12 +73,12 @@ class Accelerator:
         name = self._group_of(name)
         if name not in self._groups:
             raise ValueError(f"{name!r} is not registered: {sorted(self._groups)} are")
-        if not self.exclusive or self._awake == name:
+        if not self.exclusive or self.awake == name:
             return
         others = [holder for holder in self._holding if holder != name]
         if others:
             raise RuntimeError(f"{name!r} wants the device while {others[-1]!r} holds it")
-        previous, self._awake = self._awake, None
+        previous, self.awake = self.awake, None
         group = self._groups[name]
         if previous is not None and previous in group.wake_after:
             group.wake_after[previous]()
@@ -91,14 +86,14 @@ class Accelerator:
             if previous is not None:
                 self._groups[previous].sleep()
             group.wake()
-        self._awake = name
+        self.awake = name
 
     def release(self, name: str) -> None:
         """Put `name` to sleep now if it is awake: something that is not registered needs the devices."""
-        if self.exclusive and self._awake == name:
+        if self.exclusive and self.awake == name:
             if name in self._holding:
                 raise RuntimeError(f"{name!r} is still held")
-            self._awake = None
+            self.awake = None
             self._groups[name].sleep()
 
     @contextmanager

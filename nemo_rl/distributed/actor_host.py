@@ -1,4 +1,4 @@
-"""The Ray actor around a worker, and what it measures of itself. Ray is applied here and nowhere else."""
+"""The Ray actor around a worker, and its measurements of itself. No other module applies Ray to a worker."""
 
 import asyncio
 import gc
@@ -77,7 +77,7 @@ class HostIdentity:
 
 
 class BusyTimes:
-    """When this process was busy with what: an interval lasts while at least one call of the name runs.
+    """The times at which this process was busy, by name: an interval lasts while at least one call of the name runs.
 
     `clock` returns seconds since 1970, which processes of several nodes share.
     """
@@ -155,23 +155,6 @@ def traced(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-def usage(gpu_ids: Sequence[str]) -> dict[str, float]:
-    """`memory_gb`: resident memory of the process group; with GPUs also `gpu_memory_gb` (of the fullest one, with
-    what others keep there) and `gpu_utilization` (mean over the GPUs, 0 to 100).
-    """
-    found = {"memory_gb": group_memory_gb()}
-    if gpu_ids:
-        import pynvml
-
-        pynvml.nvmlInit()
-        by_uuid = pynvml.nvmlDeviceGetHandleByUUID
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else by_uuid(gpu) for gpu in gpu_ids]
-        found["gpu_memory_gb"] = max(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
-        loads = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
-        found["gpu_utilization"] = sum(loads) / len(loads)
-    return found
-
-
 def group_memory_gb() -> float:
     """Resident memory of this process and of the processes of its group; a page that they share counts for each."""
     group, pages = os.getpgrp(), 0
@@ -220,7 +203,6 @@ class ActorHost:
 
     async def start(self, env_vars: Mapping[str, str]) -> None:
         """Set `env_vars`, import the class and construct the worker. ObjectRefs among its arguments are resolved."""
-        assert self._worker is None, "a worker starts once"
         self._loop = asyncio.get_running_loop()
         os.environ.update(env_vars)
         if os.getpgrp() != os.getpid():
@@ -230,7 +212,6 @@ class ActorHost:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker. Top-level ObjectRefs among the arguments arrive as their values."""
-        assert self._worker is not None, "start() comes before call()"
         if not hasattr(self._worker, method):
             raise _as_text(AttributeError(f"{self._fqn} has no method {method!r}"))
         function = getattr(self._worker, method)
@@ -271,8 +252,20 @@ class ActorHost:
 
     @ray.method(concurrency_group="inspect")
     async def usage(self, gpu_ids: Sequence[str]) -> dict[str, float]:
-        """Memory of the worker with its child processes, and the load of its GPUs: `usage`."""
-        return usage(gpu_ids)
+        """`memory_gb`: resident memory of the process group; with GPUs also `gpu_memory_gb` (of the fullest one, with
+        the memory of other processes) and `gpu_utilization` (mean over the GPUs, 0 to 100).
+        """
+        found = {"memory_gb": group_memory_gb()}
+        if gpu_ids:
+            import pynvml
+
+            pynvml.nvmlInit()
+            by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+            handles = [by_index(int(gpu)) if gpu.isdigit() else by_uuid(gpu) for gpu in gpu_ids]
+            found["gpu_memory_gb"] = max(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
+            loads = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
+            found["gpu_utilization"] = sum(loads) / len(loads)
+        return found
 
     @ray.method(concurrency_group="inspect")
     async def busy_times(self) -> list[tuple[str, float, float]]:
@@ -281,7 +274,7 @@ class ActorHost:
 
     @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:
-        """The methods that are running or waiting and what they wait for, and for how long."""
+        """The methods that run, the calls that they wait for, and for how long."""
         now = time.monotonic()
         methods = {method for method, _ in self._running.values()}
         calls = [(method, now - since) for method, since in sorted(self._running.values(), key=lambda c: c[1])]
@@ -352,7 +345,7 @@ def actor_class() -> Any:
 
 
 def _coroutine_stack(coroutine: Any) -> str:
-    """The frames of a suspended coroutine down to what it waits for."""
+    """The frames of a suspended coroutine, down to the object that it waits for."""
     lines: list[str] = []
     while coroutine is not None:
         frame = None

@@ -177,7 +177,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return sharded, [row for own in rows for row in own]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
-        """Global batch number `batch_idx` of a shard: of `batch_size` rows, or of those of its `micro_batches`."""
+        """Global batch number `batch_idx` of a shard: of `batch_size` rows, or of the rows of its `micro_batches`."""
         micro = self.micro_batches
         if micro is None:
             size = self.size if batch_size is None else batch_size

@@ -1,6 +1,6 @@
-"""What to know of the machines before a run: `examples/doctor.py` prints the findings of every node.
+"""Examination of the machines before a run. `examples/doctor.py` prints the findings of every node.
 
-A finding is good, bad (a run will fail or crawl) or a remark; bad ones and remarks say what to do.
+A finding is good, bad (a run will fail or crawl) or a remark; bad ones and remarks have a remedy.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What looks at the workers of all groups alike: profiles of chosen steps, and memory and load."""
+"""Measurements of the workers of all groups: profiles of chosen steps, memory and load."""
 
 from __future__ import annotations
 

@@ -70,21 +70,22 @@ class NamedSharding:
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """Ranks at the given coordinates, sorted. Other axes take all values. A coordinate out of range gives []."""
-        index = self._index(coords)
-        if any(not 0 <= value < self._layout.shape[self._names.index(name)] for name, value in coords.items()):
+        try:
+            found = self.get_ranks(**coords)
+        except IndexError:
             return []
-        return sorted(np.atleast_1d(self._layout[index]).flatten().tolist())
+        return [found] if isinstance(found, int) else sorted(found.layout.flatten().tolist())
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
         """The layout with the given axes fixed: a sharding over the other axes, or one rank if there is none.
 
         Raises IndexError if a coordinate is out of range.
         """
-        index = self._index(coords)
+        sizes = {name: self.get_axis_size(name) for name in coords}
         for name, value in coords.items():
-            if not 0 <= value < self.get_axis_size(name):
-                raise IndexError(f"coordinate {name}={value} is out of range: the axis has {self.get_axis_size(name)}")
-        left = self._layout[index]
+            if not 0 <= value < sizes[name]:
+                raise IndexError(f"coordinate {name}={value} is out of range: the axis has {sizes[name]}")
+        left = self._layout[tuple(coords.get(name, slice(None)) for name in self._names)]
         remaining = [name for name in self._names if name not in coords]
         return NamedSharding(left, remaining) if remaining else int(left)
 
@@ -101,12 +102,5 @@ class NamedSharding:
             return NotImplemented
         return self._names == other._names and np.array_equal(self._layout, other._layout)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"NamedSharding({self.shape}, ranks={self._layout.tolist()})"
-
-    def _index(self, coords: dict[str, int]) -> tuple[int | slice, ...]:
-        for name in coords:
-            self.get_axis_index(name)
-        return tuple(coords.get(name, slice(None)) for name in self._names)

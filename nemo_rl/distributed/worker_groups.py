@@ -49,7 +49,7 @@ _MAX_STACKS = 4  # the other late workers mostly wait in the same collective
 _LOG_TAIL_LINES = 20
 
 LIVE: list[RayWorkerGroup] = []
-"""The groups whose workers run, for what looks at all workers alike: `meters`."""
+"""The groups whose workers run; `meters` measures all of them."""
 
 
 class RayWorkerBuilder:
@@ -99,7 +99,7 @@ class _Call(NamedTuple):
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a `WorkerError` is given."""
+        """Arguments of a `WorkerError`."""
         return {"worker": self.worker.name, "rank": self.worker.rank, "method": self.method}
 
 
@@ -146,7 +146,7 @@ class RayWorkerGroup:
         self.on_wait: Callable[[], None] | None = None  # called about twice a second while a wait lasts
         self.controller_tensor_bytes = 0
         self._cluster = cluster
-        self._members: list[Worker] = []
+        self.members: list[Worker] = []  # by rank
         self._calls: dict[Any, _Call] = {}  # task id -> call that `wait` has not returned yet
         self._is_lost = False  # a worker has died, or did not answer in time
         if workers_per_node is not None or bundle_indices_list is not None:
@@ -172,36 +172,31 @@ class RayWorkerGroup:
     @property
     def workers(self) -> list[Any]:
         """Actor handles by rank: `await handle.call.remote("method", ...)` from inside another actor."""
-        return [worker.handle for worker in self._members]
-
-    @property
-    def members(self) -> list[Worker]:
-        """The workers with their names, bundles, nodes and process ids, by rank."""
-        return list(self._members)
+        return [worker.handle for worker in self.members]
 
     @property
     def world_size(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     # Calls. Each start_ method returns refs for `wait`; each call_ method is start and wait in one.
 
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
         """Call `method` on every worker with the same arguments."""
-        return [self._submit(worker, method, args, kwargs) for worker in self._members]
+        return [self._submit(worker, method, args, kwargs) for worker in self.members]
 
     def start_each(self, method: str, args_by_worker: Sequence[tuple[Any, ...]], **common: Any) -> list[ray.ObjectRef]:
         """Call `method` on worker i with the positional arguments `args_by_worker[i]` and the keywords `common`."""
         name, given = f"{self.name_prefix}.{method}", len(args_by_worker)
-        if given != len(self._members):
-            raise ValueError(f"{name}: {given} sets of arguments for {len(self._members)} workers")
+        if given != len(self.members):
+            raise ValueError(f"{name}: {given} sets of arguments for {len(self.members)} workers")
         if not all(isinstance(args, tuple) for args in args_by_worker):
             raise ValueError(f"{name}: give each worker a tuple of arguments, e.g. [(a,), (b,)]")
-        pairs = zip(self._members, args_by_worker, strict=True)
+        pairs = zip(self.members, args_by_worker, strict=True)
         return [self._submit(worker, method, args, common) for worker, args in pairs]
 
     def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Call `method` on worker number `index`."""
-        return self._submit(self._members[index], method, args, kwargs)
+        return self._submit(self.members[index], method, args, kwargs)
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """`start_all` and `wait`: the result of each worker, by rank."""
@@ -331,12 +326,12 @@ class RayWorkerGroup:
 
     def start_profile(self, names: Collection[str]) -> None:
         """Profile the workers of these names from now on."""
-        named = [worker for worker in self._members if worker.name in names]
+        named = [worker for worker in self.members if worker.name in names]
         self._wait({w.handle.start_profile.remote(): _Call(w, "start_profile") for w in named}, self.timeout_s)
 
     def stop_profile(self, names: Collection[str], path: str) -> None:
         """Write the profiles of the workers of these names to `<path>_<worker>.json.gz`."""
-        named = {f"{path}_{worker.name}.json.gz": worker for worker in self._members if worker.name in names}
+        named = {f"{path}_{worker.name}.json.gz": worker for worker in self.members if worker.name in names}
         calls = {w.handle.stop_profile.remote(file): _Call(w, "stop_profile") for file, w in named.items()}
         self._wait(calls, self.timeout_s)
 
@@ -347,7 +342,7 @@ class RayWorkerGroup:
         others may wait for it.
         """
         is_lost = self._is_lost or not ray.is_initialized() or ray_loss() is not None
-        if method is not None and self._members and not is_lost:
+        if method is not None and self.members and not is_lost:
             try:
                 self.call_all(method, timeout_s=grace_s)
             except WorkerError as error:
@@ -387,7 +382,7 @@ class RayWorkerGroup:
                     placement_group_bundle_index=bundles[0].placement_group_bundle_index,
                 ),
             ).remote(builder.worker_class_fqn, builder.args, builder.kwargs)
-            self._members.append(Worker(rank=rank, name=name, bundles=bundles, handle=handle))
+            self.members.append(Worker(rank=rank, name=name, bundles=bundles, handle=handle))
 
     def _start(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -395,22 +390,22 @@ class RayWorkerGroup:
         def wait(calls: dict[ray.ObjectRef, _Call]) -> dict[ray.ObjectRef, Any]:
             return self._wait(calls, max(1.0, deadline - time.monotonic()))
 
-        calls = {w.handle.identity.remote(): _Call(w, "start of its process") for w in self._members}
+        calls = {w.handle.identity.remote(): _Call(w, "start of its process") for w in self.members}
         for ref, identity in wait(calls).items():
             calls[ref].worker.identity = identity
         self.on_wait = self._watch_pulses()
-        first = self._members[0]
-        one_node = len({worker.bundles[0].node_id for worker in self._members}) == 1
+        first = self.members[0]
+        one_node = len({worker.bundles[0].node_id for worker in self.members}) == 1
         address = "127.0.0.1" if one_node else first.bundles[0].node_ip
         ref = first.handle.reserve_port.remote(address)
         [port] = wait({ref: _Call(first, "reserve_port")}).values()
         local_ranks: Counter[int] = Counter()  # of each node the next one
         starts = {}
-        for worker in self._members:
+        for worker in self.members:
             node_rank = worker.bundles[0].node_rank
             env = {
                 "RANK": str(worker.rank),
-                "WORLD_SIZE": str(len(self._members)),
+                "WORLD_SIZE": str(len(self.members)),
                 "LOCAL_RANK": str(local_ranks[node_rank]),
                 "NODE_RANK": str(node_rank),
                 "MASTER_ADDR": address,
@@ -428,13 +423,13 @@ class RayWorkerGroup:
         A constructor may take longer than a call (it may load a model for minutes), but its process answers meanwhile.
         """
         limit = max(self.timeout_s, _LEAST_PULSE_S) if self.timeout_s is not None else math.inf
-        last = {w.rank: (w.handle.phase.remote(), time.monotonic()) for w in self._members}
+        last = {w.rank: (w.handle.phase.remote(), time.monotonic()) for w in self.members}
 
         def look() -> None:
             refs = [ref for ref, _ in last.values()]
             answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
             now = time.monotonic()
-            for worker in self._members:
+            for worker in self.members:
                 ref, asked = last[worker.rank]
                 if ref in answered:
                     last[worker.rank] = worker.handle.phase.remote(), now
@@ -490,7 +485,7 @@ class RayWorkerGroup:
         return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
 
     def _end(self, *, failed: bool) -> None:
-        members, self._members, self._calls = self._members, [], {}
+        members, self.members, self._calls = self.members, [], {}
         if self in LIVE:
             LIVE.remove(self)
         if ray.is_initialized():
@@ -600,7 +595,7 @@ def _parts_of(kind: type) -> Literal["nbytes", "values", "items"] | tuple[str, .
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
-# -- failures, and what a late or dead worker can still report; each question has its own time limit
+# -- failures, and reports of late or dead workers; each question has its own time limit
 
 
 def _get(ref: ray.ObjectRef, call: _Call) -> Any:

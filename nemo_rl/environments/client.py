@@ -1,4 +1,4 @@
-"""Calls of an environment: what it returns is checked and cut into one step for each conversation.
+"""Calls of an environment. Its result is checked and cut into one step for each conversation.
 
 Episodes await `EnvironmentPool.step`, one conversation each. The clients of the pool collect the requests into batches
 for the actors of the environment. `step_each` calls an environment in the same process.
@@ -22,7 +22,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, mean_metrics
 from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class EnvironmentClient:
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """The environment's answer to the last turn of a conversation; only role and content of messages are sent.
 
-        EnvironmentFailure names the environment, the sample and what went wrong.
+        EnvironmentFailure names the environment, the sample and the problem.
         """
         messages = [{"role": message["role"], "content": message["content"]} for message in message_log]
         request = _Request(sample_id, messages, metadata, asyncio.get_running_loop().create_future())
@@ -198,7 +198,6 @@ class EnvironmentPool:
     """
 
     def __init__(self, name: str, actors: Sequence[Any], step_timeout_s: float) -> None:
-        assert actors
         self.name = name
         self.clients = [EnvironmentClient(name, actor, step_timeout_s) for actor in actors]
         turns = itertools.cycle(range(len(actors)))
@@ -246,17 +245,8 @@ class EnvironmentPool:
 
 
 def _cause(error: Exception) -> Exception:
-    """What the environment raised, in place of Ray's wrapper."""
+    """The exception of the environment, in place of Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) else error
-
-
-def mean_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each named number over the samples that have it."""
-    found: dict[str, list[float]] = {}
-    for metrics in samples:
-        for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
@@ -308,13 +298,8 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
 
 def as_return(outcomes: Sequence[Outcome]) -> EnvironmentReturn[Any]:
     """Inverse of `split_return`. Beside conversations with several rewards, a single one is the first of several."""
-    ended = EnvironmentStep(
-        observation={"role": "environment", "content": ""},
-        reward=0.0,
-        terminated=True,
-        metadata=None,
-        next_stop_strings=None,
-    )
+    nothing = {"role": "environment", "content": ""}
+    ended = EnvironmentStep(observation=nothing, reward=0.0, terminated=True, metadata=None)
     steps = [ended if isinstance(outcome, EnvironmentFailure) else outcome for outcome in outcomes]
     width = max((len(step.reward_parts) for step in steps), default=0)
     rewards = [step.reward_parts or [step.reward] + [0.0] * (width - 1) for step in steps]

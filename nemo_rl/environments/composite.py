@@ -117,7 +117,7 @@ def _of_function(part: str, future: Future[Any], log: LLMMessageLogType) -> Outc
         return EnvironmentFailure(f"reward {part!r} returned a {kind}, not a number, {excerpt(log)}")
     if not math.isfinite(value):
         return EnvironmentFailure(f"reward {part!r} returned {float(value)} {excerpt(log)}")
-    return EnvironmentStep(observation={}, reward=float(value), terminated=True, metadata=None, next_stop_strings=None)
+    return EnvironmentStep(observation={}, reward=float(value), terminated=True, metadata=None)
 
 
 def _of_environment(part: RewardFunctionConfig, step: Outcome, log: LLMMessageLogType) -> Outcome:

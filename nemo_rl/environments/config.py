@@ -49,7 +49,7 @@ MISSING = {
     **dict.fromkeys(("clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: vlm with the rewards it needs"),
     "nemo_gym": "use type: agent with run: nemo_rl.environments.agents.nemo_gym:play",
 }
-"""Environments that NeMo RL has and this library has not -> what to use."""
+"""Environments that NeMo RL has and this library has not -> the replacement."""
 
 BUILT_IN_TOOLS = ("calculator", "python")
 
@@ -394,9 +394,7 @@ class RewardFunctionConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.env is None and ":" not in self.function:  # import paths are tried before the run starts
-            rewards = import_module(
-                "nemo_rl.environments.rewards"
-            )  # it imports the verifiers, which only composites need
+            rewards = import_module("nemo_rl.environments.rewards")  # with the verifiers, which only composites need
             key = "name" if self.reward is None else "reward"
             try:
                 function = rewards.find_reward_function(self.function)
@@ -676,7 +674,7 @@ NO_PARTS = {
     CompositeEnvironmentConfig: "is a composite itself; write its reward_functions here",
     AgentEnvironmentConfig: "has agents, which play episodes; name this section in its key environment",
 }
-"""Sections that no composite can have as a part: why, and what to do."""
+"""Sections that no composite can have as a part -> the reason, and the remedy."""
 
 
 def _part_problems(

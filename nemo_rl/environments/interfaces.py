@@ -1,7 +1,7 @@
 """The contract between an episode and the environment that answers it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
@@ -80,3 +80,12 @@ def one_turn(
     observations = [{"role": "environment", "content": f"Environment: {text}"} for text in texts]
     ended, stop_strings = torch.ones(len(metadata)), [None] * len(metadata)
     return EnvironmentReturn(observations, metadata, stop_strings, rewards, ended, answers, failures, metrics)
+
+
+def mean_metrics(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each named number over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for metrics in samples:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}

@@ -69,7 +69,7 @@ class McpEnvironment(EnvironmentInterface[Any]):
         return as_return([outcomes[i] for i in range(len(calls))])
 
     def _start(self, call: ToolCall) -> Future[CallToolResult] | str:
-        """Begin a call; or what is wrong with it."""
+        """Begin a call. The result is the problem of a call that cannot begin."""
         self.num_calls += 1
         return problem_of(call, self.servers.specs) or self.servers.call(call.name, call.arguments)
 
@@ -82,11 +82,8 @@ class McpEnvironment(EnvironmentInterface[Any]):
                 return EnvironmentFailure(f"an MCP server gave no result: {error!r}")
             self.num_errors += is_error
             texts.append(f"error: {text}" if is_error else text)
-        content = shorten(numbered(texts, num_calls), self.cfg.max_result_characters)
-        observation = {"role": "tool", "content": content}
-        return EnvironmentStep(
-            observation=observation, reward=0.0, terminated=False, metadata=metadata, next_stop_strings=None
-        )
+        observation = {"role": "tool", "content": shorten(numbered(texts, num_calls), self.cfg.max_result_characters)}
+        return EnvironmentStep(observation=observation, reward=0.0, terminated=False, metadata=metadata)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """The environment's metrics, the number of calls since the last time, and the share of calls that failed."""

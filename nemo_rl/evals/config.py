@@ -140,7 +140,7 @@ class EvalDatasetConfig(StrictModel):
     """Split to read; null: the dataset's own default."""
 
     seed: int = 42
-    """Seed of what the dataset draws: the order of GPQA's options, generated problems."""
+    """Seed of the draws of the dataset: the order of GPQA's options, generated problems."""
 
     download_dir: str | None = None
     """Cache folder of downloads; null: Hugging Face's."""
@@ -193,9 +193,7 @@ class EvalDataConfig(EvalDatasetConfig):
     @property
     def chosen(self) -> list[EvalDatasetConfig]:
         """The datasets to evaluate on."""
-        if self.datasets:
-            return self.datasets
-        return [EvalDatasetConfig(**{name: self.model_dump()[name] for name in EvalDatasetConfig.model_fields})]
+        return self.datasets or [self]
 
     rules: ClassVar = {
         "datasets excludes dataset_name": (
@@ -282,7 +280,7 @@ class EvalMasterConfig(StrictModel):
 
     @property
     def gpus_beside_cluster(self) -> int:
-        """GPUs of a node that environments need beside those of `cluster`."""
+        """GPUs of a node that environments need beside the GPUs of `cluster`."""
         used = [name for dataset in self.data.chosen if (name := self.environment_of(dataset)) is not None]
         apart = environment_gpus(sections_of(self.env, judges_of(self.env, used)))
         return sum(apart.values())

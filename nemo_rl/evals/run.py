@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ def run_eval(config: EvalMasterConfig) -> int:
 
 
 def evaluate(config: EvalMasterConfig, inputs: Inputs, folder: Path, console: RunConsole) -> str:
-    """Sample what is not in the folder yet, and write and show the results. Returns the last message."""
+    """Sample the prompts that the folder lacks, and write and show the results. Returns the last message."""
     with open_folder(folder, inputs.identity, dump_config(config), config.eval.num_tests_per_prompt) as samples:
         _report_start(samples, inputs.data, console)
         play(config, inputs, samples, console)
@@ -101,7 +102,7 @@ def evaluate(config: EvalMasterConfig, inputs: Inputs, folder: Path, console: Ru
 
 
 def prepare(config: EvalMasterConfig) -> Inputs:
-    """Load and check what needs no worker.
+    """Load and check everything that needs no worker.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
@@ -254,7 +255,7 @@ class _Writer:
     pending: list[list[SampleRecord]] = field(default_factory=list)
     num_losses: int = 0  # failed fetches in a row
     held_back: list[list[SampleRecord]] = field(default_factory=list)  # with failed samples: at the end, or asked again
-    reasons: dict[str, int] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)  # of failures
     num_tokens: int = 0
     num_played: int = 0
 
@@ -320,7 +321,7 @@ class _Writer:
                 f"{', '.join(too_long[:8])}"
             )
         if self.reasons:
-            self.console.warn(f"{sum(self.reasons.values())} samples failed and are in no score:\n{self._said()}")
+            self.console.warn(f"{self.reasons.total()} samples failed and are in no score:\n{self._said()}")
 
     def _write(self) -> None:
         if not self.pending:
@@ -369,9 +370,8 @@ class _Writer:
                 )
 
     def _check_failures(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        for record in (record for group in groups for record in group if record.failed):
-            self.reasons[str(record.failure)] = self.reasons.get(str(record.failure), 0) + 1
-        num_failed, fraction = sum(self.reasons.values()), self.config.eval.max_failed_sample_fraction
+        self.reasons.update(str(record.failure) for group in groups for record in group if record.failed)
+        num_failed, fraction = self.reasons.total(), self.config.eval.max_failed_sample_fraction
         total = len(self.prompts) * self.config.eval.num_tests_per_prompt
         if num_failed > fraction * total:
             raise TooManyFailures(
@@ -380,8 +380,7 @@ class _Writer:
             )
 
     def _said(self) -> str:
-        often = sorted(self.reasons, key=lambda reason: -self.reasons[reason])[:MAX_REASONS_SHOWN]
-        return "\n".join(f"{self.reasons[reason]}x {reason}" for reason in often)
+        return "\n".join(f"{number}x {reason}" for reason, number in self.reasons.most_common(MAX_REASONS_SHOWN))
 
     def _show(self, now: float) -> None:
         rewards = [sample.reward for group in self.samples.outcomes.values() for sample in group]
@@ -484,15 +483,14 @@ class EvalData:
 
     def identity(self, config: EvalMasterConfig) -> dict[str, Any]:
         """What decides the prompts and how answers are scored."""
-        chosen = zip(self.tasks.values(), config.data.chosen, strict=True)
         texts = {
-            str(task.spec.task_name): {
+            name: {
                 "prompt": task.spec.prompt,
                 "system_prompt": task.spec.system_prompt,
-                "processor": config.processor_of(dataset),
+                "processor": task.processor_name,
                 "env_name": task.env_name,
             }
-            for task, dataset in chosen
+            for name, task in self.tasks.items()
         }
         judges = {name: config.env[name].model_dump() for name in self.environments}
         for judge in judges.values():

@@ -90,7 +90,7 @@ class SampleFolder:
         return path
 
     def _read(self) -> int:
-        """Read what an earlier process wrote, and cut off the groups that it left unfinished. Returns their bytes.
+        """Read the samples of an earlier process, and cut off the groups that it left unfinished. Returns their bytes.
 
         Raises ValueError for a damaged line before the last one.
         """

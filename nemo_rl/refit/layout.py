@@ -1,4 +1,4 @@
-"""What sender and receiver of weights agree on: the tensors, and where each of their bytes lies in which bucket.
+"""The agreement of sender and receiver of weights: the tensors, and the place of each byte in the buckets.
 
 Weights travel in buckets through the two halves of one buffer: bucket i through half i % 2. `PackLayout` places tensors
 in buckets. `ExportedTensor` is a weight of the policy under its Hugging Face name, gathered when it is sent.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -59,11 +58,8 @@ class TensorMeta:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype object. ValueError if torch has no dtype of that name."""
-        dtype = torch.__dict__.get(self.dtype)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"tensor {self.name!r}: torch has no dtype {self.dtype!r}")
-        return dtype
+        """The dtype object."""
+        return getattr(torch, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -117,19 +113,17 @@ class PackLayout:
         """Place tensors in order, with at most `bucket_bytes` (rounded up to `ALIGNMENT`) per bucket.
 
         A tensor larger than a bucket starts a new bucket and continues in the following ones; a smaller one is never
-        split. ValueError for a bucket size below 1, for a repeated name, and for adapters that are not pairs behind the
-        weights they belong to.
+        split. Names are unique, and adapters are pairs behind the weights they belong to. ValueError for a bucket size
+        below 1.
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         tensors = tuple(metas)
-        if repeated := [name for name, count in Counter(meta.name for meta in tensors).items() if count > 1]:
-            raise ValueError(f"tensor names must be unique, these come twice: {repeated}")
+        assert len({meta.name for meta in tensors}) == len(tensors), "two tensors have one name"
         num_weights = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
         weights = {meta.name for meta in tensors[:num_weights]}
         adapted = [meta.adapts for meta in tensors[num_weights:]]
-        if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
-            raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
+        assert adapted[::2] == adapted[1::2] and len(set(adapted)) == len(adapted[::2]) and weights.issuperset(adapted)
         num_kept = _num_kept(tensors)
         capacity = _align(bucket_bytes)
         buckets: list[list[Piece]] = [[]]

@@ -5,7 +5,7 @@ Different tensors may be split differently or live on few ranks only (experts, p
 tensors, in an order of their own, in the buckets of a `PackLayout`. A source sends at most one message per bucket.
 
     plan = build_plan(metas, sources, wants, nodes=nodes, bucket_bytes=...)   # once, equal on every rank
-    local = plan.for_rank(rank)                                               # what this rank sends and receives
+    local = plan.for_rank(rank)                                               # this rank's messages
 
 Everything that grows with the number of tensors is done on numpy arrays, all int64.
 """
@@ -26,6 +26,7 @@ TRAILER_BYTES = 16  # at the end of a message: the fingerprint of the rest, and 
 _MOVE_ALIGNMENT = 16
 
 Ints = np.ndarray  # int64
+Slice = tuple[Sequence[int], Sequence[int]]  # first index, end
 
 
 class Shards(NamedTuple):
@@ -62,7 +63,7 @@ class Move(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one source sends one receiver for one bucket: `nbytes` with the trailer, and its slices."""
+    """The message of one source to one receiver for one bucket: `nbytes` with the trailer, and its slices."""
 
     peer: int
     nbytes: int
@@ -131,7 +132,7 @@ class ShardPlan:
         return len(self.layouts)
 
     def for_rank(self, rank: int) -> LocalShardPlan:
-        """What `rank` sends, receives, and copies within itself."""
+        """The messages that `rank` sends and receives, and its copies within itself."""
         rounds: list[list[tuple[list[Message], list[Message]]]]
         rounds = [[([], []) for _ in range(count)] for count in self.num_rounds.tolist()]
         within: list[tuple[Move, ...]] = [() for _ in rounds]
@@ -165,19 +166,17 @@ def build_plan(
     *,
     nodes: Sequence[int],
     bucket_bytes: int,
-    send_bytes: int | None = None,
 ) -> ShardPlan:
     """The plan. The same arguments give the same plan on every rank.
 
     `wants[rank]`: numbers of the tensors that a receiver wants, in the order of its buckets. `nodes[rank]` is the node
-    of each member of the group. Among replicas, a receiver prefers itself, then ranks on its
-    node, then the rank that has least to send. It takes all shards with the same set of holders from one of them, so
-    that the choice adds no messages. A bucket of all receivers is sent in one round, or in several if a source would
-    otherwise need more than `send_bytes` of memory for its messages (None: two buckets).
+    of each member of the group. Among replicas, a receiver prefers itself, then ranks on its node, then the rank that
+    has least to send. It takes all shards with the same set of holders from one of them, so that the choice adds no
+    messages. A bucket of all receivers is sent in one round, or in several if the messages of a source would otherwise
+    need more memory than two buckets.
 
     Raises:
-        ValueError: the shards of a tensor do not tile it, ranks split it differently, a rank holds two shards of it, no
-            rank holds a wanted tensor, or a tensor is an adapter, which is not sent this way.
+        ValueError: the shards of a tensor do not tile it, ranks split it differently, or a rank holds two shards of it.
     """
     table = _TensorTable.of(tensors)
     held = _HeldShards.of(table, sources)
@@ -189,8 +188,7 @@ def build_plan(
     pairs = _intersect(table, held, units)
     receiver = units.receiver[pairs.unit]
     chosen = _choose_sources(held, pairs, receiver, np.asarray(nodes, dtype=np.int64))
-    limit = 2 * layouts[0].bucket_bytes if send_bytes is None else send_bytes
-    messages, rows = _group(pairs, units, chosen, receiver, world=len(nodes), limit=limit)
+    messages, rows = _group(pairs, units, chosen, receiver, world=len(nodes), limit=2 * layouts[0].bucket_bytes)
     pairs = _Pairs(*(column[rows] for column in pairs))
     tensor = units.tensor[pairs.unit]
     strides = table.strides[tensor]
@@ -217,8 +215,6 @@ class _TensorTable(NamedTuple):
 
     @classmethod
     def of(cls, metas: Sequence[TensorMeta]) -> _TensorTable:
-        if any(meta.adapts is not None for meta in metas):
-            raise ValueError("adapters do not travel by a plan of shards; merge them into their weights")
         width = max((len(meta.shape) for meta in metas), default=0) or 1
         shape = np.array([(*m.shape, *(1,) * (width - len(m.shape))) for m in metas], dtype=np.int64)
         shape = shape.reshape(len(metas), width)
@@ -308,7 +304,7 @@ def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[in
             for bucket, piece in ((bucket, piece) for bucket, pieces in enumerate(layout.buckets) for piece in pieces):
                 tensor = int(numbers[piece.tensor])
                 first, stop = piece.start // itemsizes[tensor], (piece.start + piece.nbytes) // itemsizes[tensor]
-                for lo, hi in _slices_of_range(shapes[tensor], first, stop):
+                for lo, hi in slices_of_range(shapes[tensor], first, stop):
                     rows.append([tensor, bucket, piece.offset - piece.start, *lo, *hi])
         units = np.array(known[id(layout)], dtype=np.int64).reshape(-1, 3 + 2 * width)
         columns.append(np.insert(units, 0, receiver, axis=1))
@@ -316,8 +312,8 @@ def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[in
     return _Units(*table_of[:, :4].T, lo=table_of[:, 4 : 4 + width], hi=table_of[:, 4 + width :])
 
 
-def _slices_of_range(shape: list[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
-    """Elements `start` to `stop` of a contiguous tensor as slices (first index, end): at most 2 len(shape) - 1."""
+def slices_of_range(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
+    """Elements `start` to `stop` of a contiguous tensor as slices, in order: at most 2 len(shape) - 1."""
     if start >= stop:
         return []
     if stop - start == prod(shape):
@@ -327,12 +323,10 @@ def _slices_of_range(shape: list[int], start: int, stop: int) -> list[tuple[list
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        return [
-            ([last, *lo], [last + 1, *hi]) for lo, hi in _slices_of_range(shape[1:], start % row, stop - last * row)
-        ]
-    head = _slices_of_range(shape[1:], start % row, row) if start % row else []
-    tail = _slices_of_range(shape[1:], 0, stop % row)
-    slices = [([first - 1, *lo], [first, *hi]) for lo, hi in head]
+        return [([last, *lo], [last + 1, *hi]) for lo, hi in slices_of_range(shape[1:], start % row, stop - last * row)]
+    head = slices_of_range(shape[1:], start % row, row) if start % row else []
+    tail = slices_of_range(shape[1:], 0, stop % row)
+    slices: list[Slice] = [([first - 1, *lo], [first, *hi]) for lo, hi in head]
     if first < last:
         slices.append(([first, *(0 for _ in shape[1:])], [last, *shape[1:]]))
     return slices + [([last, *lo], [last + 1, *hi]) for lo, hi in tail]
@@ -354,9 +348,7 @@ class _Pairs(NamedTuple):
 def _intersect(table: _TensorTable, held: _HeldShards, units: _Units) -> _Pairs:
     tensor = units.tensor
     counts = held.of_tensor[tensor + 1] - held.of_tensor[tensor]
-    if (counts == 0).any():
-        missing = int(tensor[counts == 0][0])
-        raise ValueError(f"no rank holds {table.metas[missing].name}, which is wanted")
+    assert (counts > 0).all(), "no rank holds a wanted tensor"
     unit = np.repeat(np.arange(len(tensor)), counts)
     within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
     shard = np.repeat(held.of_tensor[tensor], counts) + within

@@ -27,7 +27,7 @@ from nemo_rl.refit.transfer import Sender
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedShard:
-    """What this rank holds of a tensor: indices `start` to `stop` of dimension `dim`, and all of the other dimensions.
+    """This rank's part of a tensor: indices `start` to `stop` of dimension `dim`, and all of the other dimensions.
 
     `local()` returns the shard, now and at every later sync, on the rank's device, strided or not. `dtype` and
     `keeps_dtype` as in `ExportedTensor`.
@@ -108,7 +108,7 @@ class ShardSender(Sender):
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """What a rank tells the others: where it is, its shards with their wire dtypes, and whether it has a buffer."""
+    """A rank's message to the others: its node, its shards with their wire dtypes, and whether it has a buffer."""
 
     node: str
     shards: Shards

@@ -165,7 +165,7 @@ class Refit(WeightSync):
             for bucket in buckets:
                 if len(loading) >= num_open:
                     self.generation.wait(loading[-num_open])
-                results = self.policy.finish_pack(self.policy.start_pack(bucket))
+                results = self.policy.pack(bucket)
                 packed.append(results)
                 digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
                 if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
@@ -203,7 +203,7 @@ class Refit(WeightSync):
             return WeightComparison(not_compared=reason)
         self.layout = None  # if it breaks off, the next sync begins with new buffers
         for bucket in range(len(layout.buckets)):
-            results = self.policy.finish_pack(self.policy.start_pack(bucket))
+            results = self.policy.pack(bucket)
             fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
             self.generation.compare_bucket({"bucket": bucket, "fingerprints": fingerprints})
         different = self.generation.end_comparison()
@@ -215,10 +215,10 @@ class Refit(WeightSync):
 
         A worker that hangs is not asked a second time.
         """
-        prefix, deadline = self.generation.name_prefix, time.monotonic() + _DEATH_SEEN_S
+        deadline = time.monotonic() + _DEATH_SEEN_S
         if isinstance(error, WorkerHang):
             worker, text = error.worker, str(error)
-            if not worker.startswith(prefix):
+            if not worker.startswith(GENERATION):
                 return None
         else:
             while True:
@@ -229,8 +229,8 @@ class Refit(WeightSync):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(_POLL_S)
-            worker = f"{prefix}-{dead[0]}-0"
-            text = f"{self.transport}: {prefix}-{dead[0]} died while weights were in flight"
+            worker = f"{GENERATION}-{dead[0]}-0"
+            text = f"{self.transport}: {GENERATION}-{dead[0]} died while weights were in flight"
         return WorkerError(text, worker=worker, rank=0, method="receive_bucket", exception_type="EngineDied")
 
 

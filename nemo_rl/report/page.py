@@ -59,7 +59,7 @@ def run_data(run: Run, name: str) -> dict[str, Any]:
         "steps": list(run.rows),
         "metrics": {name: [short(row.get(name)) for row in run.rows.values()] for name in names},
         "events": run.events,
-        "config": {key: str(value) if not isinstance(value, str) else value for key, value in run.config.items()},
+        "config": {key: str(value) for key, value in run.config.items()},
         "facts": run.facts,
     }
 
@@ -111,20 +111,19 @@ def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
     summary = GroupSummary()
 
     def groups() -> Iterable[tuple[dict[str, Any], int]]:
-        latest: dict[int, int] = {}  # where the line of a step begins; of a step that ran twice, the later one
-        begin = 0
-        for line, end in read_lines(run / GROUPS):
-            latest[line["step"]], begin = begin, end
-        for step, begin in sorted(latest.items()):
-            line, end = next(read_lines(run / GROUPS, begin))
+        # Where the line of a step begins; of a step that ran twice, the later one.
+        latest = {line["step"]: begin for line, begin, _ in read_lines(run / GROUPS)}
+        for step, start in sorted(latest.items()):
+            line, begin, end = next(read_lines(run / GROUPS, start))
             for group in line["groups"]:
                 summary.add(step, group)
                 task_of[group["id"]] = group["task"]
             yield line, end - begin
 
+    times = ((line, end - begin) for line, begin, end in read_lines(run / TIMELINE))
     found: dict[str, Any] = {
         "groups": _blocks(folder, f"{prefix}groups", groups()),
-        "timeline": _blocks(folder, f"{prefix}timeline", _sized(run / TIMELINE)),
+        "timeline": _blocks(folder, f"{prefix}timeline", times),
         "tasks": summary.tasks(),
         "prompts": summary.prompts(),
     }
@@ -230,14 +229,6 @@ def _added(counters: Iterable[Counter[str]]) -> Counter[str]:
 def is_dead(group: Mapping[str, Any]) -> bool:
     """Whether a group teaches nothing: all its rewards are equal."""
     return len({reward for reward in group["rewards"] if reward is not None}) < 2
-
-
-def _sized(path: Path) -> Iterable[tuple[dict[str, Any], int]]:
-    """The objects of a file of JSON lines, each with its bytes."""
-    before = 0
-    for line, position in read_lines(path):
-        yield line, position - before
-        before = position
 
 
 def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:

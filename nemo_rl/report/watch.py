@@ -14,8 +14,8 @@ from rich.text import Text
 
 from nemo_rl.report.run_files import (
     SAMPLES,
+    STEP_TIME,
     Run,
-    Status,
     duration,
     read_block,
     read_config,
@@ -39,7 +39,6 @@ CURVES = (  # title, metric
     ("accuracy", "train/accuracy"),
     ("tokens/s", "performance/tokens_per_sec"),
 )
-_TIMING = "timing/train/"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"running": "green", "finished": "green", "failed": "red", "dead": "red"}
 _EVENT_STYLES = {"error": "red", "warning": "yellow", "log": "yellow"}
@@ -48,7 +47,7 @@ _MAX_STEPS_KEPT = 2000
 
 
 class Watch:
-    """A run that somebody else started. `update` reads what is new, `view` draws it."""
+    """A run that somebody else started. `update` reads new lines, `view` draws the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,12 +70,9 @@ class Watch:
         self.run.written_at = metrics.stat().st_mtime if metrics.is_file() else self.folder.stat().st_mtime
 
     def _new(self, name: str) -> Iterator[dict[str, Any]]:
-        for found, position in read_lines(self.folder / name, self._positions.get(name, 0)):
-            self._positions[name] = position
+        for found, _, end in read_lines(self.folder / name, self._positions.get(name, 0)):
+            self._positions[name] = end
             yield found
-
-    def status(self, now: float | None = None) -> Status:
-        return status_of(self.run, now)
 
     def view(self, *, width: int = 100, now: float | None = None) -> RenderableType:
         """Everything, top to bottom: state, curves, phases of the last step, events, samples."""
@@ -90,7 +86,7 @@ class Watch:
         return Group(*parts)
 
     def _head(self, now: float | None) -> RenderableType:
-        run, status = self.run, self.status(now)
+        run, status = self.run, status_of(self.run, now)
         total = run.num_steps
         line = Text(str(run.folder), style="bold").append(f"  {run.algorithm}", style="dim")
         steps = Text(f"step {run.last_step}" + (f" of {total}" if total else "") + ", ")
@@ -103,9 +99,7 @@ class Watch:
         return Group(*parts)
 
     def _seconds_left(self, total: int) -> float | None:
-        seconds = [
-            row[f"{_TIMING}total_step_time"] for row in self._latest_rows(20) if f"{_TIMING}total_step_time" in row
-        ]
+        seconds = [row[STEP_TIME] for row in self._latest_rows(20) if STEP_TIME in row]
         return sum(seconds) / len(seconds) * (total - self.run.last_step) if seconds else None
 
     def _latest_rows(self, count: int) -> list[dict[str, float]]:
@@ -128,7 +122,7 @@ class Watch:
         return Panel(table, title="curves", title_align="left", expand=False)
 
     def _phases(self, width: int) -> RenderableType:
-        latest = next((row for row in reversed(self._latest_rows(5)) if f"{_TIMING}total_step_time" in row), {})
+        latest = next((row for row in reversed(self._latest_rows(5)) if STEP_TIME in row), {})
         seconds = phase_seconds(latest)
         # A step does not count its validation and its checkpoint.
         total = max(seconds.pop("total_step_time", 0.0), sum(seconds.values()))

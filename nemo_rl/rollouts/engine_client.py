@@ -20,7 +20,7 @@ from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 
 logger = logging.getLogger(__name__)
 
-MAX_PATIENCE_S = 1.0  # of what has ended, for what ends soon
+MAX_PATIENCE_S = 1.0  # the longest wait of finished groups for others that end soon
 
 
 class RequestFailed(RuntimeError):
@@ -263,11 +263,11 @@ class EngineClient:
 
         A call may take any time as long as the replica answers `check_health` meanwhile.
         """
-        call = asyncio.ensure_future(_value(self.replica.call.remote(method, *args)))
+        call = asyncio.ensure_future(self.replica.call.remote(method, *args))
         try:
             while not (await asyncio.wait([call], timeout=self._timeout_s / 2))[0]:
                 if self.results:
-                    await asyncio.wait_for(_value(self.replica.call.remote("check_health")), self._timeout_s / 2)
+                    await asyncio.wait_for(self.replica.call.remote("check_health"), self._timeout_s / 2)
             return call.result()
         except RayActorError as error:
             raise EngineDied(f"{self.name}: {error}") from error
@@ -279,7 +279,3 @@ class EngineClient:
             raise EngineDied(f"{self.name}: {error.cause.text}") from error
         finally:
             call.cancel()
-
-
-async def _value(ref: Any) -> Any:
-    return await ref

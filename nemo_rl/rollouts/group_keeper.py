@@ -101,12 +101,7 @@ def parcels_of(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
 
 
 def places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
-    """Arguments of a call that reads stored groups: the places of the groups, then a reference of each list."""
+    """Arguments of `RolloutWorker.with_groups`: the places of the groups, then a reference of each list."""
     refs: dict[ray.ObjectRef, int] = {}
     places = [(refs.setdefault(group.ref, len(refs)), group.place) for group in groups]
     return places, *refs
-
-
-def picked(places: Places, stored: Sequence[list[RolloutGroup]]) -> list[RolloutGroup]:
-    """The groups of `places_and_refs`, where its references have become lists."""
-    return [stored[number][place] for number, place in places]

@@ -40,7 +40,7 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 MAX_PROBLEMS_TOLD = 8
-# Parameters without effect here: they describe the client, or ask for what every answer has.
+# Parameters without effect here: they describe the client, or ask for parts of every answer.
 _IGNORED = {
     *("user", "metadata", "store", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -176,7 +176,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an answer has, whatever its form."""
+    """The content of an answer, independent of its form."""
 
     choices: Sequence[Choice]
     num_prompt_tokens: int
@@ -317,7 +317,7 @@ def as_server_sent(event: Event, *, named: bool) -> bytes:
 class TextStream:
     """The text of a completion while its tokens come.
 
-    It keeps back a part of a character, text that may become a stop string, and what follows a mark in `holds`.
+    It keeps back a part of a character, text that may become a stop string, and the text after a mark in `holds`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], holds: Sequence[str]) -> None:

@@ -243,7 +243,7 @@ class Answers:
         calls = question.calls_of(text) if question.calls_of is not None else []
         message = answer_message(text, calls)
         if stream.num_tokens and "tool_calls" in message:
-            message["content"] = stream.sent or None  # what the client has read, white space included
+            message["content"] = stream.sent or None  # as the client has read it, white space included
         unsent = stream.rest(message["content"] or "")
         if stream.num_tokens:
             message["content"] = stream.sent or message["content"]
@@ -338,7 +338,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What a request asks."""
+    """The question of a request."""
 
     token_ids: list[int]
     messages: Sequence[dict[str, Any]]
@@ -397,12 +397,11 @@ class OpenAIServer(WebServer):
         self._token = settings.token
         self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
         self.engines.replace(generation_workers)
-        self._closed = asyncio.Event()
         self.answers = Answers(
             settings.answers,
             generate=self.engines.generate,
             sampling=settings.sampling,
-            ended=self._closed,
+            ended=asyncio.Event(),
             shows_tokens=True,
         )
         add_routes(self.app.router, "", lambda request: self.answers)
@@ -421,7 +420,7 @@ class OpenAIServer(WebServer):
         await self._runner.cleanup()
 
     def close(self) -> None:
-        self._closed.set()
+        self.answers.ended.set()
 
     async def admit(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -28,7 +28,7 @@ class ProbeRequest:
     """Fresh completions of the prompts of finished samples, to compare training with generation."""
 
     group_id: str
-    picks: Sequence[tuple[int, int]]  # (number of the group among those of the call, index of the sample in it)
+    picks: Sequence[tuple[int, int]]  # (number of the group in the call, index of the sample in it)
     num_whole: int  # picks from here on begin with the first token of their prompt alone
     sampling: SamplingParams
 
@@ -104,4 +104,4 @@ async def _no_observation(observation: dict[str, Any], **_: Any) -> RenderedObse
 
 async def _end(message_log: Sequence[Mapping[str, str]], metadata: Any) -> EnvironmentStep:
     """The answer of no environment: the episode is over."""
-    return EnvironmentStep(observation={}, reward=0.0, terminated=True, metadata=None, next_stop_strings=None)
+    return EnvironmentStep(observation={}, reward=0.0, terminated=True, metadata=None)

@@ -90,7 +90,7 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     start = experts_start = 0
 
     def read(stored: dict[str, Any], meta: SampleMeta) -> Sample:
-        """The next token sequence, then those of its branches."""
+        """The next token sequence, then the sequences of its branches."""
         nonlocal start, experts_start
         tokens: dict[str, Any] = {name: columns[name][start : start + meta.length] for name in COLUMNS}
         start += meta.length
@@ -133,7 +133,7 @@ class StepIndex:
     weight_version: int  # of the weights before the step
     seed: int  # of the run
     config_digest: str  # of the whole configuration
-    identity: dict[str, Any]  # what a replaying run must share: model, tokenizer, sampling, sizes
+    identity: dict[str, Any]  # a replaying run must share it: model, tokenizer, sampling, sizes
     groups_per_batch: int
     group_ids: list[str]  # in the order in which the step received them, `groups_per_batch` at a time
     trained: dict[str, list[float]]  # group id -> planned advantage of each sample; in the order of training

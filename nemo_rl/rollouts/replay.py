@@ -1,4 +1,4 @@
-"""The groups of an earlier run in place of new ones: what a run with `replay_from` trains on."""
+"""The groups of an earlier run in place of new ones, for a run with `replay_from`."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ import ray
 
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
-from nemo_rl.rollouts.group_keeper import Places, picked, store
+from nemo_rl.rollouts.group_keeper import Places, store
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
 from nemo_rl.types import (
     Completion,
@@ -55,22 +55,24 @@ class GroupRequest:
     seed_step: int  # part of every sample's seed
 
 
-class Environment(Protocol):
-    """An environment as the rollout worker uses it."""
-
+class _HasMetrics(Protocol):
     @property
     def name(self) -> str: ...  # section of `env`
-
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
-        """Answer one turn of the episode `sample_id`. EnvironmentFailure, which names the sample, if it cannot."""
-        ...
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
         """The environment's own metrics over finished (group id, sample) pairs."""
         ...
 
 
-class AgentEnvironment(Protocol):
+class Environment(_HasMetrics, Protocol):
+    """An environment as the rollout worker uses it."""
+
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
+        """Answer one turn of the episode `sample_id`. EnvironmentFailure, which names the sample, if it cannot."""
+        ...
+
+
+class AgentEnvironment(_HasMetrics, Protocol):
     """Agents that own their loop, as the rollout worker uses them."""
 
     async def play(
@@ -84,13 +86,6 @@ class AgentEnvironment(Protocol):
         seed_of_turn: Callable[[int], int],
     ) -> Sample:
         """Play one episode to its end."""
-        ...
-
-    @property
-    def name(self) -> str: ...  # section of `env`
-
-    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """See `Environment.metrics`."""
         ...
 
 
@@ -147,7 +142,7 @@ class RolloutWorker:
     async def generate(
         self, pixels: Mapping[str, ray.ObjectRef], request: GenerationRequest, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Complete a prompt; see `Engines.generate`. `pixels` has those of each image, by digest."""
+        """Complete a prompt; see `Engines.generate`. `pixels`: of each image, by digest."""
         if request.images:
             request = replace(request, pixels={span.digest: pixels[span.digest] for span in request.images})
         with self.busy.request():
@@ -234,27 +229,22 @@ class RolloutWorker:
         limit = None
         try:
             async with self.engines.time_limit(limits.timeout_s) as limit:
-                seed_of_turn = partial(sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index)
-                generate = partial(self.generate, images.refs)
+                run_seed = self.settings.run_seed
+                common: dict[str, Any] = {
+                    "sample_id": sample_id,
+                    "generate": partial(self.generate, images.refs),
+                    "sampling": request.sampling,
+                    "seed_of_turn": partial(sample_seed, run_seed, request.seed_step, prompt.prompt_id, index),
+                }
                 if prompt.task_name in self.agents:
-                    return await self.agents[prompt.task_name].play(
-                        prompt,
-                        datum,
-                        sample_id=sample_id,
-                        generate=generate,
-                        sampling=request.sampling,
-                        seed_of_turn=seed_of_turn,
-                    )
+                    return await self.agents[prompt.task_name].play(prompt, datum, **common)
                 return await run_episode(
                     datum,
-                    sample_id=sample_id,
-                    generate=generate,
                     env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
                     decode=self.settings.decode,
                     render=partial(self._render, sample_id, images),
-                    sampling=request.sampling,
                     limits=limits,
-                    seed_of_turn=seed_of_turn,
+                    **common,
                 )
         except (EnvironmentFailure, RequestFailed) as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
@@ -286,7 +276,7 @@ class RolloutWorker:
 
     async def with_groups(self, method: str, args: Sequence[Any], places: Places, *stored: list[RolloutGroup]) -> Any:
         """Call a method below with `args` and finished groups, which the keeper has in lists; see `places_and_refs`."""
-        return await getattr(self, method)(*args, *picked(places, stored))
+        return await getattr(self, method)(*args, *(stored[number][place] for number, place in places))
 
     async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
         """`records.write_groups`, in a thread."""
@@ -305,7 +295,7 @@ class RolloutWorker:
 
     async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
         """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
-        by_name: dict[str, tuple[Environment | AgentEnvironment, list[tuple[str, Sample]]]] = {}
+        by_name: dict[str, tuple[_HasMetrics, list[tuple[str, Sample]]]] = {}
         for task_name, group in zip(task_names, groups, strict=True):
             environment = self.agents.get(task_name) or self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))

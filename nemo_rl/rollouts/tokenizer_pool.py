@@ -21,7 +21,6 @@ from nemo_rl.types import Example, ExampleGroup, ExampleHandle, ExampleMeta, Mak
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.rollouts.tokenizer_pool.TokenizerWorker"
-NAME_PREFIX = "tokenizer"
 MAX_GROUP_ROWS = 32
 MAX_RESTARTS = 3  # in one batch
 
@@ -175,7 +174,7 @@ class TokenizerPool:
         return RayWorkerGroup(
             self._cluster,
             self._builder,
-            name_prefix=f"{NAME_PREFIX}-{worker}",
+            name_prefix=f"tokenizer-{worker}",
             bundle_groups=[[worker]],
             timeout_s=self._timeout_s,
         )

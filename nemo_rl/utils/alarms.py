@@ -103,20 +103,15 @@ class LearningAlarms:
             self._latest.setdefault(name, deque(maxlen=self._cfg.window)).append(metrics[name])
             if (first := self._level(name)) is not None:
                 self._first.setdefault(name, first)
-        found = dict(self._found(metrics))
+        found = dict([*self._of_trends(), *self._of_spikes(metrics), *self._of_validation(metrics)])
         if (scaled := _scaled_norm(metrics)) is not None:
             self._norms.append(scaled)
         new = [f"{key}: {text}" for key, text in found.items() if key not in self._speaking]
         self._speaking = set(found) if _WATCHED & metrics.keys() else self._speaking | set(found)
         return new
 
-    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """(key of `AlarmsConfig`, message)."""
-        yield from self._of_trends()
-        yield from self._of_spikes(metrics)
-        yield from self._of_validation(metrics)
-
     def _of_trends(self) -> Iterator[tuple[str, str]]:
+        """(key of `AlarmsConfig`, message)."""
         reward = self._level(REWARD)
         is_solved = reward is None or reward >= self._cfg.solved_reward  # all groups have equal, good answers
         for key, trend in _TRENDS.items():

@@ -206,17 +206,11 @@ class RunConsole:
         return (self._num_steps - step) * (self._step_ends[-1] - self._step_ends[0]) / num_steps
 
     def show_samples(
-        self,
-        message_logs: Sequence[Sequence[Mapping[str, Any]]],
-        rewards: Sequence[float],
-        *,
-        num_samples: int,
-        title: str,
+        self, message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], *, title: str
     ) -> None:
-        """Show the first `num_samples` rollouts: messages ("role", "content") coloured by role, and the reward."""
-        rollouts = list(zip(message_logs, rewards, strict=True))
-        for index, (messages, reward) in enumerate(rollouts[:num_samples]):
-            heading = f"{title}, sample {index + 1}, reward {reward:.4f}"
+        """Show rollouts: messages ("role", "content") coloured by role, and the reward."""
+        for number, (messages, reward) in enumerate(zip(message_logs, rewards, strict=True), start=1):
+            heading = f"{title}, sample {number}, reward {reward:.4f}"
             body = Text()
             for message in messages:
                 body.append_text(message_text(message))
@@ -226,7 +220,7 @@ class RunConsole:
             else:
                 self._line(Text(f"--- {heading}\n").append_text(body))
 
-    def configure_logging(self, level: int = logging.INFO) -> None:
+    def configure_logging(self) -> None:
         """Send the log records of this process to the console, above the live line."""
         handler: logging.Handler
         if self.is_live:
@@ -237,7 +231,7 @@ class RunConsole:
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
         root = logging.getLogger()
         root.handlers[:] = [handler]
-        root.setLevel(level)
+        root.setLevel(logging.INFO)
 
     def _line(self, text: Text) -> None:
         # With soft_wrap, lines of a log file are not folded.
@@ -269,11 +263,9 @@ def message_text(message: Mapping[str, Any]) -> Text:
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """The seconds of each phase of a step, and of the step: `total_step_time`."""
-    seconds = {
-        key.removeprefix(_TIMING_PREFIX): value for key, value in metrics.items() if key.startswith(_TIMING_PREFIX)
-    }
     # "a/b" is part of "a", and "valid_tokens_per_sec_per_gpu" is not a time.
-    return {name: value for name, value in seconds.items() if "/" not in name and "per_sec" not in name}
+    names = (key.partition(_TIMING_PREFIX)[2] for key in metrics if key.startswith(_TIMING_PREFIX))
+    return {name: metrics[_TIMING_PREFIX + name] for name in names if "/" not in name and "per_sec" not in name}
 
 
 def summary_line(metrics: Mapping[str, float]) -> str:

@@ -92,14 +92,13 @@ def try_lock(directory_fd: int) -> bool:
 
 
 @contextmanager
-def file_lock(path: Path, *, waiting_for: str = "") -> Iterator[None]:
-    """Hold an exclusive lock on a file, which is created if needed. If it must wait, `waiting_for` is logged."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created if needed. A wait for another process is logged."""
     with path.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if waiting_for:
-                logger.info("Waiting for another process that makes %s (%s)", waiting_for, path)
+            logger.info("Waiting for another process that holds %s", path)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -26,11 +26,9 @@ def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int, tur
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch (CPU and all CUDA devices) in this process. `seed` >= 0."""
+    """Seed Python, numpy and torch (CPU and all CUDA devices) in this process."""
     import torch
 
-    if seed < 0:
-        raise ValueError(f"the seed is {seed}; set it to 0 or more")
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy's legacy generator takes 32 bits
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """The sliding puzzle: boards, moves, the text of a player, and shortest solutions of small boards.
 
 A board of R rows and C columns holds the tiles 1 to R*C-1 and one empty square, written 0 here and `_` for players. It
-is solved when the tiles are in reading order with the empty square last. A direction is that of the *tile*: on the
+is solved when the tiles are in reading order with the empty square last. A direction is where the *tile* moves: on the
 board of rows `1 2` and `_ 3`, `left` moves tile 3 into the empty square, `down` moves tile 1, `up` and `right` move
 nothing. `slide 3` is `left`.
 """
@@ -30,7 +30,6 @@ SLIDE = re.compile(r"slide\s+(\d{1,9})")
 SQUARE = 32  # pixels along each side of a square in a picture
 MAX_SIDE = 20  # a board of 20x20 takes about 1,600 characters in every turn
 MAX_SHUFFLE_MOVES = 10_000  # for each board that the dataset makes
-MAX_SOLVED_SQUARES = 9  # 181,440 boards of 3x3; the next size has too many to enumerate
 
 
 def rows_and_columns(size: int | Sequence[int]) -> tuple[int, int]:
@@ -173,29 +172,12 @@ def describe(board: Board, problem: str | None) -> str:
     return render(board) if problem is None else f"{problem}\n{render(board)}"
 
 
-def solve(board: Board) -> list[str]:
-    """The directions of a shortest solution, always the same one; empty for the solved board.
-
-    ValueError for a board of more than nine squares, or one that no moves solve.
-    """
-    known = first_moves(len(board), len(board[0]))
-    if board not in known:
-        raise ValueError(f"no moves solve {board}")
-    way: list[str] = []
-    while not is_solved(board):
-        way.append(known[board])
-        board = moves(board)[way[-1]]
-    return way
-
-
 @functools.cache
 def first_moves(rows: int, columns: int) -> dict[Board, str]:
     """Every reachable board -> the first move of a shortest solution; the solved board comes first and has "".
 
-    The others come by the length of their solution. ValueError for more than nine squares.
+    The others come by the length of their solution. For small boards: 3x3 has 181,440, the next size has too many.
     """
-    if rows * columns > MAX_SOLVED_SQUARES:
-        raise ValueError(f"only boards of up to {MAX_SOLVED_SQUARES} squares are enumerated, not {rows}x{columns}")
     goal = solved_board(rows, columns)
     found = {goal: ""}
     queue = deque([goal])

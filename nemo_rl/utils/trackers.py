@@ -43,7 +43,7 @@ def start_trackers(cfg: LoggerConfig, run_dir: Path, run_ids: Mapping[str, str])
 class Tracker:
     """One service. With `run_id`, of an earlier tracker of the same kind, it writes into that tracker's run.
 
-    The methods are those of a package that has an object for the run, `_run`.
+    These methods fit a package that has an object for the run, `_run`.
     """
 
     run_id: str | None = None

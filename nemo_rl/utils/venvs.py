@@ -42,7 +42,7 @@ def python_executable_for(extra: str, project_root: Path | None = None) -> str:
     """Path of a Python whose environment has `extra` of the project. Makes the environment if needed.
 
     It is the driver's own Python if it meets all requirements of the extra. If Ray runs, the environment is made on
-    each node. `project_root` is the folder of `pyproject.toml`, by default that of this package.
+    each node. `project_root` is the folder of `pyproject.toml`, by default of this package.
 
     Raises:
         ValueError: for an unknown extra, or a package without its project.
@@ -128,7 +128,7 @@ def made_once(path: Path, stamp: Mapping[str, str], build: Callable[[], None], *
     """
     python = path / "bin" / "python"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_name(f".{path.name}.lock"), waiting_for="this environment"):
+    with file_lock(path.with_name(f".{path.name}.lock")):
         found = json.loads((path / _STAMP).read_text()) if (path / _STAMP).is_file() else None
         if not force and found == stamp and python.exists():
             return str(python)

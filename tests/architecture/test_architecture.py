@@ -5,8 +5,6 @@ Every failure lists `file:line: what is wrong`, and the message of the test says
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,15 +110,11 @@ def package_of(module: str) -> str | None:
 
 
 def matches(path: Path, patterns: tuple[str, ...]) -> bool:
-    return any(path.relative_to(PACKAGE).match(pattern) for pattern in patterns)
-
-
-def report(problems: list[str], advice: str) -> None:
-    assert not problems, advice + "\n  " + "\n  ".join(problems)
+    return path.is_relative_to(PACKAGE) and any(path.relative_to(PACKAGE).match(pattern) for pattern in patterns)
 
 
 def forbidden(importer: str, imported: str) -> bool:
-    """Whether `importer`, a module of the package, must not import `imported`, another one."""
+    """True if the module `importer` of the package must not import its module `imported`."""
     source, target = package_of(importer), package_of(imported)
     assert source is not None, f"{importer}: give its package a level in LEVELS"
     assert target is not None, f"{imported} (imported by {importer}): give its package a level in LEVELS"
@@ -162,88 +156,72 @@ def test_the_rule_of_imports_itself(importer, imported, expected):
     assert forbidden(importer, imported) is expected
 
 
-def test_imports_go_down_only():
-    problems = []
-    for path in sources():
-        for line, module in imports_of(path):
-            if path == PACKAGE / "__init__.py" and module == "nemo_rl.compat":  # imports nothing itself
-                continue
-            # `nemo_rl`, `nemo_rl.models`: the empty packages themselves
-            if module.split(".")[0] != "nemo_rl" or module in ("nemo_rl", "nemo_rl.models"):
-                continue
-            if forbidden(module_name(path), module):
-                problems.append(f"{where(path, line)}: imports {module}")
-    report(
-        problems, "Imports go down only (docs/overview.md, package levels). Pass the object in, or move the code down:"
-    )
+# -- rules of imports: whether this file must not import that module
 
 
-def test_engines_are_imported_only_in_their_own_files():
-    problems = [
-        f"{where(path, line)}: imports {module}"
-        for path in [*sources(), *ROOT.glob("examples/**/*.py")]
-        for line, module in imports_of(path)
-        if (engine := module.split(".")[0]) in ENGINE_FILES
-        and not (path.is_relative_to(PACKAGE) and matches(path, ENGINE_FILES[engine]))
-    ]
-    report(problems, "An engine is imported only inside its worker and loader files; go through the interface:")
+def goes_up(path: Path, module: str) -> bool:
+    # `nemo_rl` and `nemo_rl.models` are empty packages; the package itself installs `compat`, which imports nothing.
+    if module.split(".")[0] != "nemo_rl" or module in ("nemo_rl", "nemo_rl.models"):
+        return False
+    if not path.is_relative_to(PACKAGE) or (path, module) == (PACKAGE / "__init__.py", "nemo_rl.compat"):
+        return False
+    return forbidden(module_name(path), module)
 
 
-def test_optional_services_are_imported_where_they_are_switched_on():
-    problems = [
-        f"{where(path, line)}: imports {module}"
-        for path in sources()
-        for line, module in imports_at_run_time_top(path)
-        if ONLY_INSIDE_FUNCTIONS & set(module.split("."))
-    ]
-    report(problems, "Import it inside the function that runs when it is switched on:")
+def is_engine_elsewhere(path: Path, module: str) -> bool:
+    engine = module.split(".")[0]
+    return engine in ENGINE_FILES and not matches(path, ENGINE_FILES[engine])
 
 
-def test_configuration_imports_nothing_heavy():
-    problems = [
-        f"{where(path, line)}: imports {module}"
-        for path in sources()
-        if path.name == "config.py" or path.parent == PACKAGE / "config" or path == PACKAGE / "types.py"
-        for line, module in imports_at_run_time_top(path)
-        if module.split(".")[0] in NOT_IN_CONFIG
-    ]
-    report(problems, "`--help` reads this file; import under TYPE_CHECKING or move the code:")
+def is_service_at_the_top(path: Path, module: str) -> bool:
+    return path.is_relative_to(PACKAGE) and bool(ONLY_INSIDE_FUNCTIONS & set(module.split(".")))
 
 
-def test_pure_packages_do_not_know_ray():
-    problems = [
-        f"{where(path, line)}: imports {module}"
-        for path in sources()
-        if matches(path, RAY_FREE)
-        for line, module in imports_of(path)
-        if module.split(".")[0] == "ray"
-    ]
-    report(problems, "ray belongs where actors are spawned or called:")
+def is_heavy_for_configuration(path: Path, module: str) -> bool:
+    return matches(path, ("config.py", "config/*.py", "types.py")) and module.split(".")[0] in NOT_IN_CONFIG
 
 
-@pytest.mark.parametrize("module", ["nemo_rl.algorithms.config.grpo", "nemo_rl.config.cli"])
-def test_reading_a_configuration_loads_no_heavy_package(module):
-    code = f"import sys, {module}; print(*sorted({NOT_IN_CONFIG!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [], f"importing {module} pulls {done.stdout}"
+def is_ray_in_pure_code(path: Path, module: str) -> bool:
+    return matches(path, RAY_FREE) and module.split(".")[0] == "ray"
 
 
-def test_files_and_functions_stay_small():
-    problems = []
-    for path in [*sources(), *scripts()]:
-        num_lines = len(path.read_text(encoding="utf-8").splitlines())
-        if num_lines > MAX_FILE_LINES:
-            problems.append(f"{where(path, 1)}: {num_lines} lines")
-        for node in blocks(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if num_lines > MAX_FUNCTION_LINES:
-                    problems.append(f"{where(path, node.lineno)}: {node.name} has {num_lines} lines")
-    advice = (
-        f"A file has at most {MAX_FILE_LINES} lines, a function {MAX_FUNCTION_LINES}. Split by phase or by carrier:"
-    )
-    report(problems, advice)
+IMPORT_RULES = {
+    goes_up: "Imports go down only (docs/overview.md, package levels). Pass the object in, or move the code down:",
+    is_engine_elsewhere: "An engine is imported only inside its worker and loader files; go through the interface:",
+    is_service_at_the_top: "Import it inside the function that runs when it is switched on:",
+    is_heavy_for_configuration: "`--help` reads this file; import under TYPE_CHECKING or move the code:",
+    is_ray_in_pure_code: "ray belongs where actors are spawned or called:",
+}
+AT_THE_TOP = (is_service_at_the_top, is_heavy_for_configuration)
+
+
+@pytest.mark.parametrize("rule", IMPORT_RULES)
+def test_imports(rule):
+    imports = imports_at_run_time_top if rule in AT_THE_TOP else imports_of
+    paths = [*sources(), *ROOT.glob("examples/**/*.py")]
+    found = [(path, line, module) for path in paths for line, module in imports(path)]
+    problems = [f"{where(path, line)}: imports {module}" for path, line, module in found if rule(path, module)]
+    assert not problems, "\n  ".join([IMPORT_RULES[rule], *problems])
+
+
+# -- rules of a file: line and problem
+
+
+def is_large(path: Path) -> Iterator[tuple[int, str]]:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield 1, f"{num_lines} lines"
+    for node in blocks(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {num_lines} lines"
+
+
+def has_vague_todo(path: Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if re.search(r"\b(TODO|FIXME|XXX)\b(?!: \S)", line):
+            yield number, line.strip()
 
 
 def calls(path: Path, name: str) -> Iterator[ast.Call]:
@@ -254,58 +232,48 @@ def calls(path: Path, name: str) -> Iterator[ast.Call]:
             yield node
 
 
-def test_nothing_prints():
-    problems = [f"{where(path, node.lineno)}: print()" for path in sources() for node in calls(path, "print")]
-    report(problems, "Use logging.getLogger(__name__), or the console for what a person should see:")
+def prints(path: Path) -> Iterator[tuple[int, str]]:
+    yield from ((node.lineno, "print()") for node in calls(path, "print"))
 
 
-def test_no_attribute_is_read_with_a_fallback():
-    problems = [
-        f"{where(path, node.lineno)}: getattr with a default"
-        for path in sources()
-        for node in calls(path, "getattr")
-        if len(node.args) == 3
-    ]
-    report(problems, "Declare the attribute; a misspelt name must fail:")
+def reads_an_attribute_with_a_fallback(path: Path) -> Iterator[tuple[int, str]]:
+    yield from ((node.lineno, "getattr with a default") for node in calls(path, "getattr") if len(node.args) == 3)
 
 
-def test_no_exception_is_swallowed():
+def swallows_an_exception(path: Path) -> Iterator[tuple[int, str]]:
     """`except Exception` is right only where everything is raised again after cleaning up."""
-    problems = []
-    for path in sources():
-        for node in blocks(path):
-            if not isinstance(node, ast.ExceptHandler):
-                continue
-            caught = (
-                {"everything"} if node.type is None else {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
-            )
-            raises_again = isinstance(node.body[-1], ast.Raise)
-            if caught & {"everything", "Exception", "BaseException"} and not raises_again:
-                problems.append(f"{where(path, node.lineno)}: catches {', '.join(sorted(caught))}")
-    report(problems, "Name the errors that can happen here, or end the handler in `raise`:")
+    for node in blocks(path):
+        if not isinstance(node, ast.ExceptHandler) or isinstance(node.body[-1], ast.Raise):
+            continue
+        caught = {"everything"} if node.type is None else {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+        if caught & {"everything", "Exception", "BaseException"}:
+            yield node.lineno, f"catches {', '.join(sorted(caught))}"
 
 
-def test_packages_are_empty_files():
-    problems = [
-        where(path, 1)
-        for path in sources()
-        if path.name == "__init__.py" and path.parent != PACKAGE and path.stat().st_size > 0
-    ]
-    assert len((PACKAGE / "__init__.py").read_text(encoding="utf-8").splitlines()) <= 5, "it only installs old names"
-    report(problems, "`__init__.py` stays empty; import from the module that owns the name:")
+def is_package_with_content(path: Path) -> Iterator[tuple[int, str]]:
+    if path.name == "__init__.py" and path.parent != PACKAGE and path.stat().st_size > 0:
+        yield 1, "is not empty"
+
+
+FILE_RULES = {
+    is_large: f"A file has at most {MAX_FILE_LINES} lines, a function {MAX_FUNCTION_LINES}. Split by phase or carrier:",
+    has_vague_todo: "Write `TODO: <what, and when it can be done>`, or do it:",
+    prints: "Use logging.getLogger(__name__), or the console for what a person should see:",
+    reads_an_attribute_with_a_fallback: "Declare the attribute; a misspelt name must fail:",
+    swallows_an_exception: "Name the errors that can happen here, or end the handler in `raise`:",
+    is_package_with_content: "`__init__.py` stays empty; import from the module that owns the name:",
+}
+
+
+@pytest.mark.parametrize("rule", FILE_RULES)
+def test_files(rule):
+    paths = [*sources(), *scripts()] if rule in (is_large, has_vague_todo) else sources()
+    problems = [f"{where(path, line)}: {problem}" for path in paths for line, problem in rule(path)]
+    assert not problems, "\n  ".join([FILE_RULES[rule], *problems])
 
 
 def test_every_folder_of_modules_is_a_package():
     folders = {path.parent for path in [*sources(), *ROOT.glob("tests/**/*.py")]}
     problems = [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").is_file()]
-    report(problems, "Add an empty `__init__.py`, so that files of equal name do not collide:")
-
-
-def test_a_todo_says_what_is_to_do():
-    problems = [
-        where(path, number)
-        for path in [*sources(), *scripts()]
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if re.search(r"\b(TODO|FIXME|XXX)\b(?!: \S)", line)
-    ]
-    report(problems, "Write `TODO: <what, and when it can be done>`, or do it:")
+    assert not problems, "add an empty `__init__.py`, so that files of equal name do not collide"
+    assert len((PACKAGE / "__init__.py").read_text(encoding="utf-8").splitlines()) <= 5, "it only installs old names"

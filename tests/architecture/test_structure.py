@@ -7,18 +7,18 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 58_300,
+    "lines of nemo_rl": 57_700,
     "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 24_550,
+    "lines that run_grpo_math.py reaches": 24_250,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_300,
+    "lines of the GRPO walk": 7_200,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 1_950,
+    "lines of check functions": 1_940,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 36_800,
+    "lines of tests": 36_150,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.

@@ -52,7 +52,7 @@ ENGINE_APART = (
 
 @dataclass
 class Finished:
-    """What a run left."""
+    """A run that has ended: its status, its output and its folder."""
 
     status: int
     output: str
@@ -97,16 +97,9 @@ def start(
         )
 
 
-def run(
-    folder: Path,
-    *overrides: str,
-    script: Path = SCRIPT,
-    config: Path = CPU_CONFIG,
-    timeout_s: float = 400,
-    **environment: str,
-) -> Finished:
-    """A run to its end."""
-    return end(start(folder, *overrides, script=script, config=config, **environment), folder, timeout_s)
+def run(folder: Path, *overrides: str, timeout_s: float = 400, **how: Any) -> Finished:
+    """A run to its end; `how` is for `start`."""
+    return end(start(folder, *overrides, **how), folder, timeout_s)
 
 
 def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 400) -> Finished:
@@ -119,16 +112,9 @@ def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 400) ->
     return Finished(status=status, output=(folder / "out.log").read_text(), folder=folder)
 
 
-def run_until(
-    folder: Path,
-    text: str,
-    *overrides: str,
-    script: Path = SCRIPT,
-    config: Path = CPU_CONFIG,
-    timeout_s: float = 300,
-) -> subprocess.Popen[str]:
-    """A run that is left as it is when its output first holds `text`."""
-    process = start(folder, *overrides, script=script, config=config)
+def run_until(folder: Path, text: str, *overrides: str, timeout_s: float = 300, **how: Any) -> subprocess.Popen[str]:
+    """A run that goes on when its output first holds `text`; `how` is for `start`."""
+    process = start(folder, *overrides, **how)
     deadline = time.monotonic() + timeout_s
     while text not in (folder / "out.log").read_text():
         assert process.poll() is None, (folder / "out.log").read_text()[-4000:]
@@ -186,7 +172,7 @@ def exact(steps: Sequence[Mapping[str, Any]], num_steps: int, largest: float = 1
 
 
 def learned(accuracy: Sequence[float]) -> None:
-    """Of validations: more than 0.8 in the end, and 0.3 more than at first."""
+    """The accuracy of the last validation is above 0.8, and 0.3 higher than at first."""
     assert accuracy[-1] > 0.8 and accuracy[-1] - accuracy[0] >= 0.3, accuracy
 
 
@@ -205,20 +191,19 @@ def small(section: str) -> tuple[str, ...]:
 def continues_bit_for_bit(
     folder: Path,
     *overrides: str,
-    script: Path = SCRIPT,
-    config: Path = CPU_CONFIG,
     killed_in: int = 5,
     save_period: int = 2,
     models: Sequence[str] = ("policy",),
+    **how: Any,
 ) -> tuple[list[dict[str, Any]], Finished]:
     """kill -9 of the driver in a step; the newest checkpoint is put aside; then the same command.
 
     No other machine reaches the run. It goes on from the checkpoint before. The steps that it takes again and the
-    models of the newest checkpoint are those of the first run, to the bit. Returns the rows of the steps that were not
+    models of the newest checkpoint equal the first run's, to the bit. Returns the rows of the steps that were not
     taken again, and the second run.
     """
     overrides = (*overrides, "++checkpointing.save_consolidated=true", "checkpointing.keep_top_k=null")
-    process = run_until(folder, f"step {killed_in}/", *overrides, script=script, config=config)
+    process = run_until(folder, f"step {killed_in}/", *overrides, **how)
     assert_out_of_reach(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -228,7 +213,7 @@ def continues_bit_for_bit(
     (put_aside,) = folder.glob(f"results/*/step_{newest}")
     want = {model: weights_of(put_aside, model) for model in models}
     put_aside.rename(folder / "put_aside")
-    again = run(folder, *overrides, script=script, config=config)
+    again = run(folder, *overrides, **how)
     assert again.status == 0, again.output[-4000:]
     assert f"step_{start} after step {start}" in again.output
     repeated = [row for row in before if row["step"] > start]

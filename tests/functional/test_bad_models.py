@@ -12,9 +12,9 @@ from nemo_rl.algorithms.setup import distillation as distillation_setup
 from nemo_rl.algorithms.setup import ppo as ppo_setup
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from tests.functional.cli import ROOT
+from tests.functional.cli import CONFIGS
 
-CONFIGS = ROOT / "examples" / "configs"
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def prepare_ppo(*overrides: str) -> ppo_setup.PPOInputs:
@@ -24,12 +24,6 @@ def prepare_ppo(*overrides: str) -> ppo_setup.PPOInputs:
 def prepare_distillation(*overrides: str) -> distillation_setup.DistillationInputs:
     config = load_config(DistillationMasterConfig, CONFIGS / "distillation_math_cpu.yaml", list(overrides))
     return distillation_setup.prepare(config)
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """In an empty folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

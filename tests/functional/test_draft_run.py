@@ -44,7 +44,7 @@ def test_acceptance_rises_while_the_draft_trains_and_a_resumed_run_is_the_same(t
 
 
 def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp_path):
-    """What training says of the head on the samples of a step is what the engine saw when it drew them."""
+    """Training measures the same acceptance on the samples of a step as the engine did when it drew them."""
     finished = run(tmp_path, *PREDICTION, f"policy.model_name={make_model_with_heads(tmp_path / 'model')}")
     told = finished.curve("train/draft_acceptance")
     seen = finished.curve("train/generation/spec_acceptance_rate")

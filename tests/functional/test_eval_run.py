@@ -21,10 +21,8 @@ EXAMPLE = cli.example("eval", "evals/eval_cpu")
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """In an empty folder, without a network; what a run does to logging ends with the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+def logs_of_its_own(alone, monkeypatch):
+    """Undoes the changes that a run makes to logging."""
     monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
     monkeypatch.setattr(logging.getLogger(), "level", logging.getLogger().level)
 
@@ -89,13 +87,14 @@ def test_what_a_kill_leaves_is_completed_with_the_same_samples(whole, tmp_path):
 
 
 def told(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    """What an evaluation that cannot be says, in this process; its status is 2."""
+    """The message of an evaluation that cannot run, in this process; its status is 2."""
     assert run_eval(load(*overrides)) == 2
     return " ".join(capsys.readouterr().out.split())
 
 
 NO_ANSWER = '{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": null}'
 WRONG = """
+data.dataset_name=gms8k -> unknown dataset 'gms8k'; did you mean gsm8k
 data.dataset_name=none.csv -> none.csv' does not exist
 data.dataset_name=rows.jsonl -> row 1 has no answer: column
 data.max_input_seq_length=3 -> all prompts tried of the evaluation
@@ -116,10 +115,12 @@ def test_bad_input(tmp_path, capsys, given, message):
 
 def test_a_folder_of_another_evaluation(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "identity.json").write_text(json.dumps(prepare(load("eval.save_path=mine")).identity))
+    identity = json.dumps(prepare(load("eval.save_path=mine")).identity)
+    (tmp_path / "mine" / "identity.json").write_text(identity)
     said = told(capsys, "eval.save_path=mine", "eval.seed=7", "generation.temperature=0.5")
     assert "eval.seed: the folder has 42, this run 7" in said
     assert "generation.temperature: the folder has 1.0, this run 0.5" in said
+    assert "num_tests_per_prompt" not in said and (tmp_path / "mine" / "identity.json").read_text() == identity
 
 
 def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):

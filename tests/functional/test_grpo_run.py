@@ -32,7 +32,7 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     seen = read_run(tmp_path / "logs" / "exp_001")
     assert status_of(seen).kind == "finished" and (seen.folder / "report.html").is_file()
     assert len(read_index(seen.folder)) == 16 * 16
-    times = [line["workers"].get("generation-0-0", ()) for line, _ in read_lines(seen.folder / "timeline.jsonl")]
+    times = [line["workers"].get("generation-0-0", ()) for line, *_ in read_lines(seen.folder / "timeline.jsonl")]
     assert {"prefill", "decode", "finish_weight_update"} <= {name for spans in times for name, _, _ in spans}
     assert not [event for event in seen.events if event["text"].partition(":")[0] in AlarmsConfig.model_fields]
     assert list(seen.folder.glob("ray/worker-*")), "a link to the logs of the workers"

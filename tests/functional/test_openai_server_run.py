@@ -17,7 +17,7 @@ ON = "policy.generation.vllm_cfg.expose_http_server=true"
 
 
 def address_of(folder: Path) -> dict[str, str]:
-    """What the run tells agents, once it does."""
+    """Waits for the file in which the run tells agents its address."""
     deadline = time.monotonic() + 300
     while not (found := list(folder.glob("logs/exp_*/openai_server.json"))):
         assert time.monotonic() < deadline, (folder / "out.log").read_text()[-4000:]

@@ -14,7 +14,7 @@ NOT_REPLAYED = ("train/buffer_size",)
 
 
 def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What training made of each step, to the last bit."""
+    """The training metrics of each step, which must agree to the last bit."""
     return [{k: v for k, v in row.items() if k.startswith("train/") and k not in NOT_REPLAYED} for row in rows]
 
 

@@ -17,7 +17,8 @@ from tests.functional.fault_table import Cell
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
-WARM_UP = 4.0  # minutes of each process; as many more are needed to judge it
+WARM_UP = 15.0  # minutes of each process, in which its allocators take up to 17 MB at once
+JUDGED = 5.0  # minutes at least, after that
 MAX_MB_PER_MINUTE = 1.0
 MAX_MORE = 8  # file descriptors, threads
 LOG_FILES = 200  # which Ray's log monitor keeps open at most, those of dead workers included
@@ -70,7 +71,8 @@ def growing(path: Path) -> list[str]:
     """Processes of a `memory.jsonl` that grow after WARM_UP minutes.
 
     The slope is the median of the slopes between all pairs of readings (Theil and Sen), because an allocator takes
-    several MB at once: one such step in ten minutes is no growth, and a leak is in most pairs.
+    several MB at once: one such step is no growth, and a leak is in most pairs. A worker that a fault ends before it is
+    warm is not judged.
     """
     seen: dict[int, list[list[float]]] = {}
     names: dict[int, str] = {}
@@ -81,7 +83,7 @@ def growing(path: Path) -> list[str]:
     for pid, readings in seen.items():
         rows = np.array(readings)
         rows = rows[rows[:, 0] >= rows[0, 0] + WARM_UP]
-        if len(rows) < 10 or rows[-1, 0] - rows[0, 0] < WARM_UP:
+        if len(rows) < 10 or rows[-1, 0] - rows[0, 0] < JUDGED:
             continue
         some = rows[np.linspace(0, len(rows) - 1, min(len(rows), 500)).astype(int)]
         late, early = np.triu_indices(len(some), 1)[::-1]
@@ -132,8 +134,8 @@ def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: P
 
 
 def test_a_leak_is_found_and_a_step_of_the_allocator_is_not(tmp_path: Path) -> None:
-    times = np.arange(0, 20, 0.1)
-    of = {"leaks": 500 + 1.5 * times, "steps": 500 + 9.0 * (times > 11), "warms up": 500 + 30 * np.minimum(times, 3)}
+    times = np.arange(0, 40, 0.1)
+    of = {"leaks": 500 + 1.5 * times, "steps": 500 + 9.0 * (times > 21), "warms up": 500 + 30 * np.minimum(times, 12)}
     lines = [
         json.dumps([pid, name, t, mb, 9, 9])
         for pid, name in enumerate(of)

@@ -1,4 +1,4 @@
-"""What a user of SFT, DPO and reward models can get wrong, and what they are told before anything starts."""
+"""Mistakes of a user of SFT, DPO and reward models, and their messages before anything starts."""
 
 import json
 import logging
@@ -18,6 +18,8 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from tests.functional.cli import ROOT
 from tests.tables import cases, pattern
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 CONFIGS: dict[str, type[SupervisedMasterConfig]] = {
     "sft": SFTMasterConfig,
@@ -57,13 +59,6 @@ def rows(folder: Path, *content: object) -> str:
     return "data.train.dataset_name=rows.jsonl"
 
 
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """In an empty folder, without a network."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-
-
 # -- rows
 
 
@@ -90,7 +85,6 @@ def test_conversations(tmp_path, row, overrides, told):
         prepared("sft", *FOUR, rows(tmp_path, *[row] * 4), *overrides)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "rm"])
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -105,9 +99,9 @@ def test_conversations(tmp_path, row, overrides, told):
         ),
     ],
 )
-def test_pairs(tmp_path, kind, row, told):
+def test_pairs(tmp_path, row, told):
     with pytest.raises(ValueError, match=told):
-        prepared(kind, *FOUR, rows(tmp_path, *[row] * 4))
+        prepared("rm", *FOUR, rows(tmp_path, *[row] * 4))
 
 
 def test_some_bad_rows_are_a_counted_warning(tmp_path, caplog):
@@ -164,7 +158,7 @@ sft & sft.val_period=0 & checkpointing.metric_name=null & +sft.early_stopping={m
 
 @pytest.mark.parametrize(("given", "told"), cases(REFUSED))
 def test_names_and_combinations(given, told):
-    """Of each case: the algorithm, then what its command line adds."""
+    """A case begins with the algorithm; the overrides follow."""
     kind, *overrides = given
     with pytest.raises((*USER_ERRORS, ConfigError), match=pattern(told)):
         prepared(kind, *overrides)

@@ -70,7 +70,7 @@ def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LEARNS)
 def test_the_first_command_of_the_guide_learns(tmp_path, kind):
-    """That of SFT on two ranks: test_faults.py, by default."""
+    """SFT on two ranks is in test_faults.py."""
     done = run(tmp_path, **example(kind))
     assert done.status == 0, done.output[-4000:]
     assert_learned(done.metrics, kind)

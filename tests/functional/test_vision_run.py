@@ -66,7 +66,7 @@ PARTS = {
 
 @pytest.mark.parametrize("refit", PARTS)
 def test_adapters_on_one_part_alone(tmp_path, refit):
-    """Of the language model, sent apart; of the tower, merged."""
+    """The language model's adapters are sent apart, the tower's are merged."""
     lora = f"policy.dtensor_cfg.lora_cfg={{enabled: true, dim: 8, refit: {refit}, {PARTS[refit]}}}"
     exact(run(tmp_path, *SMALL, lora, "policy.optimizer.kwargs.lr=2e-3", **COUNTING).steps, 4)
 

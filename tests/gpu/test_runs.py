@@ -74,7 +74,7 @@ def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) ->
 
 
 def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
-    """The drafts of the policy's first weights are mostly accepted; those of random weights hardly ever."""
+    """Most drafts of the policy's first weights are accepted, and hardly any of random weights."""
     model = resolve_model("tiny:arithmetic")  # vLLM itself reads the draft, and knows no such name
     done = finished(tmp_path, "drafts", device, f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)

@@ -11,7 +11,7 @@ from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, scored_se
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
-from nemo_rl.types import LossFunction
+from nemo_rl.types import LossFunction, SamplingParams
 from tests.parity.batch import batch, model
 
 ROWS_PER_MICRO_BATCH = 2
@@ -24,7 +24,7 @@ def loss_and_gradient(loss_fn: LossFunction, kind: str, temperature: float) -> t
     The gradient is by the names of the parameters of transformers.
     """
     is_reward = kind == "reward"
-    policy = LogprobModel(model(kind, ATTENTION), temperature=temperature)
+    policy = LogprobModel(model(kind, ATTENTION), SamplingParams(max_new_tokens=0, temperature=temperature))
     rows = rows_of(temperature, with_logprobs=not is_reward)
     seqs = torch.tensor(float(len(rows)))
     toks = torch.stack([row.token_mask.sum() for row in rows]).sum().float()
@@ -56,7 +56,7 @@ def rows_of(temperature: float, *, with_logprobs: bool) -> list[Row]:
     if not with_logprobs:
         return rows
     for kind in ("policy", "reference"):
-        scorer = LogprobModel(model(kind, ATTENTION), temperature=temperature)
+        scorer = LogprobModel(model(kind, ATTENTION), SamplingParams(max_new_tokens=0, temperature=temperature))
         with torch.no_grad():
             scored = _outputs(scorer, rows, Logprobs(), last_token_only=False)
         for row, logprobs, noise in zip(rows, scored, batch().noise, strict=True):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from datasets import Dataset, disable_progress_bars
 from torch import Tensor
-from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from tests.parity.batch import LONGEST_COMPLETION, batch, model, tokenizer
@@ -15,30 +14,29 @@ from tests.parity.ours import TEMPERATURE, rows_of
 ATTENTION = "eager"
 
 
-def _settings(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def _trainer(trainer: Any, config: Any, kind: str, options: dict[str, Any], row: dict[str, str], **more: Any) -> Any:
+    """A trainer of TRL for a model of that kind; `row` is one of its data set, which is not used."""
     disable_progress_bars()
-    fixed = {"output_dir": folder, "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    return fixed | {"per_device_train_batch_size": len(batch().sequences)} | options
+    fixed = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    fixed |= {"per_device_train_batch_size": len(batch().sequences)}
+    policy = model(kind, ATTENTION)
+    with tempfile.TemporaryDirectory() as folder:
+        # With a KL term the trainer of GRPO loads the reference from where it believes the policy came from. It is not
+        # used: the logprobs of the reference are among the inputs.
+        policy.save_pretrained(folder)
+        policy.config._name_or_path = folder
+        args = config(output_dir=folder, **fixed | options)
+        data = Dataset.from_dict({name: [text] for name, text in row.items()})
+        return trainer(policy, args=args, train_dataset=data, processing_class=tokenizer(), **more)
 
 
 def grpo(options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Options are those of `GRPOConfig`."""
-    policy = model("policy", ATTENTION)
-    with tempfile.TemporaryDirectory() as folder:
-        # With a KL term the trainer loads the reference from where it believes the policy came from. It is not used:
-        # the logprobs of the reference are among the inputs.
-        policy.save_pretrained(folder)
-        policy.config._name_or_path = folder
-        fixed = {"temperature": TEMPERATURE, "max_completion_length": LONGEST_COMPLETION}
-        trainer = GRPOTrainer(
-            policy,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=GRPOConfig(**_settings(folder, fixed | options)),
-            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-            processing_class=tokenizer(),
-        )
+    """`options` of `GRPOConfig`."""
+    options = {"temperature": TEMPERATURE, "max_completion_length": LONGEST_COMPLETION} | options
+    rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    trainer = _trainer(GRPOTrainer, GRPOConfig, "policy", options, {"prompt": "a"}, **rewards)
     trainer.current_gradient_accumulation_steps = 1  # set by the training loop
-    return _backward(trainer, policy, [_grpo_inputs()])
+    return _backward(trainer, [_grpo_inputs()])
 
 
 def _grpo_inputs() -> dict[str, Tensor]:
@@ -66,49 +64,28 @@ def _grpo_inputs() -> dict[str, Tensor]:
 
 
 def sft(options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Options are those of `SFTConfig`."""
-    policy = model("policy", ATTENTION)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = SFTTrainer(
-            policy,
-            args=SFTConfig(**_settings(folder, options)),
-            train_dataset=Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}),
-            processing_class=tokenizer(),
-        )
+    """`options` of `SFTConfig`."""
+    trainer = _trainer(SFTTrainer, SFTConfig, "policy", options, {"prompt": "a", "completion": "b"})
     inputs = _causal_inputs(list(range(len(batch().sequences))))
     labels = inputs["input_ids"].masked_fill(inputs.pop("completion_mask") == 0, -100)
-    return _backward(trainer, policy, [inputs | {"labels": labels}])
+    return _backward(trainer, [inputs | {"labels": labels}])
 
 
 def dpo(options: dict[str, Any], *, pair_by_pair: bool = False) -> tuple[float, dict[str, Tensor]]:
-    """Options are those of `DPOConfig`. `pair_by_pair`: the mean of the losses of batches of one pair each."""
-    policy = model("policy", ATTENTION)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = DPOTrainer(
-            policy,
-            ref_model=model("reference", ATTENTION),
-            args=DPOConfig(**_settings(folder, options)),
-            train_dataset=Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}),
-            processing_class=tokenizer(),
-        )
-    return _backward(trainer, policy, [_causal_inputs(rows) for rows in _chosen_then_rejected(pair_by_pair)])
+    """`options` of `DPOConfig`. `pair_by_pair`: the mean of the losses of batches of one pair each."""
+    row, reference = {"prompt": "a", "chosen": "b", "rejected": "c"}, model("reference", ATTENTION)
+    trainer = _trainer(DPOTrainer, DPOConfig, "policy", options, row, ref_model=reference)
+    return _backward(trainer, [_causal_inputs(rows) for rows in _chosen_then_rejected(pair_by_pair)])
 
 
 def reward(options: dict[str, Any], *, with_margin: bool) -> tuple[float, dict[str, Tensor]]:
-    """Options are those of `RewardConfig`."""
-    policy = model("reward", ATTENTION)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = RewardTrainer(
-            policy,
-            args=RewardConfig(**_settings(folder, options)),
-            train_dataset=Dataset.from_dict({"chosen": ["ab"], "rejected": ["ac"]}),
-            processing_class=tokenizer(),
-        )
+    """`options` of `RewardConfig`."""
+    trainer = _trainer(RewardTrainer, RewardConfig, "reward", options, {"chosen": "ab", "rejected": "ac"})
     inputs = _causal_inputs(*_chosen_then_rejected(pair_by_pair=False))
     del inputs["completion_mask"]
     if with_margin:
         inputs["margin"] = batch().margins
-    return _backward(trainer, policy, [inputs])
+    return _backward(trainer, [inputs])
 
 
 def _chosen_then_rejected(pair_by_pair: bool) -> list[list[int]]:
@@ -134,10 +111,9 @@ def _padded(rows: list[list[int]], *, value: int = 0, left: bool = False) -> Ten
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
-def _backward(
-    trainer: Any, policy: PreTrainedModel, inputs: list[dict[str, Tensor]]
-) -> tuple[float, dict[str, Tensor]]:
+def _backward(trainer: Any, inputs: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
     """Mean over the batches, and its gradient by the names of parameters."""
+    policy = trainer.model
     policy.train()
     losses = torch.stack([trainer.compute_loss(policy, each) for each in inputs])
     loss = losses.mean()

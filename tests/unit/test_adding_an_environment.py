@@ -54,7 +54,7 @@ def test_the_table_of_fields_is_that_of_the_interface():
 
 def test_dataset_processor_and_configuration_fit_together(folder):
     config = load_config(GRPOMasterConfig, folder / "second_chance.yaml", ["policy.tokenizer.name=tiny:arithmetic"])
-    setup = setup_data(config.data, config.env)
+    setup = setup_data(config.data)
     assert setup.validation is not None
     process = PromptProcessor(setup.tasks, build_tiny_tokenizer(), config.data.max_input_seq_length)
     datum = process(setup.train[0])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.converters.convert_lora_to_hf import main
 from nemo_rl.models.policy.convert import convert_adapter
+from tests.functional.test_bad_input import edited, without
 from tests.unit.policy.models import save_model
 
 RANK = 3
@@ -44,9 +45,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
-def test_the_merged_model_gives_the_logits_of_base_and_adapter(
-    max_shard_size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_merged_model_gives_the_logits_of_base_and_adapter(max_shard_size, tmp_path, capsys) -> None:
     adapted = save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", max_shard_size=max_shard_size))
     output = tmp_path / "new" / "merged"
     command = ["--adapter", f"{tmp_path}/adapter", "--base-model", f"{tmp_path}/base", "--out", f"{output}"]
@@ -95,46 +94,33 @@ def test_dtypes_and_untouched_tensors_stay_as_they_are(tmp_path: Path) -> None:
         assert (merged[name] == expected).float().mean() > 0.99
 
 
-def set_config(file: Path, **settings: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-
-BAD: dict[str, Callable[[Path, Path], Any]] = {
-    "is no adapter in PEFT's format: adapter_config.json is missing": (
-        lambda adapter, base: (adapter / "adapter_config.json").unlink()
-    ),
-    "use_dora=True is not implemented": lambda adapter, base: set_config(
-        adapter / "adapter_config.json", use_dora=True
-    ),
-    "was trained on 'models/other', not on ": lambda adapter, base: set_config(
-        adapter / "adapter_config.json", base_model_name_or_path="models/other"
-    ),
-    "is neither a directory nor a model of the hub": lambda adapter, base: base.rename(f"{base}_of_others"),
-    "it has no config.json": lambda adapter, base: (base / "config.json").unlink(),
-    "is quantised; merge into the model it was made from": lambda adapter, base: set_config(
-        base / "config.json", quantization_config={"quant_method": "fp8"}
-    ),
-    "has no *.safetensors": lambda adapter, base: (base / "model.safetensors").unlink(),
+OF_ADAPTER = "adapter/adapter_config.json"
+BAD: dict[str, Callable[[Path], Any]] = {
+    "is no adapter in PEFT's format: adapter_config.json is missing": without(OF_ADAPTER),
+    "use_dora=True is not implemented": edited(OF_ADAPTER, use_dora=True),
+    "was trained on 'models/other', not on ": edited(OF_ADAPTER, base_model_name_or_path="models/other"),
+    "is neither a directory nor a model of the hub": lambda folder: (folder / "base").rename(folder / "moved"),
+    "it has no config.json": without("base/config.json"),
+    "is quantised; merge into the model it was made from": edited("base/config.json", quantization_config={"a": 1}),
+    "has no *.safetensors": without("base/model.safetensors"),
     "down_proj: the adapter's [64, 3] x [3, 96] does not go with the weight's [16, 96]": (
-        lambda adapter, base: save_model("qwen2-tied", base, hidden_size=16)
+        lambda folder: save_model("qwen2-tied", folder / "base", hidden_size=16)
     ),
     "model.layers.1.mlp.down_proj.weight is not in the base model": (
-        lambda adapter, base: save_model("qwen2-tied", base, num_hidden_layers=1)
+        lambda folder: save_model("qwen2-tied", folder / "base", num_hidden_layers=1)
     ),
-    "lora_embedding_A is no matrix of a linear layer": (
-        lambda adapter, base: save_adapter(adapter, save_base(base), target_modules=["q_proj", "embed_tokens"])
+    "lora_embedding_A is no matrix of a linear layer": lambda folder: save_adapter(
+        folder / "adapter", save_base(folder / "base"), target_modules=["q_proj", "embed_tokens"]
     ),
 }
-"""What is said -> what spoils the folders of the adapter and the base."""
+"""What is said -> what spoils the folder of both, `adapter` and `base`."""
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input_ends_with_code_2_and_says_what_to_do(
-    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_ends_with_code_2_and_says_what_to_do(message, tmp_path, capsys) -> None:
     adapter, base, output = tmp_path / "adapter", tmp_path / "base", tmp_path / "merged"
     save_adapter(adapter, save_base(base))
-    BAD[message](adapter, base)
+    BAD[message](tmp_path)
     assert main(["--adapter", f"{adapter}", "--base-model", f"{base}", "--out", f"{output}"]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists() and not list(tmp_path.glob("*.partial*"))

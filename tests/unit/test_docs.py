@@ -1,4 +1,4 @@
-"""What the documents say is there: keys with their defaults, commands, YAML, links, files, metrics."""
+"""The documents name things that exist: keys with their defaults, commands, YAML, links, files, metrics."""
 
 import re
 import shlex
@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
 from nemo_rl.config.loader import load_config
@@ -18,10 +19,8 @@ from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, Prefere
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
-from tests.unit.config.run_configs import MASTERS
+from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "examples/configs"
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))} | {
     name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")
 }
@@ -173,6 +172,30 @@ def test_the_guide_to_megatron_names_every_key():
     page = PAGES["docs/guides/megatron.md"]
     named = set(re.findall(r"\w+", " ".join([*code(without_blocks(page)), *blocks(page, "yaml")])))
     assert set(MegatronConfig.model_fields) - named == set()
+
+
+METHODS = PAGES["docs/guides/grpo.md"].split("## From paper to keys")[1].split("\n## ")[0]
+[ROWS] = [rows for _, rows in tables(METHODS)]
+
+
+@pytest.mark.parametrize(("method", "keys"), [row[:2] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_the_keys_of_every_method_of_the_guide_to_grpo_load(method: str, keys: str):
+    loss: dict[str, Any] = {}
+    grpo: dict[str, Any] = {
+        "adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": True},
+        "reward_shaping": {"max_response_length": 512},
+    }
+    if "IcePop" in method:  # "the same, with": the row above comes first
+        loss = {"use_importance_sampling_correction": True}
+    for key, text in re.findall(r"`([\w.]+): ([^`]+)`", keys):
+        value = 512 if text.startswith("<") else yaml.safe_load(text)
+        *sections, name = key.split(".")
+        target = grpo if sections[:1] == ["grpo"] else loss
+        for section in sections[1:]:
+            target = target[section]
+        target[name] = value
+    ClippedPGLossConfig.model_validate(loss)
+    GRPOConfig.model_validate(grpo)
 
 
 # -- links, files, metrics

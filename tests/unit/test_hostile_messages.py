@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
 from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
@@ -103,7 +102,7 @@ def test_lines_of_data_are_rows_or_marked(tmp_path: Path, line: bytes) -> None:
 @hostile
 @given(ROWS, st.sampled_from(sorted(LAYOUTS)))
 def test_no_content_of_a_row_raises(row: dict[str, Any], layout: str) -> None:
-    """Of an example: it has tokens, or a problem that is told."""
+    """Its examples have tokens, or a problem that is told."""
     found = MarkedRows([row], LAYOUTS[layout])[0]
     for processor in ("sft_processor", "preference_processor"):
         examples, meta = maker(processor)(prompt(found))
@@ -149,14 +148,6 @@ def test_a_row_of_bytes_that_are_no_text_is_marked_and_types_may_differ(tmp_path
         (tmp_path / f"{name}.jsonl").write_bytes(content)
         rows = MarkedRows(load_file_as(str(tmp_path / f"{name}.jsonl"), "json", str(tmp_path / "cache")), dict)
         assert [BAD_ROW in rows[i] for i in range(len(rows))] == marked
-
-
-def test_equal_ids_are_two_rows(tmp_path: Path) -> None:
-    """The column is not read: dataset and number name a row."""
-    (tmp_path / "rows.jsonl").write_text('{"id": 7, "messages": []}\n' * 2)
-    rows = MarkedRows(JsonLines(str(tmp_path / "rows.jsonl")), dict)
-    dataset = PromptDataset([NamedRows(name="a", task_name="t", rows=rows)])
-    assert [dataset[number].prompt_id for number in range(2)] == ["a:0", "a:1"]
 
 
 def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from nemo_rl.types import LossInputs, LossMetrics
 from tests.loss_invariance import Partition, check_bad_values, check_empty, check_masks, check_partition
 
-Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Loss:
-    """-logprob, put together as `formula(logprobs, mask, global_valid_seqs, global_valid_toks)` says."""
+    """-logprob, put together as `formula(logprobs, mask, global_valid_toks)` says."""
 
     inputs_type = LossInputs
 
@@ -26,33 +26,12 @@ class Loss:
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        mask = inputs.token_mask * inputs.sample_mask[:, None]
-        loss = self.formula(logprobs, mask, global_valid_seqs, global_valid_toks)
+        loss = self.formula(logprobs, inputs.token_mask * inputs.sample_mask[:, None], global_valid_toks)
         return loss, {"metric": loss.detach()}
 
 
-def right(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+def right(logprobs: Tensor, mask: Tensor, toks: Tensor) -> Tensor:
     return -torch.where(mask > 0, logprobs, 0.0).sum() / toks.clamp(min=1.0)
-
-
-def mean_of_the_micro_batch(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return -torch.where(mask > 0, logprobs, 0.0).sum() / mask.sum().clamp(min=1.0)
-
-
-def centred_on_the_micro_batch(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return right(logprobs - logprobs.mean(), mask, seqs, toks)
-
-
-def multiplied_by_the_mask(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return -(logprobs * mask).sum() / toks.clamp(min=1.0)
-
-
-def clamped(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return right(logprobs.clamp(-100, 100), mask, seqs, toks)
-
-
-def plus_a_constant(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
-    return right(logprobs, mask, seqs, toks) + 1.0
 
 
 def batch() -> tuple[Tensor, LossInputs]:
@@ -68,29 +47,27 @@ def batch() -> tuple[Tensor, LossInputs]:
 SPLIT = Partition(order=[2, 0, 1], cuts=frozenset({1, 2}), padding=1)
 
 
-@pytest.mark.parametrize(
-    ("formula", "caught_by"),
-    [
-        (mean_of_the_micro_batch, "check_partition"),
-        (centred_on_the_micro_batch, "check_partition"),
-        (plus_a_constant, "check_partition"),
-        (plus_a_constant, "check_empty"),
-        (multiplied_by_the_mask, "check_masks"),
-        (clamped, "check_bad_values"),
-    ],
-)
-def test_a_wrong_loss_is_caught(formula: Formula, caught_by: str):
-    def check(loss_fn: Loss) -> None:
-        {
-            "check_partition": lambda: check_partition(loss_fn, *batch(), SPLIT),
-            "check_empty": lambda: check_empty(loss_fn, *batch()),
-            "check_masks": lambda: check_masks(loss_fn, *batch()),
-            "check_bad_values": lambda: check_bad_values(loss_fn, *batch(), columns=[]),
-        }[caught_by]()
+CHECKS: dict[str, Callable[[Loss], None]] = {
+    "partition": lambda loss: check_partition(loss, *batch(), SPLIT),
+    "empty": lambda loss: check_empty(loss, *batch()),
+    "masks": lambda loss: check_masks(loss, *batch()),
+    "bad values": lambda loss: check_bad_values(loss, *batch(), columns=[]),
+}
+WRONG: list[tuple[str, str, Formula]] = [
+    ("partition", "mean of the micro-batch", lambda logprobs, mask, toks: right(logprobs, mask, mask.sum())),
+    ("partition", "centred on it", lambda logprobs, mask, toks: right(logprobs - logprobs.mean(), mask, toks)),
+    ("partition", "plus a constant", lambda logprobs, mask, toks: right(logprobs, mask, toks) + 1.0),
+    ("empty", "plus a constant", lambda logprobs, mask, toks: right(logprobs, mask, toks) + 1.0),
+    ("masks", "multiplied by the mask", lambda logprobs, mask, toks: -(logprobs * mask).sum() / toks.clamp(min=1.0)),
+    ("bad values", "clamped", lambda logprobs, mask, toks: right(logprobs.clamp(-100, 100), mask, toks)),
+]
 
-    check(Loss(right))
+
+@pytest.mark.parametrize(("check", "mistake", "formula"), WRONG)
+def test_a_wrong_loss_is_caught(check: str, mistake: str, formula: Formula):
+    CHECKS[check](Loss(right))
     with pytest.raises(AssertionError):
-        check(Loss(formula))
+        CHECKS[check](Loss(formula))
 
 
 def test_the_loss_and_the_test_of_the_documentation_work():

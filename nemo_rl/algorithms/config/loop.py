@@ -85,7 +85,7 @@ class RunConfig(StrictModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     section: ClassVar[str]
-    cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"  # what a machine without a GPU can run
+    cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"  # for machines without a GPU
 
     logger: LoggerConfig = LoggerConfig()
     """Logs: console, metrics.jsonl, trackers."""

@@ -75,10 +75,10 @@ class RewardScalingConfig(StrictModel):
     """Largest reward expected; larger ones count as this."""
 
     target_min: float = 0.0
-    """What `source_min` becomes."""
+    """The value that `source_min` becomes."""
 
     target_max: float = 1.0
-    """What `source_max` becomes."""
+    """The value that `source_max` becomes."""
 
     rules: ClassVar = {
         "source_max <= {source_min}": "must be above source_min={source_min} (got {source_max}); raise it",
@@ -442,7 +442,7 @@ class RolloutMasterConfig(RunConfig):
         names = metric_names.TRAINING | metric_names.ROLLOUT | self.task_metrics
         names |= metric_names.turns(self.rollout.max_rollout_turns)
         for group, is_on in (
-            (metric_names.SPECULATION, self.policy.generation.speculates),
+            (metric_names.SPECULATION, bool(self.policy.generation.speculation)),
             (metric_names.DRAFT, self.policy.draft.enabled),
             (metric_names.AGENTS, self.has_agents),
             (metric_names.REPLAY, self.policy.router_replay.enabled),

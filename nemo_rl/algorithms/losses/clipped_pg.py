@@ -18,14 +18,14 @@ from nemo_rl.algorithms.losses.aggregate import (
     sequence_mean,
     token_mean,
 )
-from nemo_rl.algorithms.losses.divergence import ImportanceWeights, agreement_metrics, calculate_kl, importance_weights
+from nemo_rl.algorithms.losses.divergence import ImportanceWeights, agreement_metrics, importance_weights, reference_kl
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 
 
 class ClippedPGLoss:
     """A `nemo_rl.types.LossFunction` on rows [B, S] of one sequence each.
 
-    Values at masked positions are ignored, whatever they are. A non-finite value at a valid position makes the loss
+    Values at masked positions are ignored, NaN included. A non-finite value at a valid position makes the loss
     NaN, even if a clamp or a clip would hide it, so that the caller can stop. A micro-batch without a valid token gives
     0 with a graph, so that every rank can call backward.
     """
@@ -77,9 +77,7 @@ class ClippedPGLoss:
         if cfg.reference_policy_kl_penalty != 0:
             reference = at_valid(inputs.reference_policy_logprobs)
             must_be_finite.append(reference)
-            kl = calculate_kl(
-                curr, reference, cfg.reference_policy_kl_type, cfg.kl_input_clamp_value, cfg.kl_output_clamp_value
-            )
+            kl = reference_kl(curr, reference, cfg)
             if cfg.use_on_policy_kl_approximation:  # tokens come from the generation engine, the KL is under the policy
                 kl = (curr - gen).exp().detach() * kl
             if not cfg.use_kl_in_reward:

@@ -51,6 +51,12 @@ def calculate_kl(
     return kl
 
 
+def reference_kl(logprobs: Tensor, reference_logprobs: Tensor, cfg: ClippedPGLossConfig) -> Tensor:
+    """`calculate_kl` with the estimator and the clamps of `cfg`."""
+    clamps = cfg.kl_input_clamp_value, cfg.kl_output_clamp_value
+    return calculate_kl(logprobs, reference_logprobs, cfg.reference_policy_kl_type, *clamps)
+
+
 # -- importance weights: tokens come from the generation engine, the gradient belongs to the trainer's policy
 
 

@@ -95,10 +95,7 @@ def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
             replace(group, rewards=[parts[k] if parts else 0.0 for parts in group.parts], parts=()) for group in groups
         ]
         total = [sums + a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward), strict=True)]
-    valid = [_arrays(group)[1] for group in groups]
-    mean, std = weighted_mean_and_std(np.concatenate(total), np.concatenate(valid).astype(np.float64))
-    scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
-    return [np.where(v, (a - mean) * scale, 0.0) for a, v in zip(total, valid, strict=True)]
+    return _whitened(total, [_arrays(group)[1].astype(np.float64) for group in groups], cfg.eps)
 
 
 def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> Estimates:
@@ -119,11 +116,7 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
         raw.append(result)
         # The loss sums over tokens, so a sample counts once for each of its loss tokens.
         weights.append(np.where(valid, np.asarray(group.num_loss_tokens, dtype=np.float64), 0.0))
-    if kl_in_reward:
-        return raw
-    mean, std = weighted_mean_and_std(np.concatenate(raw), np.concatenate(weights))
-    scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
-    return [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(raw, weights, strict=True)]
+    return raw if kl_in_reward else _whitened(raw, weights, cfg.eps)
 
 
 def compute_advantages(
@@ -186,6 +179,13 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
     if values[counted].max() == values[counted].min():
         return mean, 0.0  # exact: the rounded mean may differ from the values
     return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
+
+
+def _whitened(estimates: Estimates, weights: Estimates, eps: float) -> Estimates:
+    """(A - mean) / (std + eps) over the batch, each counted `weights` times; 0 where the weight or `std` is 0."""
+    mean, std = weighted_mean_and_std(np.concatenate(estimates), np.concatenate(weights))
+    scale = 1.0 / (std + eps) if std > 0 else 0.0
+    return [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(estimates, weights, strict=True)]
 
 
 def _arrays(group: GroupRewards) -> tuple[np.ndarray, np.ndarray]:

@@ -74,13 +74,13 @@ def plan_samples(
     Raises:
         ValueError: a row is longer than any micro-batch may be.
     """
-    multiple = batching.micro_batch_multiple
-    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
+    multiple = num_ranks * batching.micro_batch_multiple
+    assert len(samples) % global_batch_size == 0 and global_batch_size % multiple == 0
     sizes = Counter(row.group for sample in samples for row in sample)
     steps = []
     for start in range(0, len(samples), global_batch_size):
         rows = [row for sample in samples[start : start + global_batch_size] for row in sample]
-        steps.append([*rows, *_fillers(rows, -len(rows) % (num_ranks * multiple), sizes)])
+        steps.append([*rows, *_fillers(rows, -len(rows) % multiple, sizes)])
     # A model that only scores uses the logprob budget for both, so that one is named first.
     for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
         if isinstance(rule, FixedSize):
@@ -94,14 +94,14 @@ def plan_samples(
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
     owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for rows in steps:
-        shares = _share(rows, num_ranks, batching, multiple)
-        trained = _fill(shares, batching.train, batching, multiple)
+        shares = _share(rows, num_ranks, batching)
+        trained = _fill(shares, batching.train, batching)
         for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
             # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
             plan.train.append(micro_batches)
             mine.extend(share)
     # Logprobs need no optimizer step in between: the samples of all steps share micro-batches.
-    scored = _fill(owned, batching.logprobs, batching, multiple)
+    scored = _fill(owned, batching.logprobs, batching)
     for plan, micro_batches in zip(ranks, scored, strict=True):
         plan.logprobs = micro_batches
     return BatchPlan(groups=list(groups), ranks=ranks)
@@ -115,9 +115,7 @@ def _fillers(rows: Sequence[PlannedSample], num: int, sizes: Mapping[int, int]) 
     return [replace(row, index=row.index - sizes[row.group], advantage=0.0, mask=0.0) for row in shortest]
 
 
-def _share(
-    samples: Sequence[PlannedSample], num_ranks: int, batching: Batching, multiple: int
-) -> list[list[MicroBatch]]:
+def _share(samples: Sequence[PlannedSample], num_ranks: int, batching: Batching) -> list[list[MicroBatch]]:
     """Samples of one optimizer step by rank, in pieces that stay together; every rank has the same number of pieces.
 
     A piece is one sample; with packing it is a bin of the smaller budget. So a rank's pieces fit both budgets, and
@@ -134,8 +132,9 @@ def _share(
     # Bins of the smaller budget fit into both passes, so a rank that gets whole bins can always run both.
     rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
     # As many bins on each rank, and a multiple that pipeline schedules take.
-    units = _units(samples, rule, batching, at_least=num_ranks * multiple)
-    bins = _pack(units, rule, batching, bin_count_multiple=num_ranks * multiple)
+    multiple = num_ranks * batching.micro_batch_multiple
+    units = _units(samples, rule, batching, at_least=multiple)
+    bins = _pack(units, rule, batching, bin_count_multiple=multiple)
     pieces = _even_out(units, bins, rule, batching, group=num_ranks)
     parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
     return [[pieces[k] for k in part] for part in parts]
@@ -153,12 +152,10 @@ def _share_groups(samples: Sequence[PlannedSample], num_ranks: int, batching: Ba
     return [[sample for i in part for sample in members[i]] for part in parts]
 
 
-def _fill(
-    shares: list[list[MicroBatch]], rule: MicroBatching, batching: Batching, multiple: int
-) -> list[list[MicroBatch]]:
+def _fill(shares: list[list[MicroBatch]], rule: MicroBatching, batching: Batching) -> list[list[MicroBatch]]:
     """Micro-batches of every rank's share, costliest first and the same number on all ranks."""
     if isinstance(rule, PackedTokens):
-        return _fill_packed(shares, rule, batching, multiple)
+        return _fill_packed(shares, rule, batching)
     ranks = []
     for share in shares:
         mine = [sample for piece in share for sample in piece]
@@ -171,14 +168,12 @@ def _fill(
     # All ranks get one division into micro-batches, because they meet in collectives at each of them. The division fits
     # every rank if it fits the longest of the k-th samples of all ranks, for each k.
     longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
-    sizes = rule.sizes(longest, multiple)
+    sizes = rule.sizes(longest, batching.micro_batch_multiple)
     ends = np.cumsum(sizes).tolist()
     return [[mine[end - size : end] for end, size in zip(ends, sizes, strict=True)] for mine in ranks]
 
 
-def _fill_packed(
-    shares: list[list[MicroBatch]], rule: PackedTokens, batching: Batching, multiple: int
-) -> list[list[MicroBatch]]:
+def _fill_packed(shares: list[list[MicroBatch]], rule: PackedTokens, batching: Batching) -> list[list[MicroBatch]]:
     """Each rank's samples packed again into fewer bins than pieces if that is possible on all ranks, else the pieces.
 
     Every rank has at least as many units as pieces, so every rank can fill the number of bins that one rank needs.
@@ -189,7 +184,7 @@ def _fill_packed(
     ]
     bins = [_pack(mine, rule, batching) for mine in ranks]
     # The rank that needs most bins decides, because every rank must run as many.
-    count = min(round_up(max(len(mine) for mine in bins), multiple), num_pieces)
+    count = min(round_up(max(map(len, bins)), batching.micro_batch_multiple), num_pieces)
     filled = []
     for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
         micro_batches = share
@@ -204,7 +199,7 @@ def _fill_packed(
 def _units(
     samples: Sequence[PlannedSample], rule: PackedTokens, batching: Batching, *, at_least: int
 ) -> list[MicroBatch]:
-    """What is packed as one: samples that share a prompt, as far as they take a quarter of the budget together.
+    """The units of packing: samples that share a prompt, as far as they take a quarter of the budget together.
 
     Each sample alone if prompts are not shared or there would be fewer units than `at_least`.
     """

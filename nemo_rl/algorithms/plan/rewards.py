@@ -24,12 +24,12 @@ class ScoredGroup:
 
     @property
     def roles(self) -> list[str]:
-        """Whose rows are compared with each other; one, unless agents have rewarded roles."""
+        """The roles whose rows are compared with each other; one, unless agents have rewarded roles."""
         if self.own_rewards is None:
             return [""]
         return sorted({row.role for row in self.handle.rows})
 
-    def for_estimator(self) -> list[GroupRewards]:
+    def compared_rewards(self) -> list[GroupRewards]:
         """The rewards that are compared with each other: of the samples, or of all rows of each of `roles`."""
         samples = self.handle.samples
         if self.own_rewards is not None:
@@ -57,8 +57,8 @@ class ScoredGroup:
         rewards, valid, num_loss_tokens = zip(*rows, strict=True)
         return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=num_loss_tokens)
 
-    def of_rows(self, advantages: Sequence[Sequence[float]]) -> list[float]:
-        """The advantage of each row, in the order of `handle.rows`, from those of `for_estimator`."""
+    def row_advantages(self, advantages: Sequence[Sequence[float]]) -> list[float]:
+        """The advantage of each row, in the order of `handle.rows`; `advantages`: of each of `compared_rewards`."""
         samples = self.handle.samples
         if self.own_rewards is not None:
             found = dict(zip(self.roles, map(iter, advantages), strict=True))
@@ -161,7 +161,7 @@ class DynamicSampler:
         assert not self.is_complete, "the step has enough groups"
         self._num_batches += 1
         self._num_groups += len(groups)
-        self._kept += [group for group in groups if any(c.has_variance for c in group.for_estimator())]
+        self._kept += [group for group in groups if any(c.has_variance for c in group.compared_rewards())]
         self._rewards += _rewards(groups)
         if not self.is_complete and self._num_batches >= self._max_batches:
             mean = sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")

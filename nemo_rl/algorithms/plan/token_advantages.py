@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.losses.divergence import calculate_kl
+from nemo_rl.algorithms.losses.divergence import reference_kl
 from nemo_rl.algorithms.plan.advantages import NO_BOUNDS
 
 
@@ -26,35 +26,23 @@ class KLInReward:
     bounds: tuple[float, float] = NO_BOUNDS
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-        """Subtract the KL of the policy before the step from `advantages`. 0 where masked."""
-        cfg = self.loss_cfg
+        """A_t - penalty * (sum of the KL over tokens t, t+1, ...); 0 where masked.
+
+        The KL is a negative reward of each token, and a token is responsible for its own and all later rewards
+        (arXiv 2501.03262, section 3, undiscounted).
+        """
         # Of the policy before the step, without gradient: this KL is part of the reward, and the reward is given.
-        kl = calculate_kl(
-            torch.where(mask > 0, columns["prev_logprobs"], 0.0),
-            torch.where(mask > 0, columns["reference_policy_logprobs"], 0.0),
-            cfg.reference_policy_kl_type,
-            cfg.kl_input_clamp_value,
-            cfg.kl_output_clamp_value,
-        )
-        return {"advantages": subtract_kl_to_go(columns["advantages"], kl, mask, cfg.reference_policy_kl_penalty)}
+        kl = reference_kl(columns["prev_logprobs"], columns["reference_policy_logprobs"], self.loss_cfg)
+        # Summed from the end: flipping twice turns a sum over earlier tokens into one over later tokens.
+        kl_to_go = torch.where(mask > 0, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
+        advantages = columns["advantages"] - self.loss_cfg.reference_policy_kl_penalty * kl_to_go
+        return {"advantages": torch.where(mask > 0, advantages, 0.0)}
 
     def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
         return whitening_sums(advantages, mask)
 
     def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
         return whiten(advantages, mask, sums, self.eps).clamp(*self.bounds)
-
-
-def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:
-    """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...). All [..., S]; 0 where `mask` is 0.
-
-    The KL is a negative reward of each token, and a token is responsible for its own and all later rewards
-    (arXiv 2501.03262, section 3, undiscounted).
-    """
-    kl = torch.where(mask > 0, kl, 0.0)
-    # Summed from the end: flipping twice turns a sum over earlier tokens into one over later tokens.
-    kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
-    return torch.where(mask > 0, advantages - kl_penalty * kl_to_go, 0.0)
 
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:

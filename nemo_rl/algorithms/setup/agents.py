@@ -1,6 +1,6 @@
 """The agents of a run: tokenizer and limits of their sessions, and the addresses at which they listen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.rollout_parts import ConnectAgents, decode
+from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
@@ -48,6 +48,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def make_connect_agents(
     sections: Mapping[str, AgentEnvironmentConfig],
+    actors: Mapping[str, Sequence[Any]],
+    task_to_env: Mapping[str, str],
     *,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -55,10 +57,11 @@ def make_connect_agents(
     vllm: VllmConfig,
     max_calls: int,
     env_step_timeout_s: float,
-) -> ConnectAgents:
-    """The function that connects the rollout worker with agents.
+) -> Callable[[], Mapping[str, Agents]]:
+    """The function that makes the agents by task name in the rollout worker.
 
-    `name`: the model's. `max_calls`: calls of the model in an episode at most.
+    `actors`: section of `env` -> actor handles. `name`: the model's. `max_calls`: calls of the model in an episode at
+    most.
     """
     answers = answer_settings(name, tokenizer, vllm, vocab_size)
     settings = {
@@ -79,7 +82,7 @@ def make_connect_agents(
         for section, c in sections.items()
     }
     judges = {section: config.environment for section, config in sections.items()}
-    return partial(_connect, settings, judges, frozen, env_step_timeout_s)
+    return partial(_connect, settings, judges, frozen, env_step_timeout_s, actors, task_to_env)
 
 
 def _start_frozen(name: str, dtype: str) -> Any:

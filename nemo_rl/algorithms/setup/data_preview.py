@@ -99,7 +99,7 @@ def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> Previ
         parts = [part for validation in setup.validation.values() for part in validation.parts]
         dataset = setup.train if kind == "train" else PromptDataset(parts) if parts else None
     else:
-        data = setup_data(config.data, config.env)
+        data = setup_data(config.data)
         process = PromptProcessor(
             data.tasks, tokenizer, config.data.max_input_seq_length, images(config.data.max_images)
         )

@@ -386,7 +386,6 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             model,
             machine,
             num_ranks=cfg.cluster.num_workers,
-            budgets=_budgets(policy, cfg.sequences_per_row),
             sequences=cfg.sequences_per_row,
             uses_reference=isinstance(cfg, DPOMasterConfig) and not cfg.dpo.precompute_reference_logprobs,
         )
@@ -396,7 +395,6 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
         model,
         machine,
         num_ranks=cfg.training_cluster.num_workers,
-        budgets=_budgets(policy),
         uses_reference=cfg.rollout.uses_reference,
         num_colocated=len(taking_turns),
     )
@@ -412,21 +410,12 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             ModelShape.of(found),
             machine,
             num_ranks=further.cluster.num_workers,
-            budgets=_budgets(further.config),
             is_trained=further.is_trained,
             beside=asleep(machine, num_asleep),
             device=phases[0].device,
         )
         phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside]
     return phases
-
-
-def _budgets(policy: PolicyConfig, sequences: int = 1) -> tuple[int, int]:
-    """Tokens of the longest micro-batch, in training and for logprobs."""
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return token_budgets(policy, sequences)
-    longest = policy.max_total_sequence_length * sequences
-    return longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size
 
 
 def machine_of(gpu: str) -> Machine:

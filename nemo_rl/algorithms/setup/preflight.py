@@ -149,7 +149,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> M
 
 
 def image_reader(processor_path: str | None, max_images: int) -> ImageReader | None:
-    """What reads the images of rows, at most `max_images` each; None for a model of text."""
+    """The reader of the images of rows, at most `max_images` each; None for a model of text."""
     return ImageReader(processor_path, max_images) if processor_path is not None else None
 
 

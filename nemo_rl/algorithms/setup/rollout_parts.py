@@ -23,8 +23,6 @@ from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 
 AGENTS = "nemo_rl.algorithms.setup.agents:make_connect_agents"  # imported in runs that have agents
-ConnectAgents = Callable[[Mapping[str, Sequence[Any]], Mapping[str, str]], Mapping[str, AgentEnvironment]]
-"""(section of `env` -> actor handles, task name -> section) -> agents by task name."""
 
 
 def worker_settings(
@@ -47,8 +45,10 @@ def worker_settings(
     connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
     if agents := {name: config for name in environments if (config := env[name]).type == "agent"}:
-        connect: ConnectAgents = import_object(AGENTS, "agents")(
+        connect_agents = import_object(AGENTS, "agents")(
             agents,
+            environments,
+            task_to_env,
             name=model_name,
             tokenizer=process.tokenizer,
             vocab_size=vocab_size,
@@ -56,7 +56,6 @@ def worker_settings(
             max_calls=limits.max_turns,
             env_step_timeout_s=env_step_timeout_s,
         )
-        connect_agents = partial(connect, environments, task_to_env)
     return RolloutWorkerSettings(
         process=process,
         decode=partial(decode, process.tokenizer),

@@ -9,21 +9,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.setup import preflight
 from nemo_rl.algorithms.setup.launch import Devices, RunInputs, launch, start_devices, start_policy
-from nemo_rl.algorithms.setup.preflight import (
-    DRAFT_CONFIG,
-    ModelInputs,
-    check_conversations,
-    check_environments,
-    check_outputs,
-    check_prompts,
-    check_turns,
-    check_writable,
-    http_server_token,
-    image_reader,
-    prepare_model,
-    sections_to_start,
-)
 from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
@@ -88,9 +75,9 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     """
     rollout, section = config.rollout, config.section
     seed_everything(rollout.seed)
-    model = prepare_model(config.policy, config.checkpointing)
-    data = setup_data(config.data, config.env)
-    check_environments(config.env, data.task_to_env.values(), starts=rollout.replay_from is None)
+    model = preflight.prepare_model(config.policy, config.checkpointing)
+    data = setup_data(config.data)
+    preflight.check_environments(config.env, data.task_to_env.values(), starts=rollout.replay_from is None)
     prompts = prompt_loader(
         config.data.custom_dataloader,
         data.train,
@@ -99,13 +86,13 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         seed=rollout.seed,
         size_key=f"{section}.num_prompts_per_step",
     )
-    images = image_reader(model.processor_path, config.data.max_images)
+    images = preflight.image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
-    check_turns(config, model.tokenizer)
-    check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))
-    check_conversations(config, data, process)
+    preflight.check_turns(config, model.tokenizer)
+    preflight.check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))
+    preflight.check_conversations(config, data, process)
     if data.validation is not None and rollout.validates:
-        check_prompts(process, data.validation, "validation", config.policy.key("max_total_sequence_length"))
+        preflight.check_prompts(process, data.validation, "validation", config.policy.key("max_total_sequence_length"))
     shape = {
         "seed": rollout.seed,
         "num_prompts_per_step": rollout.num_prompts_per_step,
@@ -117,10 +104,10 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         identity[f"{section}.replay_from"] = str(Path(rollout.replay_from).absolute())
     if rollout.rollout_record.enabled:
         import_object(f"{RECORDER}:check_record_folder", "rollout_record")(config, identity)
-        check_writable(Path(rollout.rollout_record.save_dir), f"{section}.rollout_record.save_dir")
-    check_outputs(config, config.policy, model.config, identity)
+        preflight.check_writable(Path(rollout.rollout_record.save_dir), f"{section}.rollout_record.save_dir")
+    preflight.check_outputs(config, config.policy, model.config, identity)
     if config.policy.generation.vllm_cfg.expose_http_server:
-        http_server_token(config.policy.generation.vllm_cfg.http_server)
+        preflight.http_server_token(config.policy.generation.vllm_cfg.http_server)
     sampling = sampling_params(config.policy.generation, model.tokenizer)
     return RolloutInputs(model=model, data=data, process=process, prompts=prompts, sampling=sampling, identity=identity)
 
@@ -199,7 +186,7 @@ def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: Inputs
             )
             generation_on.cluster.bundles()
         # Created first, so that they start while the models load.
-        sections = sections_to_start(config.env, inputs.data.task_to_env.values())
+        sections = preflight.sections_to_start(config.env, inputs.data.task_to_env.values())
         environments = create_envs(sections, training.cluster)
         training.cluster.bundles()  # booked once, before worker groups start in parallel
         with ThreadPoolExecutor(max_workers=1) as threads:
@@ -237,7 +224,7 @@ def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: Inputs
 def start_vllm_generation(
     config: RolloutMasterConfig,
     stack: ExitStack,
-    model: ModelInputs,
+    model: preflight.ModelInputs,
     start_own_policy: Callable[[], Policy],
     training: Devices,
     devices: Devices,
@@ -245,7 +232,7 @@ def start_vllm_generation(
     """Start the policy, engines on `devices`, and the sync between them. All end with the stack."""
     draft = None
     if config.policy.draft.enabled:
-        draft = import_object(DRAFT_CONFIG, "policy.draft")(config.policy, model.config)
+        draft = import_object(preflight.DRAFT_CONFIG, "policy.draft")(config.policy, model.config)
 
     def start_engines() -> VllmGeneration:
         generation = VllmGeneration(
@@ -286,11 +273,11 @@ def _make_refit(
 
     # During a refit the weights of both are on the device; the optimizer state and the KV cache are not.
     def wake_both() -> None:
-        policy.onload_weights()
+        policy.onload(with_optimizer=False)
         generation.onload(["weights"])
 
     def keep_weights() -> None:  # after training they are where the refit reads them
-        policy.offload_optimizer()
+        policy.offload(with_weights=False)
         generation.onload(["weights"])
 
     if settings.colocated.enabled:
@@ -318,7 +305,7 @@ def _make_refit(
 def start_self_generation(
     config: RolloutMasterConfig,
     stack: ExitStack,
-    model: ModelInputs,
+    model: preflight.ModelInputs,
     start_own_policy: Callable[..., Policy],
     training: Devices,
     devices: Devices,

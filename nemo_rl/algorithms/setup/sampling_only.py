@@ -80,15 +80,15 @@ def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
 
 
 class RolloutCollection(RolloutTrainer):
-    """A step collects and records a generation batch. The weights stay those of `policy.model_name`."""
+    """A step collects and records a generation batch. The weights of `policy.model_name` stay as they are."""
 
     def step(self) -> None:
         groups = self.sample()
         environment_metrics = self.rollouts.environment_metrics(groups)
         self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))
-        assert self.recorder is not None
+        assert self.rollout_recorder is not None
         step = self.state.total_steps + 1
-        self.recorder.record(step, groups, [], None, environment_metrics, weight_version=0)
+        self.rollout_recorder.record(step, groups, [], None, environment_metrics, weight_version=0)
 
 
 def collect_rollouts(config: GRPOMasterConfig) -> int:

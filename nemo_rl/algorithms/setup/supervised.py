@@ -102,7 +102,7 @@ def example_maker(
     tokenizer: PreTrainedTokenizerFast,
     images: ImageReader | None = None,
 ) -> ExampleMaker:
-    """What tokenises the rows of the run, with the masks of its algorithm."""
+    """The tokenisation of the rows of the run, with the masks of its algorithm."""
     data, masks = config.examples, {}
     if isinstance(config, SFTMasterConfig):
         masks = {"roles_to_train_on": config.sft.roles_to_train_on, "only_unmask_final": config.sft.only_unmask_final}

@@ -94,7 +94,7 @@ class Error:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What an investigation measured."""
+    """The measurements of an investigation."""
 
     recorded_error: Error  # of the worst samples of the step, under the present weights
     recorded_versions: tuple[int, int]  # oldest and newest weights that sampled them
@@ -274,7 +274,7 @@ def _in_scoring(e: Evidence) -> _Explanations:
 
 
 def _by_elimination(e: Evidence) -> _Explanations:
-    """What is left when weights, batches, head, training's attention and routing are not the cause."""
+    """The causes that remain when weights, batches, head, training's attention and routing are ruled out."""
     positions = {key: value for key, value in e.settings.items() if key in POSITION_SETTINGS}
     first = f"the first token after a prompt of one token differs by {e.first_token_alone:.2g}, late tokens by "
     first += f"{e.last_quarter:.2g}"
@@ -417,7 +417,7 @@ def _variant(sampling: SamplingParams) -> Variant:
 
 
 def _sampling_variants(own: SamplingParams, other: SamplingParams) -> list[Variant]:
-    """What is left when one parameter is not applied, other parameters of the run, and a range of temperatures."""
+    """The parameters with one of them not applied, other parameters of the run, and a range of temperatures."""
     plain = replace(own, top_k=None, top_p=1.0)
     partly = [replace(own, temperature=1.0), plain, replace(own, top_k=None), replace(own, top_p=1.0), other]
     return [_variant(each) for each in (*partly, *(replace(plain, temperature=value) for value in TEMPERATURES))]

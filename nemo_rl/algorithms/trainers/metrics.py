@@ -1,4 +1,4 @@
-"""Metrics of a step from metadata: what was rolled out, how well the policy does, how fast it went.
+"""Metrics of a step from metadata: rollouts, success of the policy, speed.
 
 Names have no prefix; the caller adds `train/`, `validation/` or `performance/`.
 """
@@ -137,12 +137,10 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
     return sum(math.comb(i, k - 1) / draws * reward for i, reward in enumerate(sorted(rewards)))
 
 
-def validation_metrics(
-    handles: Sequence[GroupHandle], *, k_values: Sequence[int] = (), success_reward: float = 1.0
-) -> dict[str, float]:
+def validation_metrics(handles: Sequence[GroupHandle], *, k_values: Sequence[int] = ()) -> dict[str, float]:
     """Validation results over the samples with a reward; NaN if there are none.
 
-    accuracy            share of samples with a reward of at least `success_reward`
+    accuracy            share of samples with a reward of at least 1
     reward              mean reward
     avg_length          mean number of generated tokens
     pass_at_{k}         mean over prompts of `pass_at_k`
@@ -156,7 +154,7 @@ def validation_metrics(
     assert samples
     scored = [sample for sample in samples if sample.has_reward]
     metrics = {
-        "accuracy": _mean([sample.reward >= success_reward for sample in scored]),
+        "accuracy": _mean([sample.reward >= 1.0 for sample in scored]),
         "reward": _mean([sample.reward for sample in scored]),
         "avg_length": _mean([sum(row.num_generated_tokens for row in sample.rows) for sample in scored]),
         "failed_sample_rate": _mean([sample.status.is_failure for sample in samples]),
@@ -165,7 +163,7 @@ def validation_metrics(
     groups = [[sample.reward for sample in handle.samples if sample.has_reward] for handle in handles]
     for k in k_values:
         enough = [group for group in groups if len(group) >= k]
-        metrics[f"pass_at_{k}"] = _mean([pass_at_k(len(g), sum(r >= success_reward for r in g), k) for g in enough])
+        metrics[f"pass_at_{k}"] = _mean([pass_at_k(len(g), sum(r >= 1.0 for r in g), k) for g in enough])
         metrics[f"best_of_{k}"] = _mean([best_of_k(g, k) for g in enough])
     return metrics
 

@@ -80,10 +80,13 @@ class RolloutRecorder:
         self.root = Path(self.settings.save_dir).absolute()  # the worker may run in another folder
         self.rollouts = rollouts
         self.console = tools.console
-        self.seed = config.rollout.seed
-        self.groups_per_batch = config.rollout.num_prompts_per_batch
-        self.identity = record_identity(config, tools.identity)
-        self.config_digest = digest(tools.resolved_config_yaml)
+        self.make_index = partial(
+            StepIndex,
+            seed=config.rollout.seed,
+            config_digest=digest(tools.resolved_config_yaml),
+            identity=record_identity(config, tools.identity),
+            groups_per_batch=config.rollout.num_prompts_per_batch,
+        )
         self.num_bytes = 0
         self.num_steps = 0
 
@@ -115,13 +118,9 @@ class RolloutRecorder:
                 for planned in (sample for batch in micro_batches for sample in batch):
                     if planned.index >= 0:  # no copy that fills up a step
                         advantages[planned.group][planned.index] = planned.advantage
-        index = StepIndex(
+        index = self.make_index(
             step=step,
             weight_version=weight_version,
-            seed=self.seed,
-            config_digest=self.config_digest,
-            identity=self.identity,
-            groups_per_batch=self.groups_per_batch,
             group_ids=[group.group_id for group in generated],
             trained={group.group_id: of for group, of in zip(trained, advantages, strict=True)},
             environment_metrics=dict(environment_metrics),

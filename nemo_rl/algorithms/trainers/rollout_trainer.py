@@ -37,8 +37,8 @@ from nemo_rl.algorithms.trainers.metrics import (
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError, first_line
-from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
+from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, ModelFlops, Work, predict
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -108,11 +108,11 @@ class RolloutTrainer(Trainer):
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
         self.generated: list[GroupHandle] = []  # of the step in progress, discarded ones included
-        self.recorder: Any = None  # a `RolloutRecorder`
+        self.rollout_recorder: Any = None  # a `RolloutRecorder`
         if config.rollout.rollout_record.enabled:
-            self.recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
+            self.rollout_recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
         self.drafts: DraftMeter | None = None
-        if parts.generation is not None and config.policy.generation.speculates:
+        if parts.generation is not None and config.policy.generation.speculation:
             self.drafts = DraftMeter(parts.generation)
         # faults
         self.rollouts.restart_generation = self.restart_generation
@@ -127,14 +127,14 @@ class RolloutTrainer(Trainer):
         if not self.resume():
             self.refit.sync(0)
         self.rollouts.generation_use()  # resets the meter: the time until now does not count
-        if self.recorder is not None:
-            self.recorder.start(self.state.total_steps)
+        if self.rollout_recorder is not None:
+            self.rollout_recorder.start(self.state.total_steps)
         self.source.after_sync(self.state.total_steps)
 
     def train(self) -> None:
         super().train()
-        if self.recorder is not None:
-            self.recorder.end()
+        if self.rollout_recorder is not None:
+            self.rollout_recorder.end()
 
     # -- phases that algorithms share
 
@@ -181,23 +181,22 @@ class RolloutTrainer(Trainer):
                 raise
         return plan
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self) -> None:
         """Policy weights -> generation weights, verified by fingerprints. Version n is after n steps."""
-        self.version = version
+        self.version = self.state.total_steps + 1
         if self.source.pauses_for_sync:
             with self.phase("wait_for_rollouts"):
                 self.rollouts.wait_all()
         self.record("train", self.source.before_sync())
         with self.phase("weight_sync"):
             try:
-                self.refit.sync(version)
+                self.refit.sync(self.version)
             except WorkerError as error:
-                prefix = self.generation.name_prefix if self.generation is not None else None
-                if prefix is None or not (error.engine_died or error.worker.startswith(prefix)):
+                if self.generation is None or not (error.engine_died or error.worker.startswith(GENERATION)):
                     raise
                 self.tools.console.warn(f"{first_line(error)}; the engine is started again")
                 self.rollouts.use_generation(self.restart_generation())
-        self.source.after_sync(version)
+        self.source.after_sync(self.version)
 
     def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
         """Metrics of the step from metadata and from the environments.
@@ -222,10 +221,10 @@ class RolloutTrainer(Trainer):
         if self.drafts is not None:
             self.record("train", self.drafts.metrics())
         num_failed = sum(sample.status.is_failure for sample in generated)
-        num_tokens = sum(sample.length for sample in trained)
+        num_tokens = sum(row.length for row in trained)
         self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
 
-        seconds = self.timer.get_timing_metrics("sum")
+        seconds = self.timer.totals()
         seconds["total_step_time"] = step_s = sum(seconds.values())
         num_training = run.training_cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
@@ -242,8 +241,8 @@ class RolloutTrainer(Trainer):
         can_overlap = self.source.overlaps_training or not run.policy.generation.colocated.enabled
         if can_overlap and self.generation is not None:
             self.tools.console.remark(idle_verdict(throughput))
-        if self.recorder is not None:
-            throughput |= self.recorder.record(
+        if self.rollout_recorder is not None:
+            throughput |= self.rollout_recorder.record(
                 version + 1, self.generated, trained_groups, plan, environment_metrics, weight_version=version
             )
         if self.tools.recorder is not None:
@@ -256,20 +255,44 @@ class RolloutTrainer(Trainer):
             throughput["routed_experts_bytes"] = sum(
                 row.routed_experts_bytes for sample in generated for row in sample.rows
             )
-        lengths = (sample.length for sample in trained)
         if num_passes:
             # Once for each group: the tower repeats an image only where the group is in several micro-batches.
             seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
-            images = [num_pixels for group in seen for num_pixels in group.values()]
-            has_adapters = run.policy.adapters.enabled
-            shared = self.metrics["train/packing/shared_prompt_tokens"]
             train_flops = num_passes * self.flops.train(
-                lengths, images, has_adapters=has_adapters, shared_tokens=shared
+                [row.length for row in trained],
+                [num_pixels for images in seen for num_pixels in images.values()],
+                has_adapters=run.policy.adapters.enabled,
+                shared_tokens=self.metrics["train/packing/shared_prompt_tokens"],
             )
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 
         self.look_into_disagreement(trained_groups)
+
+    def compare_with_prediction(
+        self, groups: Sequence[GroupHandle], has_logprob_pass: bool, has_reference_pass: bool
+    ) -> None:
+        """Predicted and ideal seconds of the phases that this step timed, for GPUs whose rates are known.
+
+        The policy and the reference policy have forward passes besides training if the step computed their logprobs.
+        """
+        if self.policy.gpu is None:
+            return
+        rows = [row for group in groups for row in group.rows]
+        lengths = [row.length for row in rows]
+        work = Work(
+            lengths=lengths,
+            generated=[row.num_generated_tokens for row in rows],
+            prompts=len(groups),
+            logprob_passes=has_logprob_pass + has_reference_pass,
+            reference_passes=int(has_reference_pass),
+        )
+        training, generation = self.run.training_cluster.num_workers, self.run.generation_cluster.num_workers
+        layout = Layout.of(self.run.policy, training, generation, sum(lengths))
+        timed = self.timer.totals()
+        for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
+            phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
+            self.record("performance", {f"{name}/{phase}": s for phase, s in phases.items() if phase in timed})
 
     def look_into_disagreement(self, groups: Sequence[GroupHandle]) -> None:
         """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows."""
@@ -327,9 +350,7 @@ class RolloutTrainer(Trainer):
         conversations = [samples[0] for samples in self.rollouts.conversations(groups)]
         rewards = [group.samples[0].reward for group in groups]
         step = self.state.total_steps
-        self.tools.console.show_samples(
-            conversations, rewards, num_samples=len(groups), title=f"validation after step {step}"
-        )
+        self.tools.console.show_samples(conversations, rewards, title=f"validation after step {step}")
         rows = [
             {
                 "prompt_id": group.prompt_id,
@@ -343,8 +364,8 @@ class RolloutTrainer(Trainer):
     # -- state and faults
 
     def write_state(self, directory: Path) -> StateWrite:
-        if self.recorder is not None:
-            self.recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
+        if self.rollout_recorder is not None:
+            self.rollout_recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
         self.source.write_state(directory / BUFFER_FOLDER)
         return super().write_state(directory)
 

@@ -117,7 +117,7 @@ class SupervisedTrainer(Trainer):
         return plan
 
     def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
-        """Compute what the loss needs besides the tokens: nothing here. Runs in a validation too."""
+        """Compute further inputs of the loss; here there are none. Runs in a validation too."""
 
     def update(self) -> None:
         """The optimizer step."""
@@ -131,7 +131,7 @@ class SupervisedTrainer(Trainer):
         self.record("train", self._left_out(rows, "this step"))
         lengths = [length for row in rows if row.problem is None for length in row.lengths]
         self.record("train", {"total_num_tokens": sum(lengths)})
-        seconds = self.timer.get_timing_metrics("sum")
+        seconds = self.timer.totals()
         total, training, workers = sum(seconds.values()), seconds["policy_training"], self.run.cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
         self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})

@@ -1,7 +1,7 @@
 """Message logs: conversations whose messages own their tokens.
 
 A conversation is rendered and tokenised once, as a whole, and each token belongs to the message in whose text it
-starts. So the token ids of all messages, concatenated, are exactly those of the chat template and the tokenizer.
+starts. So the tokens of all messages, concatenated, are exactly the tokens of the rendered conversation.
 """
 
 from bisect import bisect_left

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import tokens_after_turn
 from nemo_rl.data.chat.template import ChatTemplate, format_chat, plain_message
+from nemo_rl.data.interfaces import from_json
 
 MAX_REMEMBERED_TOKENS = 64_000_000  # 256 MB; the least recently used conversation is forgotten first
 
@@ -83,7 +84,7 @@ class ServedChat:
         token_ids: Sequence[int],
         retokenized: int,
     ) -> None:
-        """Remember the tokens of a conversation: `token_ids` are those of the prompt and of the sampled `answer`.
+        """Remember the tokens of a conversation: `token_ids` are the tokens of the prompt and the sampled `answer`.
 
         Of several answers with the same text, the newest is remembered; ids of tool calls tell answers apart.
         """
@@ -116,10 +117,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError(f"a tool call needs a function with a name, got {str(call)[:200]}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
-            raise ValueError(f"the arguments of a call of {function['name']} are no JSON: {error}") from error
+        arguments = from_json(arguments, f"a call of {function['name']}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
 

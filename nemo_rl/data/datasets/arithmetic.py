@@ -162,7 +162,7 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
     """Problems of the `arithmetic` dataset with the right answer chosen and a wrong one rejected.
 
     Half of the wrong answers are one too high, the mistake of the tiny models; the others are off by up to three.
-    `kwargs`: those of `arithmetic`; `max_mistake: n` for answers that are off by up to n, every mistake equally likely;
+    `kwargs`: as in `arithmetic`; `max_mistake: n` for answers that are off by up to n, every mistake equally likely;
     and `margins: true` for a margin as large as the mistake. Raises ValueError for an unknown or invalid option, or a
     section that takes no preferences.
     """

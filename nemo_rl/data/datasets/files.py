@@ -7,6 +7,7 @@ import copy
 import json
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,12 +93,12 @@ def _require_short(num_bytes: int, where: str) -> None:
         raise ValueError(f"{where} has {size}: every row is a line of its own")
 
 
+@dataclass(eq=False, repr=False)
 class MarkedRows(LazyRows):
     """Converted rows; a row that cannot be read or converted becomes {BAD_ROW: reason}."""
 
-    def __init__(self, rows: Rows, convert: Convert) -> None:
-        self.rows = rows
-        self.convert = convert
+    rows: Rows
+    convert: Convert
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,12 +111,11 @@ class MarkedRows(LazyRows):
         return convert_or_mark(row, self.convert)
 
 
+@dataclass(eq=False, repr=False)
 class MappedRows(MarkedRows):
     """Converted rows; a row that cannot be converted raises ValueError with `label` and the index of the row."""
 
-    def __init__(self, rows: Rows, convert: Convert, label: str) -> None:
-        super().__init__(rows, convert)
-        self.label = label
+    label: str
 
     def __getitem__(self, index: Any) -> Any:
         row = super().__getitem__(index)

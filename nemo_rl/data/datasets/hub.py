@@ -110,8 +110,8 @@ class HubTable:
 class HubProblems(HubTable):
     """Problems and their answers: prompts, or conversations of one turn."""
 
-    input_key: str
-    output_key: str
+    input_key: str = "problem"
+    output_key: str = "answer"
     solution_key: str | None = None  # column to learn from (SFT), if it holds more than the answer
     extract: Callable[[str], str] | None = None
     convert: Callable[[Row], Row] | None = None
@@ -395,40 +395,21 @@ PROBLEMS: dict[str, HubProblems] = {
     "OpenMathInstruct-2": HubProblems(
         path="nvidia/OpenMathInstruct-2",
         split="train_1M",
-        input_key="problem",
         output_key="expected_answer",
         solution_key="generated_solution",
     ),
-    "DeepScaler": HubProblems(
-        path="agentica-org/DeepScaleR-Preview-Dataset",
-        input_key="problem",
-        output_key="answer",
-        solution_key="solution",
-    ),
+    "DeepScaler": HubProblems(path="agentica-org/DeepScaleR-Preview-Dataset", solution_key="solution"),
     "gsm8k": HubProblems(
-        path="openai/gsm8k",
-        subsets=("main",),
-        input_key="question",
-        output_key="answer",
-        solution_key="answer",
-        extract=after_hashes,
+        path="openai/gsm8k", subsets=("main",), input_key="question", solution_key="answer", extract=after_hashes
     ),
     "DAPOMath17K": HubProblems(
         path="BytedTsinghua-SIA/DAPO-Math-17k", input_key="prompt", output_key="reward_model", convert=dapo_row
     ),
-    "AIME2024": HubProblems(
-        path="HuggingFaceH4/aime_2024", input_key="problem", output_key="answer", solution_key="solution"
-    ),
+    "AIME2024": HubProblems(path="HuggingFaceH4/aime_2024", solution_key="solution"),
     "AIME2025": HubProblems(
-        path="opencompass/AIME2025",
-        subsets=("AIME2025-I", "AIME2025-II"),
-        split="test",
-        input_key="question",
-        output_key="answer",
+        path="opencompass/AIME2025", subsets=("AIME2025-I", "AIME2025-II"), split="test", input_key="question"
     ),
-    "MATH-500": HubProblems(
-        path="HuggingFaceH4/MATH-500", split="test", input_key="problem", output_key="answer", solution_key="solution"
-    ),
+    "MATH-500": HubProblems(path="HuggingFaceH4/MATH-500", split="test", solution_key="solution"),
 }
 
 HUB_SETS: dict[str, HubProblems | HubExamples] = {
@@ -453,13 +434,10 @@ HUB_SETS: dict[str, HubProblems | HubExamples] = {
 PICTURE_SETS = {
     "clevr-cogent": PictureSet(
         path="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
-        split="train",
         columns=("image", "problem", "solution"),
         convert=clevr_row,
     ),
-    "geometry3k": PictureSet(
-        path="hiyouga/geometry3k", split="train", columns=("images", "problem", "answer"), convert=geometry_row
-    ),
+    "geometry3k": PictureSet(path="hiyouga/geometry3k", columns=("images", "problem", "answer"), convert=geometry_row),
     "refcoco": PictureSet(
         path="lmms-lab/RefCOCO", split="val", columns=("image", "answer", "bbox"), convert=refcoco_row
     ),

@@ -25,7 +25,6 @@ from nemo_rl.utils.sliding_puzzle import (
     rows_and_columns,
     shuffle_range,
     shuffled,
-    solve,
 )
 
 MAX_TRIES = 1_000  # shuffled boards in a row that belong to the other split
@@ -43,7 +42,7 @@ class _Options(StrictModel):
 def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem": the board, "extra_env_info": {"game_state": ...}, "stop_strings": ["</action>"]}.
 
-    `kwargs` are {size, shuffle_moves, num_samples, max_moves, picture}; `split` and `seed` are those of the section.
+    `kwargs` are {size, shuffle_moves, num_samples, max_moves, picture}; `split` and `seed` come from the section.
     `shuffle_moves` is a number or [fewest, most], from which each board draws a number. `num_samples` defaults to
     10,000 for training and otherwise to 256; boards may repeat. `max_moves` overrides the limit of the environment.
     Raises ValueError for an unknown or invalid option, or if shuffling gives no board of the split.
@@ -83,7 +82,7 @@ def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -
     board = rng.choice(list(first_moves(2, 2))[1:])
     conversation = [{"role": "user", "content": render(board)}]
     for _ in range(DEMONSTRATED_MOVES):
-        direction = rng.choice(list(TILE_MOVES)) if rng.random() < mistake_probability else solve(board)[0]
+        direction = rng.choice(list(TILE_MOVES)) if rng.random() < mistake_probability else first_moves(2, 2)[board]
         action = f"<action>{direction}</action>"
         board, wrong = play(board, action)
         conversation.append({"role": "assistant", "content": action})

@@ -172,7 +172,8 @@ class PromptDataLoader(PromptSource):
     def __init__(self, dataset: PromptDataset, num_prompts_per_step: int, **options: Any) -> None:
         weights = [part.weight for part in dataset.parts if part.weight is not None]
         assert len(weights) in (0, len(dataset.parts)), "weights for all parts or for none"
-        order = {"num_prompts": len(dataset), "weights": whole_weights(weights) if weights else None}
+        whole = whole_weights(weights) if weights else None
+        order = {"num_prompts": len(dataset), "weights": whole}
         super().__init__(num_prompts_per_step, **options, **order)
         if len(dataset) == 0:
             raise ValueError("the dataset is empty: there is no prompt in it")
@@ -184,7 +185,7 @@ class PromptDataLoader(PromptSource):
             )
         self.dataset = dataset
         lengths = [len(part) for part in dataset.parts]
-        self.mixed = MixedOrder(lengths, weights, shuffle=self.shuffle, seed=self.seed) if weights else None
+        self.mixed = MixedOrder(lengths, whole, shuffle=self.shuffle, seed=self.seed) if whole else None
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -280,9 +281,9 @@ class MixedOrder:
     rows, whatever the other datasets do. Without `shuffle`, passes are in the order of the rows.
     """
 
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
+    def __init__(self, lengths: Sequence[int], weights: Sequence[int], *, shuffle: bool, seed: int) -> None:
         self.lengths = list(lengths)
-        self.weights = whole_weights(weights)
+        self.weights = list(weights)
         self.shuffle = shuffle
         self.seed = seed
         self._permutation = lru_cache(maxsize=2 * len(self.lengths))(self._make_permutation)

@@ -25,7 +25,7 @@ from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
 from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
 from nemo_rl.data.rows.example_processors import Problem
-from nemo_rl.data.rows.processors import FLAGS
+from nemo_rl.data.rows.processors import FLAGS, NUM_STUB_TOKENS
 from nemo_rl.data.rows.setup import RowReader, StreamedRows
 from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
 from nemo_rl.utils.tokenizer import TEMPLATE_TIME
@@ -33,7 +33,6 @@ from nemo_rl.utils.tokenizer import TEMPLATE_TIME
 logger = logging.getLogger(__name__)
 
 PAIR = ("chosen", "rejected")
-NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
 NUM_TRIED_ROWS = 32
 # The source files that determine tokens, besides the module of the processor.
 CODE_OF_TOKENS = (

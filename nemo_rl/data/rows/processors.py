@@ -5,7 +5,7 @@ examples to learn from also takes three flags; see `example_processors.py`. `dat
 registry name or import path (`my_package.module:function`).
 
 A row of a prompt has `problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave. The
-chat template shows the row's `tools`, or those of `data.default.tools_file`; the environment gets them as metadata.
+chat template shows the row's `tools`, else the tools of `data.default.tools_file`; the environment gets them, too.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from nemo_rl.utils.task_formats import STOP_STRINGS
 TAGS_PROMPT = (
     "Think first, between <think> and </think>. Then write only the final answer between <answer> and </answer>."
 )
-NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
+NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long, and of an example that is left out
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Task:
     columns: Mapping[str, str] = field(default_factory=dict)  # see `TableConfig.source_columns`
 
     def in_terms_of_table(self, text: str) -> str:
-        """The text with the columns of a converted row replaced by those of the table, which the user knows."""
+        """The text with the columns of a converted row replaced by columns of the table, which the user knows."""
         for column, source in self.columns.items():
             text = text.replace(f"column {column!r}", f"column {source!r}")
         return text
@@ -75,19 +75,13 @@ class ExampleSetup:
     tasks: dict[str, Task]
 
 
-def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
-    """Load all datasets of prompts and find their processors, prompt files and environments.
+def setup_data(cfg: DataConfig) -> DataSetup:
+    """Load all datasets of prompts and find their processors and prompt files.
 
     Raises:
-        ValueError, FileNotFoundError: for an unknown dataset, processor or environment, a missing file or column, an
-            empty dataset; the message lists the alternatives.
+        ValueError, FileNotFoundError: for an unknown dataset or processor, a missing file or column, an empty dataset;
+            the message lists the alternatives.
     """
-    for dataset in (*cfg.train, *(cfg.validation or [])):
-        if dataset.env_name not in env_config:
-            raise ValueError(
-                f"dataset {dataset_label(dataset)!r}: env_name {dataset.env_name!r} is no section of env; there are: "
-                f"{', '.join(env_config) or 'none'}"
-            )
     loaded = _LoadedTables(cfg.train)
     validation = loaded.held_out + [loaded.validation(dataset) for dataset in cfg.validation or []]
     return DataSetup(
@@ -161,7 +155,7 @@ class _LoadedTables:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Calls the processors of the tasks: what prompts and examples have in common. Picklable."""
+    """Calls the processors of the tasks, for prompts and for examples. Picklable."""
 
     tasks: Mapping[str, Task]
     tokenizer: PreTrainedTokenizerFast
@@ -174,7 +168,7 @@ class RowReader:
         """The result of the task's processor for the completed row, and the pixels of the row's images by digest.
 
         Raises ValueError, naming the row, for a missing column, an image that cannot be read, images for a model that
-        reads text alone, and whatever the processor refuses.
+        reads text alone, and everything that the processor refuses.
         """
         task = self.tasks[prompt.task_name]
         try:

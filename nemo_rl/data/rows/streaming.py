@@ -4,29 +4,16 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from nemo_rl.data.interfaces import Row
 from nemo_rl.data.rows.dataloader import PromptSource, rows_digest
 from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.types import Prompt
 
 SHUFFLE_BLOCK = 10_000
 NUM_HASHED_ROWS = 100
-
-
-@runtime_checkable
-class ResumableRows(Protocol):
-    """Rows that continue from a saved position without reading the rows before it, as `datasets.IterableDataset` does.
-
-    `state_dict` is the position after the rows that the last iteration has given; JSON-able.
-    """
-
-    def __iter__(self) -> Iterator[Row]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +24,7 @@ class _Position:
     stream: int = 0  # index of the stream
     row: int = 0  # rows of the stream before it
     idx: int = 0  # rows of the epoch before it
-    rows_state: dict[str, Any] | None = None  # of ResumableRows
+    rows_state: dict[str, Any] | None = None  # of the stream's table; None at its beginning
 
 
 def _blocks(
@@ -52,9 +39,8 @@ def _blocks(
             if rows is None:
                 rows = copy.deepcopy(stream.table)  # shallow copies of a table share its position
                 if here.rows_state is not None:
-                    assert isinstance(rows, ResumableRows), "a stream with a saved state stays one that has states"
                     rows.load_state_dict(here.rows_state)
-                rest = iter(rows) if here.rows_state is not None else islice(rows, here.row, None)
+                rest = iter(rows)
             row = next(rest, None)
             if row is None:
                 here, rows = replace(here, stream=here.stream + 1, row=0, rows_state=None), None
@@ -65,7 +51,7 @@ def _blocks(
         if not prompts:
             return
         yield begin, prompts
-        state = rows.state_dict() if here.row > 0 and isinstance(rows, ResumableRows) else None
+        state = rows.state_dict() if rows is not None else None
         here = replace(here, block=here.block + 1, rows_state=state)
 
 
@@ -73,8 +59,7 @@ class StreamedPrompts(PromptSource):
     """Prompts of streamed data: one stream after another, again in every epoch.
 
     Rows are shuffled within blocks of `shuffle_block` rows, by a permutation that depends on seed, epoch and number of
-    the block alone. The rows of one block are in memory. Resuming reads that block again. It reads nothing before the
-    block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
+    the block alone. The rows of one block are in memory. Resuming reads that block again, and nothing before it.
 
     The table itself must not be shuffled: the buffer of such a shuffle is in no saved state. `options` are arguments of
     `PromptSource`. Raises ValueError while iterating, if an epoch has less than one batch.

@@ -2,7 +2,6 @@
 
 import datetime
 import decimal
-import fcntl
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import xxhash
 from safetensors.numpy import load, save
 
 from nemo_rl.types import Example, ExampleMeta, Prompt
-from nemo_rl.utils.files import cache_root
+from nemo_rl.utils.files import cache_root, file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +135,7 @@ class TokenCache:
                 f"the token cache {self.path} cannot be used: {error}; see that the folder is on a disk with room, or "
                 "switch the cache off with data.cache_tokens=false"
             ) from error
-        with open(self.path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(self.path.with_suffix(".lock")):
             if self.path.exists() and self.path.stat().st_ino == self._inode:
                 aside = self.path.with_suffix(f".damaged-{os.getpid()}")
                 self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)

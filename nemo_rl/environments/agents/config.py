@@ -66,8 +66,8 @@ class AgentEnvironmentConfig(ActorsConfig):
     """Section of `env` that gives a reward to the last conversation of the episode; it is added to the agent's."""
 
     credit: Literal["shared", "branch", "discounted"] = "shared"
-    """What the rows of an episode share: its advantage; nothing, each has the rewards of its own answers beside those
-    of the episode; or its advantage times `discount` for each later call of the model."""
+    """Credit of the rows of an episode: its advantage for all; for each the rewards of its own answers and of the
+    episode; or its advantage times `discount` for each later call of the model."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
     """Factor of `credit: discounted`."""

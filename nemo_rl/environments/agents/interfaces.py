@@ -23,7 +23,7 @@ class AgentTask:
     row: Mapping[str, Any]  # of the dataset
     messages: Sequence[Mapping[str, Any]]  # the prompt: role and content
     metadata: Any  # of the data processor, e.g. {"ground_truth": "4"}
-    seed: int  # of this episode, for what the agent draws by itself
+    seed: int  # of this episode, for random choices of the agent
     episode: str  # the sample's id
     roles: Mapping[str, str] = field(default_factory=dict)  # role -> base URL of the session in its name
 

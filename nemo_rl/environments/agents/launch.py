@@ -1,4 +1,4 @@
-"""Starts the command of an agent with its limits: what it may reach, and memory. Standard library alone.
+"""Starts the command of an agent with its limits: what it may reach, and memory. Standard library only.
 
 `launcher(...)` gives the arguments of the process, which restricts itself and then becomes the command.
 """
@@ -36,7 +36,7 @@ def check(*, network: bool) -> None:
 
 
 def readable(paths: Sequence[str], pythonpath: str, temporary: str) -> list[str]:
-    """What commands may read and run: all but hidden files of the home folder and other processes' temporary files.
+    """The paths that commands may read and run: no hidden files of the home folder, no temporary files of others.
 
     `temporary`: the folder of such files, without links.
     """
@@ -53,7 +53,7 @@ def readable(paths: Sequence[str], pythonpath: str, temporary: str) -> list[str]
 
 
 def _beside(path: str, folder: str) -> list[str]:
-    """`path`, or, if it holds `folder`, what it has beside it."""
+    """`path`, or, if it holds `folder`, the other paths in it."""
     real = os.path.realpath(path)
     if not f"{folder}/".startswith(f"{real}/"):
         return [path]

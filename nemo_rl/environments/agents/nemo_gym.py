@@ -63,7 +63,7 @@ async def _respond(
     """The model and the tools in turn, until an answer has no call. Returns the response with all items."""
     given = params["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-    # What the model cannot do, as reasoning efforts, is left out: the run decides how it samples.
+    # Parameters that the model does not have, as reasoning efforts, are left out: the run decides how it samples.
     keys = ("instructions", "tools", "max_output_tokens")
     wanted = {key: params[key] for key in keys if params.get(key) is not None}
     headers = {"Authorization": f"Bearer {task.api_key}"}

@@ -28,11 +28,11 @@ from nemo_rl.environments.agents.launch import check, launcher
 from nemo_rl.environments.config import AgentEnvironmentConfig
 from nemo_rl.utils.registry import import_object
 
-MAX_OUTPUT_BYTES = 65536  # of a command: what is kept of the end
+MAX_OUTPUT_BYTES = 65536  # of a command: the end of its output, which is kept
 MAX_QUOTED = 2000  # characters
 _OUTPUT_S = 1.0  # for the last words of a command that has ended
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
-"""What commands get of this process's environment, beside `env_vars` of their section."""
+"""Variables of this process's environment that commands get, beside `env_vars` of their section."""
 
 
 class AgentFailed(RuntimeError):
@@ -207,7 +207,7 @@ async def post_json(
 
 
 def outcome(returned: Any) -> AgentOutcome:
-    """What a callable returned: nothing, a number, or `{"reward": number, "metrics": {name: number}}`.
+    """The outcome for the result of a callable: nothing, a number, or `{"reward": number, "metrics": {name: number}}`.
 
     `"rewards": {role: number}` gives single roles their own reward. TypeError or ValueError for anything else.
     """

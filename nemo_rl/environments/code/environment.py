@@ -84,11 +84,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
             for test in of_row
         ]
         results = iter(self.pool.run(jobs))
-        observations: list[dict[str, str]] = []
-        after: list[CodeMetadata] = []
-        rewards: list[float] = []
-        ended: list[bool] = []
-        answers: list[str | None] = []
+        observations, after, rewards, ended, answers = [], [], [], [], []
         for known, source, of_row in zip(metadata, programs, tests, strict=True):
             score, text, answer = 0.0, NO_PROGRAM, None
             if source is not None:
@@ -209,7 +205,7 @@ REASONS = {
     LimitHit.PROCESSES: "The program may not start processes.",
     LimitHit.FORBIDDEN: "The program may only use files in its own directory, and no network.",
 }
-"""Limit -> what the model is told, with keys of the section `sandbox`."""
+"""Limit -> the message for the model, with keys of the section `sandbox`."""
 
 
 def describe(result: SandboxResult, cfg: ProgramsConfig) -> str:

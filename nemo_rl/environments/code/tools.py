@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-import torch
-
+from nemo_rl.environments.client import EnvironmentStep, Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
@@ -28,7 +27,7 @@ from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import CALCULATOR, PYTHON
 
 State = dict[str, Any]
-"""What the tools of an episode remember from call to call: plain data, in the episode's metadata."""
+"""The memory of the tools of an episode between calls: plain data, in the episode's metadata."""
 
 
 class PythonToolsMetadata(TypedDict):
@@ -70,28 +69,18 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
         states = [dict(known.get("tool_state", {})) for known in metadata]
         contents = list(self.threads.map(self._answer, calls, states))
-        observations = [{"role": "tool", "content": content} for content in contents]
-        rewards = torch.zeros(len(calls))
-        answers: list[str | None] = [None] * len(calls)
-        failures: list[str | None] = [None] * len(calls)
         ends = [i for i, of_turn in enumerate(calls) if not of_turn]
         checked = self.verifier.step(
             [message_log_batch[i][-1:] for i in ends],
             [MathMetadata(ground_truth=metadata[i]["ground_truth"]) for i in ends],
         )
-        assert checked.answers is not None and checked.failures is not None
-        for number, i in enumerate(ends):
-            observations[i], rewards[i] = checked.observations[number], checked.rewards[number]
-            answers[i], failures[i] = checked.answers[number], checked.failures[number]
-        return EnvironmentReturn(
-            observations=observations,
-            metadata=[{**known, "tool_state": state} for known, state in zip(metadata, states, strict=True)],
-            next_stop_strings=[None] * len(calls),
-            rewards=rewards,
-            terminateds=torch.tensor([not of_turn for of_turn in calls]),
-            answers=answers,
-            failures=failures,
-        )
+        verdicts = dict(zip(ends, split_return(checked, len(ends), "math"), strict=True))
+        outcomes: list[Outcome] = []
+        for i, (content, known, state) in enumerate(zip(contents, metadata, states, strict=True)):
+            observation, after = {"role": "tool", "content": content}, {**known, "tool_state": state}
+            going_on = EnvironmentStep(observation=observation, reward=0.0, terminated=False, metadata=after)
+            outcomes.append(verdicts.get(i, going_on))
+        return as_return(outcomes)
 
     def _answer(self, calls: list[ToolCall], state: State) -> str:
         """The results of the calls of one turn; tools may change `state`."""
@@ -192,7 +181,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. `problem` tells the model what is wrong with it; it is empty for a valid call."""
+    """One call. `problem` tells the model why it cannot be answered; it is empty for a valid call."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -235,7 +224,7 @@ def _parse(text: str) -> ToolCall:
 
 
 def problem_of(call: ToolCall, specs: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is wrong with a call, by the specifications of the tools in OpenAI's format; "" for a valid call."""
+    """The problem of a call, by the specifications of the tools in OpenAI's format; "" for a valid call."""
     if call.problem:
         return call.problem
     if call.name not in specs:

@@ -187,9 +187,8 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
         self.timeout_s = timeout_s
 
     def run_all(self, jobs: deque[tuple[int, Verification]]) -> Iterator[tuple[int, VerificationResult]]:
-        sent: deque[tuple[int, Verification, int]] = (
-            deque()
-        )  # with its size in bytes; the process works on the first job
+        # Number, job and its size in bytes; the process works on the first.
+        sent: deque[tuple[int, Verification, int]] = deque()
         while True:
             while len(sent) < MAX_SENT and (taken := next_job(jobs)) is not None:
                 number, job = taken
@@ -204,7 +203,7 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
                     break
                 if self._send(line):
                     sent.append((number, job, len(line)))
-                elif is_ahead:  # the process has ended; what it answered before is still to be read
+                elif is_ahead:  # the process has ended; its earlier answers are still to be read
                     jobs.appendleft(taken)
                     break
                 else:
@@ -213,7 +212,7 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
                 return
             number, job, _ = sent.popleft()
             result = self._receive(job)
-            if self.lines is None:  # what it had not begun is sent to the next process
+            if self.lines is None:  # jobs that it had not begun go to the next process
                 jobs.extendleft((number, job) for number, job, _ in reversed(sent))
                 sent.clear()
             yield number, result or self.run(job, times=1)

@@ -1,4 +1,4 @@
-"""What the workers of every backend share: the answers that wait for their clients, and prompts that fit no engine."""
+"""For the workers of every backend: a queue of answers per client, and the check of a prompt's length."""
 
 from __future__ import annotations
 

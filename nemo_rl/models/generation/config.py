@@ -284,8 +284,3 @@ class GenerationConfig(StrictModel):
                 f"{key}.model",
                 "eagle3 needs a draft of this model; name one (policy.draft of a training run trains it)",
             )
-
-    @property
-    def speculates(self) -> bool:
-        """Whether engines decode speculatively."""
-        return SPECULATION in self.vllm_kwargs

@@ -19,7 +19,7 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import EngineDied, GenerationInterface
+from nemo_rl.models.generation.interfaces import GENERATION, EngineDied, GenerationInterface
 from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.types import GenerationAnswer, GenerationRequest
 
@@ -50,16 +50,15 @@ class HfGeneration(GenerationInterface):
         policy: GeneratingPolicy,
         *,
         max_model_len: int,
-        name_prefix: str = "generation",
         timeout_s: float | None = None,
     ) -> None:
         self._policy = policy
         builder = RayWorkerBuilder(WORKER, max_model_len)
 
         def start(index: int) -> RayWorkerGroup:
-            return RayWorkerGroup(cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s)
+            return RayWorkerGroup(cluster, builder, name_prefix=GENERATION, num_workers=1, timeout_s=timeout_s)
 
-        super().__init__(1, start, name_prefix)
+        super().__init__(1, start)
 
     def prepare(self) -> None:
         """Prepare the policy's current workers and send requests to them from now on."""

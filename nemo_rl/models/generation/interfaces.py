@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # every rollout worker imports this module, and none needs th
 logger = logging.getLogger(__name__)
 
 GENERATION = "generation"
-"""Name under which generation registers with the `Accelerator`."""
+"""Name of generation in the `Accelerator`, and prefix of its workers' names, which appear in errors."""
 
 
 class EngineDied(RuntimeError):
@@ -51,8 +51,7 @@ class GenerationInterface(ABC):
     `finish_weight_update`.
     """
 
-    def __init__(self, num_replicas: int, start: Callable[[int], RayWorkerGroup], name_prefix: str) -> None:
-        self.name_prefix = name_prefix  # of worker names, which appear in errors
+    def __init__(self, num_replicas: int, start: Callable[[int], RayWorkerGroup]) -> None:
         self._start = start
         self.weights_follow = False  # the next weights come whole, before any further request
         self._replicas = start_groups(num_replicas, start)
@@ -108,15 +107,22 @@ class GenerationInterface(ABC):
 
     def begin_comparison(self) -> str | None:
         """Prepare the engines to compare their weights with buckets. Returns why they cannot; None if they can."""
-        return next((reason for reason in self._call_all("begin_comparison") if reason is not None), None)
+        return next((reason for reason in self._compare("begin_comparison") if reason is not None), None)
 
     def compare_bucket(self, info: dict[str, Any]) -> None:
         """Compare one bucket with the weights of every engine, which do not change; see `receive_bucket_async`."""
-        self._call_all("compare_bucket", info)
+        self._compare("compare_bucket", **info)
 
     def end_comparison(self) -> dict[str, float]:
         """Tensors that differ in an engine, with the largest difference of a value."""
-        return largest_differences(self._call_all("end_comparison"))
+        worst: dict[str, float] = {}
+        for name, value in (item for part in self._compare("end_comparison") for item in part.items()):
+            worst[name] = max(worst.get(name, 0.0), value)
+        return worst
+
+    def _compare(self, step: str, **info: Any) -> list[Any]:
+        """The results of all ranks of all engines."""
+        return [result for ranks in self._call_all("compare_weights", step, **info) for result in ranks]
 
     @abstractmethod
     def dead_workers(self) -> list[int]:
@@ -153,14 +159,6 @@ class GenerationInterface(ABC):
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         refs = [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
         return wait_groups(self._replicas, refs)
-
-
-def largest_differences(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The largest difference of each tensor over several engines or ranks."""
-    worst: dict[str, float] = {}
-    for name, value in (item for part in parts for item in part.items()):
-        worst[name] = max(worst.get(name, 0.0), value)
-    return worst
 
 
 @dataclass(frozen=True, kw_only=True)

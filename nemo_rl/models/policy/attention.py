@@ -121,14 +121,6 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 # -- which query sees which key
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextKeys:
-    """Where the keys of this rank's queries lie if sequences are spread over the ranks of `group` or share prompts."""
-
-    group: dist.ProcessGroup | None  # None: all keys are here
-    index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, concatenated in rank order
-
-
 @dataclass(frozen=True)
 class CuSeqlens:
     """Lengths of the G packed segments of a batch: each segment of queries attends causally to its own segment of keys.
@@ -144,18 +136,23 @@ class CuSeqlens:
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int  # a field, so that `torch.compile` sees one number, not G
     max_seqlen_k: int
-    context: ContextKeys | None = None  # None: the keys are the batch's own tokens in order
+    key_index: torch.Tensor | None = None  # int64 [sum of key lengths]; None: the batch's own tokens in order
+    group: dist.ProcessGroup | None = None  # `key_index` counts the tokens of its ranks, in rank order; None: of this
 
     @classmethod
     def of(
-        cls, query_lengths: Sequence[int], key_lengths: Sequence[int] | None = None, context: ContextKeys | None = None
+        cls,
+        query_lengths: Sequence[int],
+        key_lengths: Sequence[int] | None = None,
+        key_index: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> CuSeqlens:
         """Build on the host. Without `key_lengths`, every segment attends to itself."""
         queries = tuple(query_lengths)
         keys = queries if key_lengths is None else tuple(key_lengths)
         assert len(queries) == len(keys) and all(0 < q <= k for q, k in zip(queries, keys, strict=True))
         offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys))
-        return cls(queries, keys, *offsets, max(queries), max(keys), context)
+        return cls(queries, keys, *offsets, max(queries), max(keys), key_index, group)
 
     @property
     def for_kernel(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -173,7 +170,7 @@ class WholeSpans:
     queries: torch.Tensor  # int64 [N]; in R x W
     positions: torch.Tensor  # int64 [N]; in their sequence
     query_lengths: tuple[int, ...]  # of each span
-    keys: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all context ranks, as in `ContextKeys`
+    keys: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all context ranks, as `CuSeqlens.key_index`
     key_lengths: tuple[int, ...]  # tokens of the sequence up to the end of each span
 
 
@@ -234,24 +231,22 @@ def attention(
     assert softcap is None, f"{type(module).__name__}: see unpackable_reason"
     rows, _, width, _ = query.shape
     s_aux = None if s_aux is None else local_part(s_aux)  # tensor parallel ranks have some of the heads
-    if seen is not None:
+    needs_mask = s_aux is not None or (sliding_window is not None and sliding_window < width)
+    is_plain = cu_seqlens is None and whole_spans is None and not (needs_mask and _has_flash(query, value))
+    if seen is not None or is_plain:
         return _sdpa(query, key, value, scaling, sliding_window, s_aux, seen).transpose(1, 2).contiguous(), None
     if cu_seqlens is None:
-        needs_mask = s_aux is not None or (sliding_window is not None and sliding_window < width)
-        if whole_spans is None and not (needs_mask and _has_flash(query, value)):
-            return _sdpa(query, key, value, scaling, sliding_window, s_aux).transpose(1, 2).contiguous(), None
         # Rows become segments here: windows and sinks would take W x W numbers and rule out the fast kernels.
         # Made on the device, unlike `CuSeqlens.of`, whose copy from the host would wait.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
         cu_seqlens = CuSeqlens((width,) * rows, (width,) * rows, offsets, offsets, width, width)
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
     of_spans = None if whole_spans is None else (key, value)
-    if cu_seqlens.context is not None:
-        # One collective for both: the keys and values of this rank's segments, in order, then those of its spans.
-        index, group = cu_seqlens.context.index, cu_seqlens.context.group
+    if (index := cu_seqlens.key_index) is not None:
+        # One collective for both: the keys and values of this rank's segments, in order, then of its spans.
         lengths = [len(index), 0 if whole_spans is None else len(whole_spans.keys)]
         index = index if whole_spans is None else torch.cat([index, whole_spans.keys])
-        gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, group))
+        gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, cu_seqlens.group))
         widths = [key.shape[-1], value.shape[-1]]
         (key, value), of_spans = (part.split(widths, dim=-1) for part in gathered.split(lengths))
     elif whole_spans is not None:
@@ -429,7 +424,7 @@ class _GatherByIndex(torch.autograd.Function):
     """Rows `index` of the concatenated rows of all ranks. In backward, each rank gets the summed gradient of its rows.
 
     The sum is a reduce-scatter: every rank's queries contribute a gradient to the keys that they saw on other ranks.
-    Without a group the rows are those of this rank.
+    Without a group the rows are this rank's.
     """
 
     @staticmethod

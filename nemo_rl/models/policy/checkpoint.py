@@ -40,7 +40,6 @@ from nemo_rl.utils.checkpoint.tensors import load_tensors, saved_tensors
 
 SETTINGS_NAME = "settings.pt"
 
-
 _PUT_BACK = "put `optimizer` back to what the checkpoint's config.yaml says"
 
 
@@ -138,12 +137,10 @@ def save_tensors(
     Ranks may name different tensors; a part that several ranks hold is written once. Raises as `SavedState.save`.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    is_safe = model_save_format == "safetensors"
+    writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True) if is_safe else None
     try:
-        if model_save_format == "safetensors":
-            writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
-        else:
-            dcp.save(dict(tensors), checkpoint_id=str(directory), process_group=group)
+        dcp.save(dict(tensors), checkpoint_id=str(directory), storage_writer=writer, process_group=group)
     except CheckpointException as error:  # not a subclass of Exception: handlers that report failures would miss it
         raise RuntimeError(f"{directory} could not be written: {error}") from error
 
@@ -173,7 +170,7 @@ class AsyncSaver:
         pending.result()
 
     def close(self) -> None:
-        """Wait for a running save, whatever its outcome. Call it before the process group is destroyed."""
+        """Wait for a running save; its errors are ignored. Call it before the process group is destroyed."""
         self._thread.shutdown(wait=True)
 
 

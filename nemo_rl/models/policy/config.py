@@ -331,7 +331,7 @@ class PolicyConfig(StrictModel):
     """Learning-rate schedulers in order, and one item `{milestones: [...]}` if there are several; empty: constant."""
 
     scheduler_step_per: Literal["optimizer_step", "train_call"] = "optimizer_step"
-    """When the scheduler steps. `train_call`, once per training step, is what configurations of NeMo RL count on."""
+    """When the scheduler steps. Configurations of NeMo RL expect `train_call`: once per training step."""
 
     refit_buffer_size_gb: float = Field(default=1.0, gt=0)
     """GiB of the buffer through which weights pass on their way to generation."""
@@ -430,25 +430,18 @@ class PolicyConfig(StrictModel):
         megatron = self.megatron_cfg
         if not megatron.enabled:
             return
-        yield from self._check_context(2 * megatron.context_parallel_size)
+        ranks, longest = megatron.context_parallel_size, self.max_total_sequence_length
+        chunks = 2 * ranks  # equal ones of every sequence; sequences shorter than the longest are padded
+        if ranks > 1 and longest % chunks:
+            below, above = longest // chunks * chunks, -(-longest // chunks) * chunks
+            yield (
+                "megatron_cfg.context_parallel_size",
+                f"{ranks} ranks hold {chunks} equal chunks of every sequence, and "
+                f"{{section}}.max_total_sequence_length={longest} is no multiple of that; "
+                f"{f'{below} and {above} are' if below else f'{above} is'}",
+            )
         if self.optimizer is not None and self.optimizer != OptimizerConfig():
             yield "optimizer", f"is for training with PyTorch; set it to null{_as_megatron(self.optimizer.kwargs)}"
-
-    def _check_context(self, chunks: int) -> Iterator[tuple[str, str]]:
-        """Context parallelism cuts every sequence into `chunks` equal parts; shorter ones than the longest are padded.
-
-        One rank, with two chunks, cuts nothing.
-        """
-        longest = self.max_total_sequence_length
-        if chunks == 2 or longest % chunks == 0:
-            return
-        below, above = longest // chunks * chunks, -(-longest // chunks) * chunks
-        yield (
-            "megatron_cfg.context_parallel_size",
-            f"{chunks // 2} ranks hold {chunks} equal chunks of every sequence, and "
-            f"{{section}}.max_total_sequence_length={longest} is no multiple of that; "
-            f"{f'{below} and {above} are' if below else f'{above} is'}",
-        )
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)

@@ -40,8 +40,6 @@ from nemo_rl.utils.files import file_lock, remove_tree
 
 logger = logging.getLogger(__name__)
 
-DCP_CONVERTER = "examples/converters/convert_dcp_to_hf.py"
-MEGATRON_CONVERTER = "examples/converters/convert_megatron_to_hf.py"
 CONVERTED = "converted"  # a folder beside the checkpoints
 KEPT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 TOKENIZER_FILES = (
@@ -83,18 +81,9 @@ class Source:
     policy: Path  # config.json, generation_config.json and tokenizer/
     is_model_directory: bool  # weights is a Hugging Face model directory
 
-    @property
-    def is_megatron(self) -> bool:
-        return not self.is_model_directory and is_megatron_checkpoint(self.policy)
-
 
 def convert_checkpoint(
-    checkpoint: Path,
-    output: Path,
-    dtype: str | None = None,
-    *,
-    by_megatron: bool | None = None,
-    tokenizer_from: str | None = None,
+    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
 ) -> None:
     """Write `output` from `checkpoint`.
 
@@ -103,19 +92,13 @@ def convert_checkpoint(
 
     Args:
         dtype: of the parameters, such as "bfloat16"; None keeps the saved dtypes.
-        by_megatron: whether Megatron must have saved the checkpoint, or must not have; None: either.
         tokenizer_from: a directory or hub model, for a checkpoint without a tokenizer.
 
     Raises:
-        ValueError, CheckpointError, OSError: with what to change, or the converter to use.
+        ValueError, CheckpointError, OSError: with what to change.
     """
     with _whole_or_not_at_all(output) as partial:
         source = find_source(checkpoint)
-        if by_megatron is not None and by_megatron != source.is_megatron:
-            reason = f"was saved by megatron_cfg; use {MEGATRON_CONVERTER}"
-            if by_megatron:
-                reason = f"was not saved by megatron_cfg; use {DCP_CONVERTER}"
-            raise ValueError(f"{checkpoint} {reason}")
         chosen = None if dtype is None else DTYPES[dtype]
         saved = saved_tensors(source.weights)
         if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
@@ -126,12 +109,18 @@ def convert_checkpoint(
             raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
         config = AutoConfig.from_pretrained(directory)
         config.dtype = chosen or max(dtypes, key=dtypes.count)  # the dtype of most tensors
-        if source.is_model_directory:
-            auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
-        elif source.is_megatron:
-            _convert_megatron(source, config, partial, chosen)
-        else:
-            _convert_shards(source, config, partial, chosen, saved)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
+            if source.is_model_directory:
+                auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
+            elif is_megatron_checkpoint(source.policy):
+                # The tensors have the names and shapes of models on disk already: some are copied at a time.
+                wanted = checkpoint_shapes(config)
+                check_checkpoint_fits(source.weights, wanted)
+                save_config(config, partial)
+                write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), partial)
+            else:
+                _convert_shards(source, config, partial, chosen, saved)
         if not source.is_model_directory and (source.policy / "generation_config.json").is_file():
             shutil.copy(source.policy / "generation_config.json", partial)
         _copy_tokenizer(source, partial)
@@ -203,29 +192,12 @@ def _convert_shards(
         if name.startswith(("model.", "mtp.")):
             is_cast = chosen is not None and "correction_bias" not in name
             beside[name] = torch.empty(meta.size, dtype=chosen if is_cast else meta.properties.dtype)
-    with _in_one_process():
-        load_tensors(state, source.weights)
-        if beside:
-            load_tensors(beside, folder)
+    load_tensors(state, source.weights)
+    if beside:
+        load_tensors(beside, folder)
     state |= beside
     # transformers writes names and shapes as models have them on disk: it splits fused experts, for example.
     model.save_pretrained(output, state_dict=state)
-
-
-def _convert_megatron(source: Source, config: PretrainedConfig, output: Path, chosen: torch.dtype | None) -> None:
-    """The tensors have the names and shapes of models on disk already: copy some at a time."""
-    wanted = checkpoint_shapes(config)
-    check_checkpoint_fits(source.weights, wanted)
-    save_config(config, output)
-    with _in_one_process():
-        write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), output)
-
-
-@contextmanager
-def _in_one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended here
-        yield
 
 
 def _copy_tokenizer(source: Source, output: Path) -> None:
@@ -252,19 +224,13 @@ def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path)
 
 
 def find_adapter(checkpoint: Path) -> Path:
-    """The adapter in PEFT's format that `checkpoint` means: itself, or that of a step_N or its policy/weights.
+    """The adapter in PEFT's format that `checkpoint` means: itself, or the one of a step_N or its policy/weights.
 
-    Raises:
-        ValueError: there is none.
+    If there is none, `checkpoint`: `read_peft_adapter` says that it is no adapter.
     """
     checkpoint = _without_iteration(checkpoint)
-    for directory in (checkpoint, checkpoint / "policy" / "adapter", checkpoint.parent / "adapter"):
-        if (directory / ADAPTER_CONFIG).is_file():
-            return directory
-    raise ValueError(
-        f"{checkpoint} is no adapter in PEFT's format: {ADAPTER_CONFIG} is missing; give a step_N directory of a run "
-        "with adapters, or its policy/adapter"
-    )
+    directories = (checkpoint, checkpoint / "policy" / "adapter", checkpoint.parent / "adapter")
+    return next((directory for directory in directories if (directory / ADAPTER_CONFIG).is_file()), checkpoint)
 
 
 def copy_adapter(adapter: Path, output: Path) -> None:

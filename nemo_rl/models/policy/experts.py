@@ -33,7 +33,7 @@ class ExpertNames:
     """Names of the parameters of a model type outside the model: on disk and in generation engines.
 
     Parameters that are not fused keep their names, except in types such as Mixtral, which rename them on disk. So every
-    method accepts any parameter of any model. Names are those of the whole model.
+    method accepts any parameter of any model. Names are names in the whole model.
     """
 
     def __init__(self, model_type: str) -> None:
@@ -99,7 +99,7 @@ class ExpertNames:
         Returns False if the checkpoint does not hold it under the expected names either.
 
         Raises:
-            ValueError: the number of experts, or a shape, is not that of config.json.
+            ValueError: the number of experts, or a shape, differs from config.json.
         """
         assert stored.names is not None
         own = self.as_in(stored.names)
@@ -182,7 +182,7 @@ def layer_values(counts: torch.Tensor) -> torch.Tensor:
 
 
 def plain_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
-    """The config.json of a model, which may be quantised, as that of ordinary weights.
+    """The config.json of a model, which may be quantised, as if its weights were ordinary ones.
 
     Raises:
         ValueError: the weights of `name` are in a format that cannot be read.

@@ -1,11 +1,11 @@
-"""What a model costs: operations by sequence length, counted from its layers, and the seconds of a step on a GPU.
+"""The cost of a model: operations by sequence length, counted from its layers, and the seconds of a step on a GPU.
 
 A matrix product of [a, b] and [b, c] takes 2abc operations: per token 2 x the weights of every linear layer and
 convolution it passes (of experts, those it is routed to), and per pair of positions that attend to each other 2 x heads
 x (query width + value width) in each layer of attention. The backward pass takes twice the forward pass (Kaplan et al.
 2020, arXiv 2001.08361, section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix). Norms, softmax, the recurrent
-states of linear attention and of Mamba, and recomputed activations are not counted, so the utilisation is that of the
-model (MFU), not of the hardware.
+states of linear attention and of Mamba, and recomputed activations are not counted, so the utilisation is the
+model's (MFU), not the hardware's.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class ModelFlops:
 #     training      forward and backward passes, or the traffic of sharded weights if that takes longer; the update
 #     weight sync   optimizer state leaves, weights are gathered, packed and unpacked, weights leave
 #
-# `Assumptions` says which share of the hardware's peak rates a phase reaches: `EXPECTED` is what good kernels reach,
-# `IDEAL` is the hardware itself. Environments, start-up, stragglers of other nodes and planning are not modelled.
+# `Assumptions` says which share of the hardware's peak rates a phase reaches: good kernels reach `EXPECTED`, and
+# the hardware itself `IDEAL`. Environments, start-up, stragglers of other nodes and planning are not modelled.
 
 GENERATION = "generation"
 LOGPROBS = "policy_and_reference_logprobs"
@@ -344,7 +344,7 @@ class _Step:
         self._weight_bytes = HALF * model.num_parameters
         self._shard = model.num_parameters / layout.weight_shards  # trained weights of a GPU
         self._received = model.num_parameters - self._shard  # weights that a GPU lacks
-        # Weights of a GPU that have optimizer state; that of adapters is too small to count.
+        # Weights of a GPU that have optimizer state; the state of adapters is too small to count.
         self._optimized = 0.0 if layout.is_frozen else model.num_parameters / layout.optimizer_shards
         self._memory = gpu.memory * assumed.memory
         self._host, self._link = gpu.host * assumed.copies, gpu.link * assumed.copies

@@ -177,11 +177,6 @@ class GeneratingWorker(PolicyWorker):
 
     generation_settings: GenerationSettings
 
-    @property
-    @abstractmethod
-    def decoding_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks, which draw the same together; None for one rank."""
-
     @abstractmethod
     def decoding(self) -> AbstractContextManager[None]:
         """Inside the block, the model's weights, or this rank's tensor-parallel part, can be used. Collective."""
@@ -234,7 +229,7 @@ class GeneratingWorker(PolicyWorker):
         active, at = rows, sequences.logits(sampling.temperature)
         for step in range(longest):
             numbers = torch.tensor([row.number for row in active], device=self.device)
-            tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.decoding_group)
+            tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.mesh.tensor_group)
             for row, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
                 row.append(token, logprob, settings)
             going = [index for index, row in enumerate(active) if row.stop_reason is None]

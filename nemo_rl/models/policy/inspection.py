@@ -1,4 +1,4 @@
-"""What an investigation asks of the policy's workers: how far training is from generation, and with which settings.
+"""An investigation on the policy's workers: how far training is from generation, and with which settings.
 
 The functions run on a worker (`Policy.inspect`), on the rows that it has loaded. `VariantLogprobs` computes
 logprobs of the same tokens under other settings of the head:
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.batch.microbatches import Row, select
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.head.logit_tiles import OutputHead, smallest_kept, whole_logits
+from nemo_rl.models.policy.head.logit_tiles import OutputHead, Sums, Tiles, smallest_kept, whole_logits
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.pretrained import load_config
 
@@ -33,7 +33,7 @@ _ROWS = 64  # whose logits over the whole vocabulary are in memory at a time
 
 @dataclass(frozen=True, kw_only=True)
 class RowErrors:
-    """How far logprobs of training are from those of generation, over the sampled tokens of one row.
+    """How far logprobs of training are from logprobs of generation, over the sampled tokens of one row.
 
     `mult_errors` and `mean_errors`: means of exp(|difference|), where 1 is perfect, and of |difference|, for each
     number that the column has per token. The others are |differences| of the first number: of the first sampled token,
@@ -178,21 +178,13 @@ def _logits(states: torch.Tensor, head: OutputHead, dtype: str | None) -> torch.
 
 def _logprobs(logits: torch.Tensor, variant: Variant, targets: torch.Tensor, head: OutputHead) -> torch.Tensor:
     logits = logits / (variant.temperature or 1.0)
-    local = targets - head.start
-    is_here = ((local >= 0) & (local < logits.shape[1]))[:, None]
-    index = local.clamp(0, logits.shape[1] - 1)[:, None]
-    sampled = logits.gather(1, index)
+    local, width = (targets - head.start)[:, None], logits.shape[1]
+    index, is_here = local.clamp(0, width - 1), (local >= 0) & (local < width)
     if variant.top_k is not None or variant.top_p < 1.0:
-        smallest = smallest_kept(logits, variant.top_k, variant.top_p, head.group)
-        kept = logits.masked_fill(logits < smallest[:, None], float("-inf"))
         # As in training, the filter never excludes the token that was sampled.
-        logits = kept.scatter(1, index, torch.where(is_here, sampled, kept.gather(1, index)))
-    own = torch.where(is_here, sampled, torch.finfo(logits.dtype).min)[:, 0]
-    largest = logits.amax(dim=1)
-    if head.group is not None:
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=head.group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.group)
-    total = (logits - largest[:, None]).exp().sum(dim=1)
-    if head.group is not None:
-        dist.all_reduce(total, group=head.group)
-    return own - largest - total.log()
+        Tiles.filter(logits, smallest_kept(logits, variant.top_k, variant.top_p, head.group), index, is_here)
+    sums = Sums(logits, len(logits))
+    sums.chosen += torch.where(is_here, logits.gather(1, index), 0.0)
+    sums.add(slice(None), logits, with_entropy=False)
+    sums.reduce(head.group)
+    return sums.logprobs()[:, 0]

@@ -30,9 +30,7 @@ class ParallelSizes:
 
     @classmethod
     def of(cls, config: DTensorConfig, world_size: int) -> ParallelSizes:
-        """The sizes of `policy.dtensor_cfg` on `world_size` ranks. ValueError if they do not divide."""
-        for key, message in _dtensor_problems(config, world_size):
-            raise ValueError(f"{config.key(key)}: {message}")
+        """The sizes of `policy.dtensor_cfg` on `world_size` ranks, which they have to fit (`training_problems`)."""
         return cls(
             pipeline_parallel=config.pipeline_parallel_size,
             dp_replicate=config.dp_replicate_size,

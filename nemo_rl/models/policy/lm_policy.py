@@ -27,7 +27,6 @@ T = TypeVar("T")
 # speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
-
 DRAFTING_WORKER = "nemo_rl.models.policy.dtensor.draft.DraftingPolicyWorker"
 
 
@@ -76,13 +75,8 @@ class Policy:
         timeout_s: float,
         processor_path: str | None = None,
     ) -> None:
-        self.processor_path = processor_path
-        self.config, self.tokenizer, self.accelerator, self.name_prefix = (
-            config,
-            tokenizer,
-            accelerator,
-            settings.folder,
-        )
+        self.config, self.tokenizer, self.processor_path = config, tokenizer, processor_path
+        self.accelerator, self.name_prefix = accelerator, settings.folder
         self._plan: BatchPlan | None = None
         self._samples: SampleSettings | None = None
         sizes = training_sizes(config, cluster.world_size())
@@ -128,21 +122,18 @@ class Policy:
         """Call `callback` about twice a second while the controller waits for the workers. Its errors end the wait."""
         self._on_wait = self.group.on_wait = callback
 
-    def onload(self) -> None:
-        """Weights and optimizer state onto the devices. Called by the accelerator."""
-        self.group.call_all("onload", with_optimizer=True)
+    def onload(self, *, with_optimizer: bool = True) -> None:
+        """Weights and, unless a refit follows, optimizer state onto the devices. Called by the accelerator."""
+        self.group.call_all("onload", with_optimizer=with_optimizer)
 
-    def onload_weights(self) -> None:
-        """Weights alone onto the devices. Called by the accelerator."""
-        self.group.call_all("onload", with_optimizer=False)
+    def offload(self, *, with_weights: bool = True) -> None:
+        """Optimizer state and, unless a refit follows, weights to host memory. Called by the accelerator."""
+        self.group.call_all("offload", with_weights=with_weights)
 
-    def offload(self) -> None:
-        """Everything to host memory. Called by the accelerator."""
-        self.group.call_all("offload")
-
-    def offload_optimizer(self) -> None:
-        """Optimizer state to host memory: a refit follows, which reads the weights. Called by the accelerator."""
-        self.group.call_all("offload", with_weights=False)
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The results of `method` of each worker, with weights and optimizer state on the devices."""
+        with self.accelerator.hold(self.name_prefix):
+            return self.group.call_all(method, *args, **kwargs)
 
     @property
     def controller_tensor_bytes(self) -> int:
@@ -166,13 +157,11 @@ class Policy:
 
         `prev_logprobs` may be left out before a `train` of one optimizer step: its forward pass gives the same values.
         """
-        with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("compute", task, column)
+        self._call("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
         """Compute logprobs under the weights the run started from, as column `reference_policy_logprobs`."""
-        with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("compute_reference_logprobs")
+        self._call("compute_reference_logprobs")
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
         """Sum a column over the tokens that carry loss, by row, and keep the sums as column `total`."""
@@ -193,13 +182,11 @@ class Policy:
 
     def inspect(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call `function(worker, *args)` on every worker, as an investigation does (`inspection.py`)."""
-        with self.accelerator.hold(self.name_prefix):
-            return self.group.call_all("inspect", function, *args)
+        return self._call("inspect", function, *args)
 
     def inspect_weights(self) -> None:
         """Raises WorkerError, which names worker and weights, if some are not finite."""
-        with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("inspect_weights")
+        self._call("inspect_weights")
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`
@@ -215,13 +202,11 @@ class Policy:
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
         """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
-        with self.accelerator.hold(self.name_prefix):
-            return self.group.call_all("evaluate", loss_fn, task)[0]
+        return self._call("evaluate", loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
-        with self.accelerator.hold(self.name_prefix):
-            results = self.group.call_all("train", loss_fn, task)
+        results = self._call("train", loss_fn, task)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
@@ -246,8 +231,7 @@ class Policy:
 
         With `request.in_background`, weights and optimizer state are still being written when this returns.
         """
-        with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("save_checkpoint", directory, request)
+        self._call("save_checkpoint", directory, request)
         self._save_tokenizer(directory / self.name_prefix / "tokenizer")
         if request.save_consolidated:
             self._save_tokenizer(directory / self.name_prefix / "weights" / "consolidated")
@@ -260,20 +244,15 @@ class Policy:
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read the files of `save_checkpoint`, on the same or another number of ranks."""
-        with self.accelerator.hold(self.name_prefix):
-            self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
+        self._call("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
         return self.group.call_all("prepare_refit", settings)
 
-    def start_pack(self, bucket: int) -> Any:
-        """Begin to pack bucket number `bucket`; returns a future for `finish_pack`."""
-        return self.group.start_all("pack", bucket)
-
-    def finish_pack(self, future: Any) -> list[dict[str, Any]]:
-        """Wait for a bucket. Returns each sending rank's message to its receiver (fingerprints, never tensors)."""
-        return self.group.wait(future)
+    def pack(self, bucket: int) -> list[dict[str, Any]]:
+        """Pack bucket number `bucket`. Returns each rank's message to its receiver (fingerprints, never tensors)."""
+        return self.group.call_all("pack", bucket)
 
     def check_health(self, timeout_s: float | None = None) -> None:
         """Raise WorkerDied, naming the worker, if one is gone, or WorkerHang if one does not answer."""

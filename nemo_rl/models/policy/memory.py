@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, token_budgets
 from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.models.policy.vision.families import FAMILIES, language_modules, sees_images
 from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 
@@ -30,7 +31,6 @@ ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA
 DRAFT_ROWS = 256  # whose logits over the whole vocabulary a draft has at a time
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
 OPTIMIZER_STATE = "optimizer state"
-WHOLE_GRADIENT_SHARE = 0.1  # of memory, below which gradients are reduced once: see the worker
 OPTIMIZER_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 
 
@@ -109,7 +109,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Part:
-    """What takes memory; `key` says what lowers it."""
+    """A use of memory; `key` names the setting that lowers it."""
 
     name: str
     num_bytes: float
@@ -142,17 +142,20 @@ def _master_bytes(policy: PolicyConfig) -> int:
     return BYTES[policy.precision if policy.megatron_cfg.enabled else policy.master_precision]
 
 
+def _budgets(policy: PolicyConfig, sequences: int) -> tuple[int, int]:
+    """Tokens of the longest micro-batch over all context ranks, in training and for logprobs."""
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return token_budgets(policy, sequences)
+    longest = policy.max_total_sequence_length * sequences
+    return longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size
+
+
 def training_phases(
-    policy: PolicyConfig,
-    model: ModelShape,
-    machine: Machine,
-    *,
-    num_ranks: int,
-    budgets: tuple[int, int],
-    sequences: int = 1,
+    policy: PolicyConfig, model: ModelShape, machine: Machine, *, num_ranks: int, sequences: int = 1
 ) -> dict[str, list[Part]]:
     """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`."""
     sizes, backend, master = training_sizes(policy, num_ranks), policy.backend_cfg, _master_bytes(policy)
+    budgets = _budgets(policy, sequences)
     is_megatron = isinstance(sizes, MegatronSizes)
     layers = -(-model.num_layers // sizes.pipeline_parallel)
     whole = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel
@@ -248,7 +251,6 @@ def predict_training(
     machine: Machine,
     *,
     num_ranks: int,
-    budgets: tuple[int, int],
     sequences: int = 1,
     is_trained: bool = True,
     uses_reference: bool = False,
@@ -258,13 +260,12 @@ def predict_training(
     """The phases of a model, with the memory of one device in each: without training, the first alone.
 
     Args:
-        budgets: tokens of a micro-batch in training and for logprobs, over all context ranks.
         sequences: of a sample; two of a pair.
         uses_reference: the weights that the run started from wait in host memory.
-        beside: what else is on the device.
+        beside: other uses of the device.
         device: see `Phase`.
     """
-    phases = training_phases(policy, model, machine, num_ranks=num_ranks, budgets=budgets, sequences=sequences)
+    phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences)
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
     others = [*_process(machine), *beside]
@@ -281,14 +282,13 @@ def predict_memory(
     machine: Machine,
     *,
     num_ranks: int,
-    budgets: tuple[int, int],
     uses_reference: bool = False,
     num_colocated: int = 0,
 ) -> list[Phase]:
     """Every phase of a run that samples, with the memory of one device in it.
 
     Args:
-        budgets, uses_reference: as for `predict_training`.
+        uses_reference: as for `predict_training`.
         num_colocated: further models that take turns on the training devices, asleep in these phases.
     """
     generation, engine = _engine(policy, model, machine)
@@ -301,7 +301,7 @@ def predict_memory(
     kept = [buffers] if machine.is_gpu and not policy.generation.is_by_policy else []  # from sync to sync
     drafts: list[Part] = []
     if policy.draft.enabled:
-        own, of_engine = _draft(policy, model, training_sizes(policy, num_ranks), budgets[0])
+        own, of_engine = _draft(policy, model, training_sizes(policy, num_ranks))
         drafts, generation = [own], [*generation, of_engine]
     beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts]
     beside += generation if colocated and not machine.is_gpu else []
@@ -310,7 +310,6 @@ def predict_memory(
         model,
         machine,
         num_ranks=num_ranks,
-        budgets=budgets,
         uses_reference=uses_reference,
         beside=beside,
         device="" if colocated or policy.generation.is_by_policy else "training",
@@ -320,24 +319,22 @@ def predict_memory(
     weights, optimizer = phases[0].parts[:2]
     gathered = Part("gathered tensor", model.largest_parameter * compute, "a model with a smaller vocabulary")
     refit = [*_process(machine), weights, *drafts, gathered, buffers]
-    if not colocated:
-        drawing = (*_process(machine), *generation, buffers)
-        return [
-            *phases,
-            Phase(name="weight sync", device="training", parts=(*refit, optimizer)),
-            Phase(name="generation", device="generation", parts=drawing),
-        ]
     # On a CPU everything stays where it is. On a GPU the optimizer waits on the host, and weights while others draw.
-    held = [engine] if machine.is_gpu else [optimizer, *generation]
-    resident = [*asleep(machine, 1 + num_colocated), *kept] if machine.is_gpu else [weights, optimizer, *drafts]
+    if not colocated:
+        held, resident = [optimizer], [buffers]
+    elif machine.is_gpu:
+        held, resident = [engine], [*asleep(machine, 1 + num_colocated), *kept]
+    else:
+        held, resident = [optimizer, *generation], [weights, optimizer, *drafts]
+    drawing = (*_process(machine), *generation, *resident)
     return [
         *phases,
-        Phase(name="weight sync", device="", parts=(*refit, *held)),
-        Phase(name="generation", device="", parts=(*_process(machine), *generation, *resident)),
+        Phase(name="weight sync", device=phases[0].device, parts=(*refit, *held)),
+        Phase(name="generation", device="" if colocated else "generation", parts=drawing),
     ]
 
 
-def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes, tokens: int) -> tuple[Part, Part]:
+def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes) -> tuple[Part, Part]:
     """A draft that trains beside the policy, on a training device and on an engine's.
 
     One block over an embedding and a state, which is made of three states of the policy or of `aux_layer_indices`.
@@ -354,7 +351,7 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes,
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4
     key = f"set {policy.draft.key('enabled')}=false"
     theirs = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
-    ours = state + tokens / sizes.context_parallel * per_token + logits
+    ours = state + _budgets(policy, 1)[0] / sizes.context_parallel * per_token + logits
     return Part("draft", ours, key), Part("engine's draft", theirs, key)
 
 

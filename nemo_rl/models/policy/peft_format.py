@@ -28,7 +28,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_VERSION = "0.21.2"
 """The release whose format is written."""
 
-# Compared on their own, or without influence on what the adapters compute: tensor names tell which layers are adapted.
+# Compared on their own, or without influence on the computation: tensor names tell which layers are adapted.
 _UNDERSTOOD = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
@@ -115,35 +115,16 @@ def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfi
         hf = auto_class(config).from_config(config)
     apply_lora(hf, cfg)
     shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors([hf])}
-    _compare(read_peft_adapter(directory), cfg, base_model_name, shapes)
-
-
-def load_peft(
-    stages: Sequence[PreTrainedModel],
-    cfg: LoRAConfig,
-    directory: Path,
-    base_model_name: str,
-    *,
-    pipeline: dist.ProcessGroup | None = None,
-) -> None:
-    """Fill the adapters from `directory`; each rank reads the parts it owns. Arguments as in `save_peft`.
-
-    Raises:
-        ValueError: before any value is read, as `check_peft_adapter`.
-    """
     adapter = read_peft_adapter(directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(stages)}
-    for theirs in _other_stages(shapes, pipeline):
-        shapes |= theirs
-    _compare(adapter, cfg, base_model_name, shapes)
-    with safe_open(adapter.weights, framework="pt") as file:
-        for name, tensor in adapter_tensors(stages):
-            copy_slice(tensor, file.get_slice(name), name, str(directory))
+    if differences := _differences(adapter, cfg, base_model_name, shapes):
+        raise ValueError(
+            f"the adapter in {directory} is not one of this run (there, here):\n  " + "\n  ".join(differences)
+        )
 
 
-def _compare(
+def _differences(
     adapter: PeftAdapter, cfg: LoRAConfig, base_model_name: str, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+) -> list[str]:
     differences = []
     if adapter.rank != cfg.dim:
         differences.append(f"rank {adapter.rank}, {cfg.key('dim')}={cfg.dim}")
@@ -163,10 +144,14 @@ def _compare(
             for name, shape in shapes.items()
             if name in adapter.shapes and adapter.shapes[name] != shape
         ][:8]
-    if differences:
-        raise ValueError(
-            f"the adapter in {adapter.directory} is not one of this run (there, here):\n  " + "\n  ".join(differences)
-        )
+    return differences
+
+
+def load_peft(stages: Sequence[PreTrainedModel], directory: Path) -> None:
+    """Fill the adapters of these parts of a model from `directory`; each rank reads its part of them."""
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+        for name, tensor in adapter_tensors(stages):
+            copy_slice(tensor, file.get_slice(name), name, str(directory))
 
 
 # -- names
@@ -219,22 +204,15 @@ def save_peft(
     tensors = {name: gathered(tensor, None).cpu() for name, tensor in adapter_tensors(stages)}
     chosen = [name for stage in stages for name, _ in adapters(stage)]
     modules = [hf_name(name) for stage in stages for name, _ in stage.named_modules()]
-    for other_tensors, other_chosen, other_modules in _other_stages((tensors, chosen, modules), pipeline):
-        tensors |= other_tensors
-        chosen += other_chosen
-        modules += other_modules
+    if pipeline is not None:
+        everyone: list[Any] = [None] * pipeline.size()
+        dist.all_gather_object(everyone, (tensors, chosen, modules), group=pipeline)
+        tensors = {name: tensor for theirs, _, _ in everyone for name, tensor in theirs.items()}
+        chosen, modules = ([name for part in everyone for name in part[index]] for index in (1, 2))
     if dist.get_rank() == 0:
         heads = [HEAD] if is_scalar(stages[0].config) else None
         write_peft(tensors, cfg, directory, base_model_name, chosen=chosen, modules=modules, heads=heads)
     dist.barrier()
-
-
-def _other_stages(mine: Any, pipeline: dist.ProcessGroup | None) -> list[Any]:
-    if pipeline is None:
-        return []
-    everyone: list[Any] = [None] * dist.get_world_size(pipeline)
-    dist.all_gather_object(everyone, mine, group=pipeline)
-    return [theirs for rank, theirs in enumerate(everyone) if rank != dist.get_rank(pipeline)]
 
 
 def write_peft(

@@ -1,6 +1,6 @@
 """config.json of a model directory or hub model -> the model without weights, on the meta device.
 
-`read_model_config` and `check_fit` find, on the driver and before any worker loads the model, what is wrong with it.
+`read_model_config` and `check_fit` find mistakes on the driver, before any worker loads the model.
 """
 
 import copy

@@ -35,7 +35,7 @@ class HostMemory:
         return start
 
     def load(self, start: int, tensor: torch.Tensor) -> None:
-        """Fill `tensor` with what was stored from one of its size and dtype."""
+        """Fill `tensor` with the stored contents of a tensor of its size and dtype."""
         target = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         for host, part in self._parts(start, target.view(-1).view(torch.uint8)):
             part.copy_(host, non_blocking=True)
@@ -116,7 +116,7 @@ class Residency:
         self._training.take((t for t in state() if t.untyped_storage().data_ptr() not in kept), keep=True)
 
     def onload(self, *, with_optimizer: bool) -> None:
-        """Move the weights and, if it will be used, the optimizer state back. A no-op for what is there already."""
+        """Move the weights and, if it will be used, the optimizer state back, if they are not there already."""
         self.weights.put_back()
         if with_optimizer:
             self._training.put_back()

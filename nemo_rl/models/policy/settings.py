@@ -8,6 +8,9 @@ from pathlib import Path
 
 from nemo_rl.types import Pixels, SamplingParams
 
+WHOLE_GRADIENT_SHARE = 0.1
+"""Part of a device's memory that gradients may take while they wait to be reduced, see `defer_fsdp_grad_sync`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWorkerSettings:

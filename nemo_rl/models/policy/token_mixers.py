@@ -26,8 +26,8 @@ _SHORTEST = 64
 def isolate_sequences(model: PreTrainedModel) -> None:
     """Make the layers of `OTHER_MIXERS` keep the sequences of a packed row apart, in place.
 
-    Time steps of Mamba-2 have no lower limit, as in vLLM. transformers takes `time_step_min` for one, which is that of
-    new weights alone: logprobs would be off by 1e-4.
+    Time steps of Mamba-2 have no lower limit, as in vLLM. transformers takes `time_step_min` for one, which is the
+    lower limit of new weights alone: logprobs would be off by 1e-4.
     """
     name = OTHER_MIXERS.get(model.config.get_text_config().model_type)
     for module in model.modules():
@@ -59,7 +59,7 @@ class _OneRowEach:
         """[R, W, H] -> [R, W, H], or a tuple that begins with it."""
         if cu_seqlens is None:
             return self.run(hidden_states, *args, **kwargs)
-        assert cu_seqlens.context is None and cu_seqlens.query_lengths == cu_seqlens.key_lengths
+        assert cu_seqlens.key_index is None and cu_seqlens.query_lengths == cu_seqlens.key_lengths
         shape = hidden_states.shape[:2]
         groups, inverse = _rows(cu_seqlens.query_lengths, hidden_states.device)
         outs: list[torch.Tensor] = []

@@ -43,7 +43,7 @@ class StoredTensor(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
-class StoredModel:
+class StoredModel(ExitStack):
     """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
     `names` is None if the model is not stored as safetensors. `rename`: the name on disk -> the name in the model.
@@ -54,6 +54,7 @@ class StoredModel:
     def __init__(
         self, model_path: str, rename: Callable[[str], str] | None = None, *, torch_files: bool = False
     ) -> None:
+        super().__init__()
         self.model_path = model_path
         self.files = checkpoint_files(model_path)
         if self.files is None and torch_files:
@@ -65,7 +66,6 @@ class StoredModel:
         blocks, scales = ({n.removesuffix(part) for n in self.files or () if n.endswith(part)} for part in _MXFP4_PARTS)
         self._packed = blocks & scales
         self._opened: dict[str, Any] = {}
-        self._stack = ExitStack()
 
     @property
     def names(self) -> set[str] | None:
@@ -80,14 +80,8 @@ class StoredModel:
             return _Mxfp4(*(self.tensor(f"{name}{part}") for part in _MXFP4_PARTS))
         file = self.files[name]
         if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(_open(file))
+            self._opened[file] = self.enter_context(_open(file))
         return self._opened[file].get_slice(self._on_disk.get(name, name))
-
-    def __enter__(self) -> StoredModel:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
 
 
 class _InMemory:
@@ -104,7 +98,7 @@ class _InMemory:
 def _open(file: str) -> Any:
     if not file.endswith(".bin"):
         return safe_open(file, framework="pt")
-    # Mapped into memory, unless the format is that of torch before 1.6. Nothing in the file is executed.
+    # Mapped into memory, unless torch before 1.6 wrote it. Nothing in the file is executed.
     tensors = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
     return nullcontext(SimpleNamespace(keys=tensors.keys, get_slice=lambda name: _InMemory(tensors[name])))
 
@@ -256,7 +250,7 @@ def load_weights(
         Names of the tensors that the checkpoint lacks.
 
     Raises:
-        ValueError: a shape on disk is not that of config.json.
+        ValueError: a shape on disk differs from config.json.
     """
     fresh = fresh or {}
     with StoredModel(model_path, rename) as stored:

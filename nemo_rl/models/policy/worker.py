@@ -308,12 +308,11 @@ class PolicyWorker(ABC):
         (micro_batches,) = self.plan.train
         batches = [select(self.rows, batch) for batch in micro_batches]
         seqs, toks = self._global_counts(batches)
-        parts, losses = [], []
+        parts = []
         for rows, outputs in zip(batches, self.runner.forward(self._model_batches(batches, task), task), strict=True):
             loss, metrics = loss_fn(outputs, loss_inputs(rows, loss_fn.inputs_type, self.device), seqs, toks)
-            losses.append(loss.detach())
-            parts.append(metrics)
-        return self._reduce(parts, losses, seqs, toks)
+            parts.append(metrics | {"loss": loss.detach()})
+        return self._reduce(parts, seqs, toks)
 
     def _optimizer_step(
         self, loss_fn: LossFunction, task: HeadTask, micro_batches: list[MicroBatch], result: TrainResult
@@ -321,8 +320,7 @@ class PolicyWorker(ABC):
         assert self.settings.init_optimizer, "built without an optimizer"
         batches = [select(self.rows, batch) for batch in micro_batches]
         seqs, toks = self._global_counts(batches)
-        parts: list[LossMetrics] = []
-        losses: dict[int, torch.Tensor] = {}
+        parts: dict[int, LossMetrics] = {}
 
         def loss_of(number: int, outputs: torch.Tensor) -> torch.Tensor:
             inputs = loss_inputs(batches[number], loss_fn.inputs_type, self.device)
@@ -331,15 +329,14 @@ class PolicyWorker(ABC):
                 assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
                 inputs.prev_logprobs = outputs.detach()
             loss, metrics = loss_fn(outputs, inputs, seqs, toks)
-            losses[number] = loss.detach()
-            parts.append(metrics)
+            parts[number] = metrics | {"loss": loss.detach()}
             self._keep_outputs(micro_batches[number], outputs.detach())
             return loss
 
         with self._training_mode():
             self.runner.train(self._model_batches(batches, task), loss_of, task)
         grad_norm = self._clip()
-        reduced = self._reduce(parts, list(losses.values()), seqs, toks) | self._model_metrics()
+        reduced = self._reduce(list(parts.values()), seqs, toks) | self._model_metrics()
         result.losses.append(reduced["loss"])
         result.grad_norms.append(grad_norm)
         result.learning_rates.append(self._learning_rate())
@@ -350,7 +347,7 @@ class PolicyWorker(ABC):
                 self._step_scheduler()
         else:
             result.num_skipped_steps += 1
-            bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
+            bad = [batches[number] for number, part in parts.items() if not part["loss"].isfinite()]
             # A finite loss with a non-finite gradient points to no micro-batch: record all.
             suspects = batches if math.isfinite(reduced["loss"]) else bad
             result.nonfinite_samples += [row.sample_id for rows in suspects for row in rows]
@@ -365,15 +362,14 @@ class PolicyWorker(ABC):
             if key in self.plan.reported and key not in self.outputs:
                 self.outputs[key] = outputs[number, : len(self.rows[key].token_ids)].clone()
 
-    def _reduce(
-        self, parts: list[LossMetrics], losses: list[torch.Tensor], seqs: torch.Tensor, toks: torch.Tensor
-    ) -> dict[str, float]:
-        """Metrics of an optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
+    def _reduce(self, parts: list[LossMetrics], seqs: torch.Tensor, toks: torch.Tensor) -> dict[str, float]:
+        """Metrics of an optimizer step over all micro-batches and data-parallel ranks, equal on all ranks.
+
+        The loss is summed, as it is divided by the global counts already.
+        """
         reduced: dict[str, float] = {}
-        if losses:  # in training only the last pipeline stage has them
+        if parts:  # in training only the last pipeline stage has them
             metrics = loss_metrics.reduce_micro_batches(parts)
-            # A sum, not a mean: each loss is divided by the global counts already.
-            metrics["loss"] = torch.stack(losses).sum()
             reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
         if self.mesh.pipeline_group is not None:
             reduced = from_last_stage(reduced, self.mesh.pipeline_group)

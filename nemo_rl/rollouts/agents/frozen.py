@@ -8,10 +8,12 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from ray.exceptions import RayError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.rollouts.engine_client import RequestFailed
@@ -58,12 +60,9 @@ class FrozenModel:
     @torch.inference_mode()
     def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Each request draws from a generator of its own, so its tokens do not depend on the others, up to rounding."""
-        longest = max(len(request.prompt_token_ids) for request in requests)
-        tokens = torch.zeros((len(requests), longest), dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for row, request in enumerate(requests):
-            tokens[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
-            mask[row, longest - len(request.prompt_token_ids) :] = 1
+        prompts = [torch.tensor(request.prompt_token_ids) for request in requests]
+        left = partial(pad_sequence, batch_first=True, padding_side="left")
+        tokens, mask = left(prompts), left([torch.ones_like(prompt) for prompt in prompts])
         generators = [torch.Generator().manual_seed(request.seed % 2**63) for request in requests]
         drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
         cache: Any = None

@@ -1,4 +1,4 @@
-"""One episode of an agent: open a session, run the agent, make a sample of what the session recorded."""
+"""One episode of an agent: open a session, run the agent, make a sample of its record."""
 
 import asyncio
 import itertools
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ray.exceptions import RayError
 
 from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
+from nemo_rl.environments.interfaces import mean_metrics
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.agents.tree import Branch
 from nemo_rl.rollouts.episode import without_reward
@@ -35,9 +36,9 @@ class AgentSettings:
     limits: SessionLimits
     host: str
     port: int
-    verifies: bool = False  # the runners have a verifier
-    credit: Literal["shared", "branch", "discounted"] = "shared"  # see `AgentEnvironmentConfig.credit`
-    discount: float = 1.0
+    verifies: bool  # the runners have a verifier
+    credit: Literal["shared", "branch", "discounted"]  # see `AgentEnvironmentConfig.credit`
+    discount: float
 
 
 JudgeFn = Callable[..., Awaitable[EnvironmentStep]]
@@ -51,12 +52,12 @@ class Agents:
         self,
         settings: AgentSettings,
         runners: Sequence[Any],
-        judge: JudgeFn | None = None,
-        roles: Mapping[str, GenerateFn | None] | None = None,
+        judge: JudgeFn | None,
+        roles: Mapping[str, GenerateFn | None],
     ) -> None:
         """`roles`: see `Session`."""
         self.settings = settings
-        self._roles = roles or {}
+        self._roles = roles
         self._judge = judge
         self.name = settings.name
         self.server = SessionServer(settings.host, settings.port)
@@ -117,7 +118,7 @@ class Agents:
     async def _judged(
         self, runner: Any, task: AgentTask, outcome: AgentOutcome, branches: Sequence[Branch]
     ) -> AgentOutcome:
-        """The outcome with the rewards of verifier and environment added. Raises what the environment's step does."""
+        """The outcome with the rewards of verifier and environment added. Exceptions of the environment propagate."""
         rewards, metrics = [outcome.reward], dict(outcome.metrics)
         if self.settings.verifies:
             verdict = await _call(runner.verify.remote(task, [branch.messages for branch in branches]))
@@ -182,12 +183,8 @@ class Agents:
 
         `num_late_calls`: calls of the model, since the last call of this method, by agents whose episode had ended.
         """
-        found: dict[str, list[float]] = {}
-        for _, sample in samples:
-            for name, value in sample.metrics.items():
-                found.setdefault(name, []).append(value)
         late, self.server.num_late_calls = self.server.num_late_calls, 0
-        return {name: sum(values) / len(values) for name, values in found.items()} | {"num_late_calls": float(late)}
+        return mean_metrics(sample.metrics for _, sample in samples) | {"num_late_calls": float(late)}
 
 
 async def _call(ref: Any) -> AgentOutcome:

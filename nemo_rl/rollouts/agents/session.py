@@ -82,7 +82,7 @@ class Session:
         self.roles = {"": None, **(roles or {})}
         self.trees = {role: CallTree() for role, frozen in self.roles.items() if frozen is None}
         self.rewards: list[float] = []  # of the episode
-        self.role_rewards: Counter[str] = Counter()
+        self.role_rewards: defaultdict[str, float] = defaultdict(float)
         self.was_rewarded = False
         self.num_refused = 0  # by a limit
         self.num_running = 0  # requests that are being sampled
@@ -110,7 +110,7 @@ class Session:
         # (prompt, completion, seconds) by id(completion), until it is answered
         self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
 
-    def answers(self, role: str = "") -> Answers:
+    def answers(self, role: str) -> Answers:
         """The endpoints of a role. RequestError for an unknown one."""
         if role not in self._answers:
             raise RequestError(f"there is no role {role!r}; env.<name>.roles: {', '.join(self.roles) or 'none'}", 404)
@@ -172,14 +172,13 @@ class Session:
             raise RequestError(f"there is no answer {answer_id!r} in this episode", 404)
         self.was_rewarded = True
         if role is not None:
-            self.role_rewards[role] += reward  # pyright: ignore[reportArgumentType]  (a sum of floats)
-            return
-        if answer_id is None:
+            self.role_rewards[role] += reward
+        elif answer_id is None:
             self.rewards.append(reward)
-            return
-        calls = self._answered[answer_id]
-        for call in calls:
-            call.reward += reward / len(calls)
+        else:
+            calls = self._answered[answer_id]
+            for call in calls:
+                call.reward += reward / len(calls)
 
     def _check_limits(self) -> None:
         limits = self._limits

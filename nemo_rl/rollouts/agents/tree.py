@@ -14,7 +14,7 @@ their order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,7 @@ class Branch:
     logprobs: np.ndarray  # float32; of all sampled tokens
     num_prompt_tokens: int  # before the first token that this row trains
     path: list[Call]
-    trained: list[Call]  # those of the path whose tokens this row trains; the last ones
+    trained: list[Call]  # the last calls of the path, whose tokens this row trains
     routed_experts: np.ndarray | None  # as `Sample.routed_experts`
 
     @property
@@ -127,33 +127,31 @@ class CallTree:
 
     def branches(self) -> list[Branch]:
         """The rows, in an order that depends on the tokens alone."""
+        found: list[Branch] = []
         trained: set[int] = set()
-        return [self._branch(leaf, trained) for leaf in self._leaves(self._roots)]
-
-    def _leaves(self, calls: Sequence[Call]) -> Iterator[Call]:
-        open_calls = _ordered(calls)[::-1]
+        open_calls = _ordered(self._roots)[::-1]
         while open_calls:
             call = open_calls.pop()
             if not call.children:
-                yield call
+                found.append(self._branch(call, trained))
             open_calls += _ordered(call.children)[::-1]
+        return found
 
     def _branch(self, leaf: Call, trained: set[int]) -> Branch:
         path = leaf.path
         own = [call for call in path if call.number not in trained]
-        trained.update(call.number for call in own)
         token_ids, mask, logprobs = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
         experts: list[np.ndarray] = []
         num_experts = 0
-        is_own = {call.number for call in own}
         for call in path:
             sampled = call.completion.token_ids
             token_ids += [call.context, np.asarray(sampled)]
-            mask += [np.zeros(len(call.context), bool), np.full(len(sampled), call.number in is_own)]
+            mask += [np.zeros(len(call.context), bool), np.full(len(sampled), call.number not in trained)]
             logprobs += [np.zeros(len(call.context)), np.asarray(call.completion.logprobs)]
             if call.completion.routed_experts is not None:
                 experts.append(call.completion.routed_experts[num_experts:])
                 num_experts += len(experts[-1])
+        trained.update(call.number for call in own)
         return Branch(
             token_ids=np.concatenate(token_ids).astype(np.int64),
             token_mask=np.concatenate(mask),

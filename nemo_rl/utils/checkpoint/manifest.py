@@ -40,7 +40,7 @@ def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | No
     """Why `directory` must not be loaded, with the file; None if every file, or each of `names`, is as sealed."""
     manifest_path = directory / MANIFEST_NAME
     if not manifest_path.is_file():
-        # This library renames to step_N what it has sealed.
+        # This library renames only sealed directories to step_N.
         by_others = directory.name.startswith("step_")
         return f"{MANIFEST_NAME} is missing: " + (
             "another program wrote this directory, or the manifest was removed"

@@ -1,4 +1,4 @@
-"""What a trainer that samples is made of, with fakes in place of workers."""
+"""Runs of trainers that sample, with fakes in place of workers."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -39,22 +39,23 @@ class FakeRun:
         *,
         calls: list[str] | None = None,
         reward: Any = alternate,
+        rollouts: Any = None,
         tasks: Sequence[str] = ("t",),
     ) -> None:
         calls = [] if calls is None else calls
         self.folder = folder / "run"
         self.policy = FakePolicy(calls=calls)
-        self.rollouts = FakeRollouts(reward, calls)
+        self.rollouts = rollouts or FakeRollouts(reward, calls)
         rows = [{"problem": str(i)} for i in range(8)]
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
         sampling = SamplingParams(max_new_tokens=8)
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
-        self.refit = FakeRefit(calls)
+        self.refit = FakeRefit(calls, self.rollouts)
         parts = RolloutParts(
             policy=self.policy,  # type: ignore[arg-type]
             generation=None,  # type: ignore[arg-type]
             refit=self.refit,  # type: ignore[arg-type]
-            rollouts=self.rollouts,  # type: ignore[arg-type]
+            rollouts=self.rollouts,
             prompts=PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1),
             validation_prompts=[data[0], data[1]],
             train_sampling=sampling,

@@ -17,20 +17,13 @@ def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[in
     )
 
 
-def cfg(
-    name: str = "grpo", *, normalize: bool = True, leave_one_out: bool = False, minus_baseline: bool = True
-) -> AdvEstimatorConfig:
-    return AdvEstimatorConfig(
-        name=name,  # pyright: ignore[reportArgumentType]
-        normalize_rewards=normalize,
-        use_leave_one_out_baseline=leave_one_out,
-        minus_baseline=minus_baseline,
-        eps=1e-6,
-    )
+def cfg(name: str = "grpo", **changes: object) -> AdvEstimatorConfig:
+    values = {"name": name, "normalize_rewards": True, "use_leave_one_out_baseline": False}
+    return AdvEstimatorConfig.model_validate(values | changes)
 
 
 def test_advantages_are_bounded_and_counted_as_bounded():
-    settings = cfg(normalize=False)
+    settings = cfg(normalize_rewards=False)
     result = compute_advantages([group([0.0, 0.0, 0.0, 10.0])], settings, bounds=(-1.0, 5.0))
     assert result.advantages[0] == [-1.0, -1.0, -1.0, 5.0]
     assert result.metrics["advantages/max"] == 5.0 and result.metrics["advantages/sum"] == 2.0
@@ -60,7 +53,7 @@ def test_the_same_prompt_twice_stays_two_groups():
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.7], [3.0, 1.0, 2.0]])
 def test_the_deviation_of_the_others(rewards):
-    settings = AdvEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=True, std="leave_one_out")
+    settings = cfg(use_leave_one_out_baseline=True, std="leave_one_out")
     found = compute_advantages([group(rewards)], settings).advantages[0]
     for i, reward in enumerate(rewards):
         others = rewards[:i] + rewards[i + 1 :]
@@ -131,7 +124,8 @@ groups_of_rewards = st.lists(st.lists(finite, min_size=2, max_size=6), min_size=
 @settings(max_examples=50, deadline=None)
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 9), normalize=st.booleans(), leave_one_out=st.booleans())
 def test_equal_rewards_give_exact_zeros(reward: float, size: int, normalize: bool, leave_one_out: bool):
-    result = compute_advantages([group([reward] * size)], cfg(normalize=normalize, leave_one_out=leave_one_out))
+    estimator = cfg(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
+    result = compute_advantages([group([reward] * size)], estimator)
     assert result.advantages == [[0.0] * size]
     assert result.metrics["num_zero_variance_groups"] == 1
 
@@ -139,7 +133,7 @@ def test_equal_rewards_give_exact_zeros(reward: float, size: int, normalize: boo
 @settings(max_examples=50, deadline=None)
 @given(rewards=groups_of_rewards, leave_one_out=st.booleans(), normalize=st.booleans())
 def test_against_numpy(rewards: list[list[float]], leave_one_out: bool, normalize: bool):
-    estimator = cfg(leave_one_out=leave_one_out, normalize=normalize)
+    estimator = cfg(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
     for r, got in zip(rewards, compute_advantages([group(r) for r in rewards], estimator).advantages, strict=True):
         if len(set(r)) > 1:
             others = [np.mean(np.delete(r, i) if leave_one_out else r) for i in range(len(r))]

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from tests.fakes import FakeRollouts
-from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, small
+from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
 from tests.unit.config.run_configs import build
 
 BASE = (
@@ -99,7 +100,7 @@ class FakePlaying(FakeRollouts):
 class Run(FakeRun):
     """An asynchronous run on fakes; `trained` are the groups of each step."""
 
-    def __init__(self, folder: Path, *overrides: str, seed: int = 0, **options: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, seed: int = 0) -> None:
         config = build(*small(folder, "grpo"), *BASE, *overrides)
         self.trained: list[list[str]] = []
         self.dies_after = -1
@@ -107,25 +108,14 @@ class Run(FakeRun):
         run = self
 
         class Noting(GRPOTrainer):
-            def plan(self, groups: Any, advantages: Any) -> Any:
+            def plan_and_load(self, groups: Any, *args: Any) -> Any:
                 if len(run.trained) == run.dies_after:
                     raise Killed
-                run.trained.append([group.handle.group_id for group in groups])
-                return super().plan(groups, advantages)
+                run.trained.append([group.group_id for group in groups])
+                return super().plan_and_load(groups, *args)
 
-        def make(tools: Any, parts: Any) -> GRPOTrainer:
-            run.rollouts = FakePlaying(parts.rollouts.reward, run.calls, rng=random.Random(seed))
-            parts = replace(parts, rollouts=run.rollouts)
-            refit_sync = parts.refit.sync
-
-            def sync(version: int) -> dict[str, float]:
-                run.rollouts.version = version
-                return refit_sync(version)
-
-            parts.refit.sync = sync
-            return Noting(config, tools, parts)
-
-        super().__init__(folder, config, make, calls=self.calls, **options)
+        playing = FakePlaying(alternate, self.calls, rng=random.Random(seed))
+        super().__init__(folder, config, partial(Noting, config), calls=self.calls, rollouts=playing)
 
 
 def test_one_step_is_sampled_while_another_trains(tmp_path):
@@ -192,7 +182,6 @@ def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, 
             message, names = f"{lost}-0 died", {"worker": f"{lost}-0", "rank": 0, "method": "load"}
             if lost == "policy":
                 raise WorkerDied(message, **names)
-            assert isinstance(run.rollouts, FakePlaying)
             run.rollouts.keeper_death = WorkerDied(message, **names)
             raise WorkerError("policy-0 failed in load: OwnerDiedError", worker="policy-0", rank=0, method="load")
         load(plan)

@@ -1,12 +1,10 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.config.errors import ConfigError
-
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+from tests.unit.config.run_configs import CONFIGS
 
 
 def test_prompts_of_a_run_that_samples():

@@ -33,7 +33,7 @@ from nemo_rl.types import (
     Sample,
     SamplingParams,
 )
-from tests.unit.algorithms.handles import sample
+from tests.fakes import handle, sample
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
@@ -101,10 +101,9 @@ class LocalEngine:
             assert completion is not None
             ids, drawn = prompt + completion.token_ids, len(completion.token_ids)
             meta = sample(prompt=len(prompt), generated=drawn, version=completion.weight_version)
-            meta.sample_id = request.request_id
             samples.append(
                 Sample(
-                    meta=meta,
+                    meta=replace(meta, sample_id=request.request_id),
                     token_ids=np.array(ids),
                     token_mask=np.arange(len(ids)) >= len(prompt),
                     generation_logprobs=np.array([0.0] * len(prompt) + completion.logprobs, dtype=np.float32),
@@ -142,8 +141,7 @@ class LocalEngine:
 
 
 def handle_of(group: RolloutGroup) -> GroupHandle:
-    metas = [sample.meta for sample in group.samples]
-    return GroupHandle(group_id=group.group_id, prompt_id="p", task_name="t", ref=group, samples=metas)
+    return handle(*(sample.meta for sample in group.samples), name=group.group_id, ref=group)
 
 
 def survives_text(sample: Sample) -> bool:
@@ -151,31 +149,23 @@ def survives_text(sample: Sample) -> bool:
     return bool((sample.token_ids[sample.token_mask] < 60).all())
 
 
-@dataclass
-class Pair:
-    """What a fault may change before the samples are drawn."""
-
-    policy: DTensorPolicyWorker
-    engine: LocalEngine
-
-
 def examine(
     model: Path,
-    fault: Callable[[Pair], Any] = lambda pair: None,
+    fault: Callable[[LocalEngine], Any] = lambda engine: None,
     *,
-    after: Callable[[Pair, RolloutGroup], RolloutGroup] = lambda pair, group: group,
+    after: Callable[[LocalEngine, RolloutGroup], RolloutGroup] = lambda engine, group: group,
     padding_free: bool | None = None,
     engine_changes: dict[str, Any] | None = None,
     trained_version: int = 3,
 ) -> Diagnosis:
-    """Draw samples with the faulty pair and investigate them. `after` changes what is recorded, or the pair."""
+    """Draw samples and investigate them. `fault` comes before they are drawn, `after` may change them or the pair."""
 
     def rank_main(rank: int, world: int) -> Diagnosis:
         settings = partial(worker_settings, model, sampling=SAMPLING)
         policy = DTensorPolicyWorker(policy_config(padding_free=padding_free), settings())
         worker = GeneratingPolicyWorker(policy_config(**(engine_changes or {})), settings(init_optimizer=False))
-        pair = Pair(policy, LocalEngine(worker, policy))
-        fault(pair)
+        engine: Any = LocalEngine(worker, policy)
+        fault(engine)
         worker.prepare_generation(
             GenerationSettings(
                 max_model_len=64,
@@ -187,10 +177,9 @@ def examine(
         )
         generator = np.random.default_rng(0)
         prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]
-        handle = handle_of(after(pair, pair.engine.draw(prompts, SAMPLING, "0")))
+        drawn = handle_of(after(engine, engine.draw(prompts, SAMPLING, "0")))
         local: Any = LocalPolicy(policy)
-        engine: Any = pair.engine
-        local.load(plan_probe(1, handle, range(len(handle.samples)), size=2))
+        local.load(plan_probe(1, drawn, range(len(drawn.samples)), size=2))
         trainer: Any = SimpleNamespace(
             policy=local,
             generation=engine,
@@ -201,7 +190,7 @@ def examine(
             version=3,
             run=SimpleNamespace(policy=policy_config()),
         )
-        return investigate(trainer, [handle], trained_version=trained_version)
+        return investigate(trainer, [drawn], trained_version=trained_version)
 
     return run_world(rank_main, 1)[0]
 
@@ -224,29 +213,33 @@ class LeakyLayout(RowLayout):
         return replace(batch, cu_seqlens=CuSeqlens.of([batch.input_ids.numel()]))
 
 
-def break_head(pair: Pair) -> None:
+def leak(engine: LocalEngine) -> None:
+    engine.policy.layout = LeakyLayout(padding_free=True)
+
+
+def break_head(engine: LocalEngine) -> None:
     def next_logits(self: Any, input_ids: Any, position_ids: Any, temperature: float, **how: Any) -> torch.Tensor:
         states = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **how)
         head = replace(self.output_head(), temperature=1.0)
         return _logits(states.last_hidden_state[:, -1], head, "bfloat16") / temperature
 
-    [stage] = pair.engine.worker.stages
+    [stage] = engine.worker.stages
     stage.next_logits = MethodType(next_logits, stage)
 
 
-def break_mlp(pair: Pair) -> None:
-    layer = pair.engine.worker.parts[0].model.layers[0]
+def break_mlp(engine: LocalEngine) -> None:
+    layer = engine.worker.parts[0].model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, output: output * 1.1)
 
 
-def train_both(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+def train_both(engine: LocalEngine, group: RolloutGroup) -> RolloutGroup:
     """The sync comes after the samples were drawn."""
-    change(pair.policy)
-    change(pair.engine.worker)
+    change(engine.policy)
+    change(engine.worker)
     return group
 
 
-def write_as_text(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+def write_as_text(engine: LocalEngine, group: RolloutGroup) -> RolloutGroup:
     for made in group.samples:
         made.token_ids = np.where(made.token_mask, made.token_ids % 60, made.token_ids)
     return group
@@ -255,22 +248,22 @@ def write_as_text(pair: Pair, group: RolloutGroup) -> RolloutGroup:
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 CASES: dict[str, tuple[dict[str, Any], Cause, list[str]]] = {
     "a temperature that generation does not apply": (
-        {"fault": lambda pair: pair.engine.ignores.update(temperature=1.3)},
+        {"fault": lambda engine: engine.ignores.update(temperature=1.3)},
         Cause.SAMPLING,
         ["with temperature 1.3, top-p 1, top-k off", "applies temperature 0.8"],
     ),
     "a tensor that differs after the refit": (
-        {"fault": lambda pair: change(pair.engine.worker, "layers.1.mlp.up_proj")},
+        {"fault": lambda engine: change(engine.worker, "layers.1.mlp.up_proj")},
         Cause.TENSOR,
         ["1 of 21 tensors", "model.layers.1.mlp.up_proj.weight (by up to 0."],
     ),
     "other weights as a whole": (
-        {"fault": lambda pair: change(pair.engine.worker)},
+        {"fault": lambda engine: change(engine.worker)},
         Cause.STALE_WEIGHTS,
         ["21 of 21 tensors", "version 3"],
     ),
     "an engine that missed a sync": (
-        {"fault": lambda pair: setattr(pair.engine, "version", 2)},
+        {"fault": lambda engine: setattr(engine, "version", 2)},
         Cause.STALE_WEIGHTS,
         ["samples with weights of version 2, the policy has version 3"],
     ),
@@ -285,13 +278,13 @@ CASES: dict[str, tuple[dict[str, Any], Cause, list[str]]] = {
         ["change when they are decoded and tokenised again, and no recorded sample does"],
     ),
     "neighbours that leak into each other": (
-        {"fault": lambda pair: setattr(pair.policy, "layout", LeakyLayout(padding_free=True)), "padding_free": True},
+        {"fault": leak, "padding_free": True},
         Cause.BATCHING,
         ["each one alone 1.00000: neighbours"],
     ),
     "attention of training that is wrong": (
         {
-            "fault": lambda pair: setattr(pair.policy.parts[0].config, "_attn_implementation", BROKEN),
+            "fault": lambda engine: setattr(engine.policy.parts[0].config, "_attn_implementation", BROKEN),
             "padding_free": False,
         },
         Cause.ATTENTION,
@@ -326,7 +319,7 @@ def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
     """The engine's router takes the next expert where it is sure of its first."""
     num_experts = 4
 
-    def fault(pair: Pair) -> None:
+    def fault(engine: LocalEngine) -> None:
         chosen: list[torch.Tensor] = []
 
         def reroute(router: Any, args: Any, output: Any) -> Any:
@@ -336,19 +329,19 @@ def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
             chosen.append(experts)
             return logits, weights, experts
 
-        for layer in pair.engine.worker.parts[0].model.layers:
+        for layer in engine.worker.parts[0].model.layers:
             layer.mlp.gate.register_forward_hook(reroute)
 
         @torch.no_grad()
         def report(made: Sample) -> np.ndarray:
             chosen.clear()
             ids = torch.from_numpy(made.token_ids)[None]
-            model = pair.engine.worker.parts[0]
-            with pair.engine.worker.decoding():
+            model = engine.worker.parts[0]
+            with engine.worker.decoding():
                 model.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False)
             return torch.stack(chosen, dim=1).numpy().astype(np.uint8)[:-1]
 
-        pair.engine.chosen = report
+        engine.chosen = report
 
     found = examine(models / "qwen3-moe", fault)
     assert found.cause == Cause.ROUTING and "of the tokens go to other experts" in found.finding

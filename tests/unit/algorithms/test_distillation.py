@@ -21,8 +21,7 @@ from nemo_rl.config.loader import build_config
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
-from nemo_rl.types import GroupHandle
-from tests.fakes import FakePolicy, keys_of_plan, sample_meta
+from tests.fakes import FakePolicy, handle, keys_of_plan, sample
 from tests.tables import cases, pattern
 from tests.unit.algorithms.fake_runs import FakeRun, small
 from tests.unit.config.run_configs import MINIMAL
@@ -99,10 +98,7 @@ def test_a_step_runs_its_phases_in_order(tmp_path):
 )
 def test_every_sample_hears_the_teacher_of_its_task_once(tasks, ranks):
     """Samples of other tasks fill up the ranks of a teacher, and are not listened to."""
-    groups = [
-        GroupHandle(group_id=str(i), prompt_id=str(i), task_name=task, ref=i, samples=[sample_meta(f"{i}/0", 0.0)])
-        for i, task in enumerate(tasks)
-    ]
+    groups = [handle(sample(), name=str(i), task=task, ref=i) for i, task in enumerate(tasks)]
     config = build().teacher
     assert config is not None
     for task in ("sums", "circles"):
@@ -168,7 +164,7 @@ one & checkpointing.metric_name=train:reverse_k -> did you mean train:reverse_kl
 
 @pytest.mark.parametrize(("given", "told"), cases(REFUSED))
 def test_what_cannot_work_is_named(given, told):
-    """Of each case: who teaches, then what the command line adds."""
+    """A case begins with the teachers; the overrides follow."""
     who, *overrides = given
     sections = {"nobody": {}, "one": ONE, "two": TWO, "both": ONE | TWO}[who]
     with pytest.raises(ConfigError, match=pattern(told)):

@@ -39,9 +39,7 @@ def naive_advantage(rewards: list[float], values: list[float], gamma: float, gae
     gamma=st.floats(0, 1),
     gae_lambda=st.floats(0, 1),
 )
-def test_it_is_the_discounted_sum_of_temporal_differences(
-    steps: list[tuple[float, float]], gamma: float, gae_lambda: float
-):
+def test_it_is_the_discounted_sum_of_temporal_differences(steps, gamma, gae_lambda):
     rewards, values = ([step[number] for step in steps] for number in (0, 1))
     expected = [naive_advantage(rewards, values, gamma, gae_lambda, step) for step in range(len(steps))]
     result = generalized_advantages(
@@ -90,22 +88,16 @@ def test_every_step_is_charged_its_kl():
     assert result["returns"].tolist() == pytest.approx([0.0, -0.05 + 1 + 0.1, 1 + 0.1])
 
 
-def test_whitening_is_over_all_tokens_of_the_batch_and_leaves_returns():
-    """Rows of one length, of which one has no loss token."""
-    rows = [
-        row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]),
-        row(0.0, [0, 1, 0, 0], [0.0, 0.7, 0.0, 0.0]),
-        row(1.0, [0, 0, 0, 0], [5.0] * 4),
-    ]
+def test_advantages_are_whitened_and_returns_are_not():
+    """test_advantages.py has the whitening of a batch."""
+    columns, mask = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
     plain, whitening = estimator(), estimator(normalize_advantages=True)
-    advantages = torch.stack([whitening.adjust(*each)["advantages"] for each in rows])
-    masks = [mask for _, mask in rows]
-    sums = torch.stack([whitening.sums(*each) for each in zip(advantages, masks, strict=True)]).sum(0)
-    whitened = torch.stack([whitening.finish(*each, sums) for each in zip(advantages, masks, strict=True)])
-    valid = torch.stack(masks) > 0
-    raw = advantages[valid].double()
-    torch.testing.assert_close(whitened[valid].double(), (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
-    assert not whitened[~valid].any()
-    for each in rows:
-        assert torch.equal(whitening.adjust(*each)["returns"], plain.adjust(*each)["returns"])
-    assert torch.equal(plain.finish(advantages[0], masks[0], sums), advantages[0])
+    found = whitening.adjust(columns, mask)
+    sums = whitening.sums(found["advantages"], mask)
+    raw = found["advantages"][1:]
+    whitened = whitening.finish(found["advantages"], mask, sums)
+    torch.testing.assert_close(whitened[1:], (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found["returns"], plain.adjust(columns, mask)["returns"])
+    assert torch.equal(plain.finish(found["advantages"], mask, sums), found["advantages"])
+    nothing = whitening.adjust(*row(1.0, [0, 0], [5.0, 5.0]))
+    assert not nothing["advantages"].any() and not nothing["returns"].any()

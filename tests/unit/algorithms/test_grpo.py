@@ -11,12 +11,10 @@ import pytest
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
-from nemo_rl.types import GroupHandle, SampleStatus
-from tests.fakes import FakePolicy, FakeRollouts, sample_meta
+from nemo_rl.types import SampleStatus
+from tests.fakes import FakePolicy, FakeRollouts, handle, result, sample, sample_meta
 from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
 from tests.unit.config.run_configs import build
 
@@ -99,7 +97,7 @@ def test_weights_that_are_not_finite_are_named_in_place_of_the_failures_that_the
 def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path, status, key):
     run = GRPORun(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
     late = sample_meta("g/0", 0.0, status=status)
-    group = GroupHandle(group_id="g", prompt_id="d:0", task_name="t", ref=None, samples=[late, sample_meta("g/1", 1.0)])
+    group = handle(late, sample(1.0))
     run.trainer.check_failures([group])
     assert f"1 of 2 episodes took longer than {key}" in run.text.getvalue()
     group.samples = [late, late]
@@ -121,11 +119,7 @@ def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
 
 def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
     run = GRPORun(tmp_path, "policy.nonfinite_action=skip")
-    [fine] = FakePolicy().results
-    run.policy.results = [
-        replace(fine, losses=[math.nan], metrics={**fine.metrics, "loss": math.nan}, num_skipped_steps=1),
-        fine,
-    ]
+    run.policy.results = [result(math.nan, skipped=1), result()]
     rows = run.go()
     assert [row["train/num_skipped_steps"] for row in rows] == [1, 0, 0]
     assert "optimizer steps were skipped" in run.text.getvalue()
@@ -153,12 +147,12 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
         def inspect(self, function: Any, *args: Any) -> list[Any]:
             return [[]]
 
-    config, policy, generation = build(*small(tmp_path, "grpo")), Silent(), SimpleNamespace(abandon_requests=None)
-    parts: dict[str, Any] = {"policy": policy, "generation": generation, "rollouts": Branching(alternate, [])}
+    config, policy = build(*small(tmp_path, "grpo")), Silent()
 
-    def make(tools: RunTools, fakes: RolloutParts) -> DiagnosticRun:
-        return DiagnosticRun(config, tools, replace(fakes, **parts), checkpoint=None, found=[])
+    def make(tools: Any, parts: Any) -> DiagnosticRun:
+        parts = replace(parts, policy=policy, generation=SimpleNamespace(abandon_requests=None))
+        return DiagnosticRun(config, tools, parts, checkpoint=None, found=[])
 
     with pytest.raises(NothingToCompare):
-        FakeRun(tmp_path, config, make).trainer.step()
+        FakeRun(tmp_path, config, make, rollouts=Branching(alternate, [])).trainer.step()
     assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)

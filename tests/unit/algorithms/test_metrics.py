@@ -1,6 +1,5 @@
 """Metrics of rollouts, validation, tasks and devices, and their names in the configuration."""
 
-import dataclasses
 import math
 from dataclasses import replace
 from functools import partial
@@ -26,8 +25,8 @@ from nemo_rl.algorithms.trainers.metrics import (
 )
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
+from tests.fakes import handle, rewarded, sample
 from tests.unit.algorithms.fake_runs import GRPORun
-from tests.unit.algorithms.handles import handle, rewarded, sample
 from tests.unit.algorithms.losses.test_clipped_pg import one_row
 from tests.unit.config.run_configs import build
 
@@ -77,7 +76,7 @@ def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLE
         )
         for reward, generated in turns
     ]
-    return dataclasses.replace(made, **cut)
+    return replace(made, **cut)
 
 
 def test_turn_metrics_by_hand():
@@ -112,9 +111,7 @@ def test_turn_metrics_by_hand():
 
 @settings(max_examples=40, deadline=None)
 @given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=7), data=st.data())
-def test_best_of_k_is_the_mean_over_all_draws_and_pass_at_k_the_same_for_binary_rewards(
-    rewards: list[float], data: st.DataObject
-):
+def test_best_of_k_is_the_mean_over_all_draws_and_pass_at_k_the_same_for_binary_rewards(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     draws = [max(draw) for draw in combinations(rewards, k)]
     assert best_of_k(rewards, k) == pytest.approx(sum(draws) / len(draws), abs=1e-9)
@@ -157,9 +154,8 @@ def test_performance_metrics_by_hand():
         "generation_idle_fraction": 0.5,
         "exposed_generation_s": 4.0,
     }
-    replayed = performance_metrics(
-        timings, GenerationUse(busy_s=0.0, window_s=10.0, num_tokens=0), **sizes, num_devices=4
-    )
+    idle = replace(use, busy_s=0.0, num_tokens=0)
+    replayed = performance_metrics(timings, idle, **sizes, num_devices=4)
     assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
 
 

@@ -1,12 +1,12 @@
-"""What --dry-run says of a run, which machines train and generate, and layouts that cannot be."""
+"""The placement that --dry-run prints, the machines that train and generate, and layouts that are refused."""
 
 import pytest
 
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
-from tests.tables import cases, pattern, said_once
-from tests.unit.config.run_configs import build, problems_of
+from tests.tables import cases, pattern
+from tests.unit.config.run_configs import build
 
 
 def lines_of(*overrides: str) -> list[str]:
@@ -88,39 +88,10 @@ CPU = "cluster.gpus_per_node=0"
         (("cluster.gpus_per_node=4", "cluster.num_nodes=2", COLOCATED), (8, 8)),
     ],
 )
-def test_one_node_is_divided_and_several_are_shared_out_whole(
-    overrides: tuple[str, ...], expected: tuple[int, int]
-) -> None:
+def test_one_node_is_divided_and_several_are_shared_out_whole(overrides, expected) -> None:
     config = build(APART, "cluster.worker_timeout_s=77", *overrides)
     assert (config.training_cluster.num_workers, config.generation_cluster.num_workers) == expected
     assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
-
-
-REFUSED = """
-RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
-APART & cluster.gpus_per_node=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
-APART & cluster.gpus_per_node=1
-    -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
-APART & cluster.gpus_per_node=8 & RESOURCES.gpus_per_node=8
-    -> RESOURCES.gpus_per_node
-       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node
-APART & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
-    -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
-APART & cluster.gpus_per_node=2 & RESOURCES.cpu_workers_per_node=1
-    -> RESOURCES.cpu_workers_per_node ... the cluster uses GPUs; set RESOURCES.gpus_per_node instead
-APART & cluster.gpus_per_node=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
-    -> RESOURCES.num_nodes ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
-APART & cluster.num_nodes=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
-APART & cluster.num_nodes=2 & RESOURCES.num_nodes=2
-    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
-APART & cluster.num_nodes=2 & cluster.gpus_per_node=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
-    -> RESOURCES.gpus_per_node ... whole ones generate, with all their 8 GPUs; leave it out
-""".replace("APART", APART).replace("RESOURCES", RESOURCES)
-
-
-@pytest.mark.parametrize(("overrides", "said"), cases(REFUSED))
-def test_a_division_that_cannot_be_is_refused_with_what_would_work(overrides: tuple[str, ...], said: str) -> None:
-    said_once(said, problems_of(*overrides))
 
 
 def megatron_lines(model: str, *layout: str) -> list[str]:
@@ -147,22 +118,3 @@ def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tupl
 def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
     lines = megatron_lines(model, "pipeline_model_parallel_size=4")
     assert "model not checked against the layout: its config.json is not on this machine" in lines
-
-
-OF_HF = """
-policy.dtensor_cfg.context_parallel_size=2 -> sequences cut over ranks
-policy.dtensor_cfg.pipeline_parallel_size=2 -> pipeline stages
-policy.dtensor_cfg.expert_parallel_size=2 -> experts on different ranks
-policy.dtensor_cfg.tensor_parallel_size=2 & policy.dtensor_cfg.sequence_parallel=true -> single tokens cut over ranks
-policy.generation.vllm_cfg.tensor_parallel_size=2 -> cut as policy.dtensor_cfg says
-policy.generation.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
-+policy.generation.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
-grpo.async_grpo.enabled=true -> nothing samples while the policy trains
-"""
-
-
-@pytest.mark.parametrize(("changes", "text"), cases(OF_HF))
-def test_what_generation_with_the_policys_own_model_cannot_is_refused(changes: tuple[str, ...], text: str) -> None:
-    two_ranks = ("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2", "policy.precision=float32")
-    with pytest.raises(ConfigError, match=pattern(text)):
-        build("policy.generation.backend=hf", *two_ranks, *changes)

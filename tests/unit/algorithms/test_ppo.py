@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def build(*overrides: str) -> PPOMasterConfig:
 
 
 class Run(FakeRun):
-    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1, **how: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1) -> None:
         calls: list[str] = []
         config = build(*small(folder, "ppo"), *BASE, *overrides)
         result = TrainResult(losses=[0.25], grad_norms=[2.0], learning_rates=[0.1], metrics=VALUE_METRICS)
@@ -42,7 +41,6 @@ class Run(FakeRun):
             config,
             lambda tools, parts: PPOTrainer(config, tools, parts, self.value, FLOPS),  # type: ignore[arg-type]
             calls=calls,
-            **how,
         )
 
 

@@ -1,4 +1,4 @@
-"""What is looked for before anything starts: models, environments, servers, and what a checkpoint shares with a run."""
+"""Checks before anything starts: models, environments, servers, and the identity of a checkpoint."""
 
 import json
 import re
@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
 from nemo_rl.algorithms.setup.serve import write_address
-from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import load_config
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
-from tests.tables import cases, lines, pattern
-from tests.unit.config.run_configs import build, problems_of
+from tests.tables import lines, pattern
+from tests.unit.config.run_configs import build
 from tests.unit.rollouts.test_openai_server import settings
 
 JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
@@ -42,10 +39,7 @@ type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
 
 
 @pytest.mark.parametrize(("section", "told"), lines(MISSING))
-def test_a_missing_input_is_named_with_its_key(
-    section: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_missing_input_is_named_with_its_key(section: str, told: str, alone: None, monkeypatch) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises((ValueError, FileNotFoundError), match=pattern(told)):
         check(section)
@@ -92,49 +86,6 @@ def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
     config = build(f"policy.model_name={there}")
     with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
         prepare_model(config.policy.at("value"), config.checkpointing)
-
-
-USED = "data.train={dataset_name: gsm8k, split_validation_size: 0.1, env_name: it}"
-PUZZLES = "data.train={dataset_name: sliding_puzzle, split_validation_size: 0.1, env_name: it}"
-LONGER = PUZZLES[:-1] + ", kwargs: {max_moves: 40}}"
-TOOLS = "+env.it={type: python_tools}"
-PUZZLE = "+env.it={type: sliding_puzzle_game}"
-
-
-def test_a_mistyped_environment_is_refused_where_it_is_used() -> None:
-    section = "+env.it={type: composit}"
-    assert "env.it.type: no environment 'composit'; did you mean composite?" in problems_of(section, USED)
-    build(section)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ((TOOLS, USED), "grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it"),
-        ((PUZZLE, PUZZLES, "grpo.max_rollout_turns=29"), "29 cuts games of env.it off before their 30 moves are made"),
-        ((PUZZLE, LONGER, "grpo.max_rollout_turns=30"), "set it to at least 40"),
-    ],
-)
-def test_episodes_that_cannot_end_in_their_turns_are_refused(overrides: tuple[str, ...], said: str) -> None:
-    assert said in problems_of(*overrides)
-
-
-CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
-VLLM = "policy.generation.vllm_cfg"
-WITHOUT_SERVER = f"""
-policy.generation.backend=hf -> policy.generation.backend=vllm
-grpo.replay_from=somewhere & grpo.val_period=0 & grpo.val_at_start=false -> replay_from
-cluster.gpus_per_node=2 & policy.precision=bfloat16 -> policy.generation.colocated.enabled=false
-{VLLM}.http_server.port=70000 -> http_server.port
-{VLLM}.http_server_serving_chat_kwargs.tool_parser=pythonic -> tool_parser
-{VLLM}.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning_parser
-"""
-
-
-@pytest.mark.parametrize(("overrides", "said"), cases(WITHOUT_SERVER))
-def test_what_does_not_work_with_a_server_is_refused_before_anything_starts(overrides: tuple[str, ...], said: str):
-    with pytest.raises(ConfigError, match=pattern(said)):
-        load_config(GRPOMasterConfig, CPU_CONFIG, [f"{VLLM}.expose_http_server=true", *overrides])
 
 
 def test_the_token_is_random_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch):

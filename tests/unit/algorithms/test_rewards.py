@@ -6,7 +6,7 @@ from nemo_rl.algorithms.config.grpo import GRPOConfig
 from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig
 from nemo_rl.algorithms.plan.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
 from nemo_rl.types import GroupHandle, SampleStatus
-from tests.unit.algorithms.handles import handle, rewarded, sample
+from tests.fakes import handle, rewarded, sample
 
 
 def grpo(**changes: Any) -> GRPOConfig:
@@ -42,26 +42,27 @@ def test_stop_properly_penalty_replaces_the_overlong_one():
 
 
 def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
-    """Scaled, not shaped; those of a failed episode are out. Without, a branch has its share of the episode's."""
+    """They are scaled, not shaped, and a failed episode's are left out. A branch without one shares the episode's."""
     scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 10.0}
     cfg = grpo(reward_scaling=scaling)
     branched, failed = sample(1.0, generated=10), sample(0.0, SampleStatus.FAILED)
     branched.branches = [sample(generated=3), sample(generated=4)]
     (shared,) = score_groups([handle(branched, failed)], cfg)
-    assert shared.for_estimator()[0].rewards == [10.0, 0.0] and shared.for_estimator()[0].num_loss_tokens == [17, 0]
+    [compared] = shared.compared_rewards()
+    assert compared.rewards == [10.0, 0.0] and compared.num_loss_tokens == [17, 0]
     branched.branches[1].credit = 0.5
-    assert shared.of_rows([[2.0, 0.0]]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
+    assert shared.row_advantages([[2.0, 0.0]]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
     branched.branches[0].own_reward, failed.own_reward = 0.5, 0.7
     (own,) = score_groups([handle(branched, failed)], cfg)
-    [compared] = own.for_estimator()
+    [compared] = own.compared_rewards()
     assert (*compared.rewards,) == (0.0, 5.0, 0.0, 0.0) and (*compared.valid,) == (True, True, True, False)
     assert (*compared.num_loss_tokens,) == (10, 3, 4, 0)
-    assert own.of_rows([[1.0, 2.0, 3.0, 4.0]]) == [1.0, 4.0, 2.0, 3.0]
+    assert own.row_advantages([[1.0, 2.0, 3.0, 4.0]]) == [1.0, 4.0, 2.0, 3.0]
     assert own.row_masks == [1.0, 0.0, 1.0, 1.0]
     branched.branches[1].role = "black"
     (roles,) = score_groups([handle(branched, failed)], cfg)
-    assert [(*of_role.num_loss_tokens,) for of_role in roles.for_estimator()] == [(10, 3, 0), (4,)]
-    assert roles.of_rows([[1.0, 2.0, 3.0], [4.0]]) == [1.0, 3.0, 2.0, 4.0], "rows are compared within their role"
+    assert [(*of_role.num_loss_tokens,) for of_role in roles.compared_rewards()] == [(10, 3, 0), (4,)]
+    assert roles.row_advantages([[1.0, 2.0, 3.0], [4.0]]) == [1.0, 3.0, 2.0, 4.0], "rows are compared within their role"
 
 
 def test_masks():
@@ -82,7 +83,7 @@ def test_scoring_scales_before_shaping_and_leaves_failures_alone():
     )
     assert scored.rewards == [20.0, 10.0, 0.0]
     assert scored.masks == [1.0, 0.0, 0.0]
-    [rewards] = scored.for_estimator()
+    [rewards] = scored.compared_rewards()
     assert list(rewards.valid) == [True, True, False]
     assert list(rewards.num_loss_tokens) == [10, 0, 0]  # the filtered sample's reward counts, its tokens do not
 

@@ -14,9 +14,9 @@ from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTok
 from nemo_rl.algorithms.trainers.metrics import packing_metrics
 from nemo_rl.config.rules import round_up
 from nemo_rl.data.packing import PackingAlgorithm
-from nemo_rl.models.policy.config import RolloutPolicyConfig, check_batching
+from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample
-from tests.unit.algorithms.handles import handle, sample
+from tests.fakes import handle, sample
 from tests.unit.config.run_configs import build
 
 LONGEST = 99
@@ -250,7 +250,7 @@ def test_a_packed_sample_longer_than_any_micro_batch_is_refused_with_its_key():
 
 
 def policy(**changes: Any) -> RolloutPolicyConfig:
-    """Of the minimal run, with some sections or values replaced."""
+    """The policy of the minimal run, with some sections or values replaced."""
     return RolloutPolicyConfig.model_validate(build().policy.model_dump() | changes)
 
 
@@ -262,21 +262,3 @@ def test_batching_of_a_policy():
     packing = policy(**sizes, sequence_packing={"enabled": True, "train_mb_tokens": 4096})
     want = packed(4096, 3066, algorithm="modified_first_fit_decreasing")
     assert Batching.of(packing, quadratic_weight=0.01) == want
-
-
-def problems(**changes: Any) -> dict[str, str]:
-    return {key.removeprefix("policy."): text for key, text in check_batching(policy(**changes), 8, fix="use 8")}
-
-
-def test_sizes_that_cannot_work_are_named():
-    assert problems() == {}
-    assert problems(train_global_batch_size=12)["train_global_batch_size"].endswith("8 training ranks; use 8")
-    assert "these would: 1, 2, 4, 8" in problems(train_micro_batch_size=3)["train_micro_batch_size"]
-    stages = {"pipeline_parallel_size": 3, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}
-    assert "a multiple of 24" in problems(dtensor_cfg=stages)["train_global_batch_size"]
-    sizes = {"max_total_sequence_length": 512, "train_micro_batch_size": 3}
-    assert problems(**sizes, sequence_packing={"enabled": True}) == {}, "micro-batches need not divide"
-    assert problems(dynamic_batching={"enabled": False, "train_mb_tokens": 5}) == {}
-    small = problems(**sizes, dynamic_batching={"enabled": True, "logprob_mb_tokens": 500})
-    assert list(small) == ["dynamic_batching.logprob_mb_tokens"]
-    assert "at least 512" in small["dynamic_batching.logprob_mb_tokens"]

@@ -1,7 +1,6 @@
-"""What a run records of its rollouts, and training again from it; fakes in place of workers."""
+"""The record of a run's rollouts, and training again from it; fakes in place of workers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -14,7 +13,7 @@ from nemo_rl.algorithms.trainers.rollout_recorder import check_record
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
-from tests.fakes import FakeRollouts
+from tests.fakes import FakeRollouts, handle
 from tests.unit.algorithms.fake_runs import FakeRun, alternate, small
 from tests.unit.config.run_configs import build
 
@@ -64,15 +63,10 @@ class Replaying(RecordedRollouts):
         return 0
 
     def load(self, folder: Path) -> list[GroupHandle]:
-        handles = []
-        for group in read_groups(folder)[0]:
-            samples = [sample.meta for sample in group.samples]
-            handles.append(
-                GroupHandle(
-                    group_id=group.group_id, prompt_id=group.prompt_id, task_name="t", ref=None, samples=samples
-                )
-            )
-        return handles
+        return [
+            handle(*(sample.meta for sample in group.samples), name=group.group_id, prompt=group.prompt_id)
+            for group in read_groups(folder)[0]
+        ]
 
 
 class Run(FakeRun):
@@ -80,13 +74,13 @@ class Run(FakeRun):
 
     def __init__(self, folder: Path, *overrides: str, reward: Any = alternate, rollouts: Any = None) -> None:
         config = build(*small(folder, "grpo"), *overrides)
+        calls: list[str] = []
 
         def make(tools: Any, parts: Any) -> GRPOTrainer:
             tools.identity = IDENTITY
-            changed = rollouts or Recording(reward, parts.rollouts.calls)
-            return GRPOTrainer(config, tools, replace(parts, rollouts=changed))
+            return GRPOTrainer(config, tools, parts)
 
-        super().__init__(folder, config, make, reward=reward)
+        super().__init__(folder, config, make, calls=calls, rollouts=rollouts or Recording(reward, calls))
 
 
 def recording(root: Path) -> tuple[str, ...]:

@@ -16,11 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.supervised import (
-    DPOMasterConfig,
-    SFTMasterConfig,
-    SupervisedMasterConfig,
-)
 from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
@@ -30,25 +25,17 @@ from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.types import (
-    Example,
-    ExampleGroup,
-    ExampleHandle,
-    ExampleMeta,
-    LossFunction,
-    Prompt,
-    RowKey,
-)
+from nemo_rl.types import BatchPlan, Example, ExampleGroup, ExampleHandle, ExampleMeta, LossFunction, Prompt, RowKey
 from tests.fakes import FakePolicy, keys_of_plan, run_tools
 from tests.unit.algorithms.fake_runs import FLOPS
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 ROWS_PER_GROUP = 3
 Rows = Sequence[Mapping[str, Any]]
 
 
 def make(prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
-    """Of {"lengths": (n, ...), "problem": kind or None}: sequences of ids 1, 2, ..., whose last two carry loss."""
+    """Sequences of ids 1, 2, ... from a row {"lengths": (n, ...), "problem": kind or None}; the last two carry loss."""
     problem = prompt.row.get("problem")
     examples = [
         Example(
@@ -100,45 +87,29 @@ def prompts(name: str, rows: Rows) -> list[Prompt]:
     return list(dataset(name, rows))
 
 
+def counted(plan: BatchPlan) -> list[tuple[RowKey, Example]]:
+    """The rows of a plan that count."""
+    planned = [sample for rank in plan.ranks for batch in rank.train[0] for sample in batch if sample.mask]
+    return [((g, i), plan.groups[g][0].samples[i]) for sample in planned for g, i in sample.keys]
+
+
+def trained(policy: FakePolicy) -> list[list[str]]:
+    """The samples of each plan that count."""
+    return [sorted(row.sample_id for _, row in counted(plan)) for plan in policy.plans]
+
+
 class RowPolicy(FakePolicy):
     """The logprob of a token is minus a hundredth of its id, the loss of a token is its id, of a pair 1."""
-
-    def counted(self) -> list[tuple[RowKey, Example]]:
-        """The rows of the loaded plan that count."""
-        plan = self.plans[-1]
-        planned = [sample for rank in plan.ranks for batch in rank.train[0] for sample in batch if sample.mask]
-        return [((g, i), plan.groups[g][0].samples[i]) for sample in planned for g, i in sample.keys]
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
         self.note(f"sum {column}")
         sums = dict.fromkeys(keys_of_plan(self.plans[-1]), 0.0)
-        return sums | {key: -row.token_ids[row.token_mask].sum() / 100 for key, row in self.counted()}
+        return sums | {key: -row.token_ids[row.token_mask].sum() / 100 for key, row in counted(self.plans[-1])}
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
         self.note("evaluate")
-        ids = np.concatenate([row.token_ids[row.token_mask] for _, row in self.counted()])
+        ids = np.concatenate([row.token_ids[row.token_mask] for _, row in counted(self.plans[-1])])
         return {"loss": ids.mean(), "global_valid_toks": float(len(ids))}
-
-
-def parts(
-    config: SupervisedMasterConfig, rows: Rows, validation: Mapping[str, Rows], *, is_streamed: bool = False
-) -> SupervisedParts:
-    """Rows to learn from, and validation sets by name."""
-    source = PromptDataLoader(dataset("d", rows), config.policy.train_global_batch_size, seed=1)
-    return SupervisedParts(
-        policy=RowPolicy(),  # type: ignore[arg-type]
-        loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
-        num_batches=None if is_streamed else source.num_batches,
-        validation={name: partial(handles, prompts(name, own)) for name, own in validation.items()},
-        flops=FLOPS,
-    )
-
-
-def go(trainer: SupervisedTrainer) -> list[dict[str, Any]]:
-    """The whole run; its rows of metrics.jsonl."""
-    trainer.start()
-    trainer.train()
-    return [json.loads(line) for line in (trainer.tools.logger.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 BASE = (
@@ -151,42 +122,41 @@ TWELVE: Rows = [{"lengths": (5 + i % 4,)} for i in range(12)]
 
 
 class Run:
-    """An SFT run with fakes in a folder."""
+    """A run with fakes in a folder: rows to learn from, and validation sets by name."""
 
     def __init__(
         self,
         folder: Path,
         *overrides: str,
+        kind: str = "sft",
         rows: Rows = TWELVE,
         validation: Mapping[str, Rows] | None = None,
-        **how: Any,
+        is_streamed: bool = False,
     ) -> None:
-        checkpoints = f"checkpointing.checkpoint_dir={folder / 'c'}"
-        fixed = [*BASE, "sft.val_at_start=false", "sft.val_period=0", checkpoints]
-        config = load_config(SFTMasterConfig, CONFIGS / "sft_cpu.yaml", [*fixed, *overrides])
+        fixed = [*BASE, f"{kind}.val_at_start=false", f"{kind}.val_period=0"]
+        fixed.append(f"checkpointing.checkpoint_dir={folder / 'c'}")
+        config = load_config(MASTERS[kind], CONFIGS / f"{kind}_cpu.yaml", [*fixed, *overrides])
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
-        made = parts(config, rows, validation or {}, **how)
-        self.trainer = SupervisedTrainer(config, tools, made, NLLLoss(), Logprobs(filtered=False))
-        assert isinstance(made.policy, RowPolicy)
-        self.policy: RowPolicy = made.policy
+        source = PromptDataLoader(dataset("d", rows), config.policy.train_global_batch_size, seed=1)
+        self.policy: Any = RowPolicy()
+        parts = SupervisedParts(
+            policy=self.policy,
+            loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
+            num_batches=None if is_streamed else source.num_batches,
+            validation={name: partial(handles, prompts(name, own)) for name, own in (validation or {}).items()},
+            flops=FLOPS,
+        )
+        if kind == "dpo":
+            self.trainer: SupervisedTrainer = DPOTrainer(config, tools, parts, None)
+        else:
+            self.trainer = SupervisedTrainer(config, tools, parts, NLLLoss(), Logprobs(filtered=False))
 
     def go(self) -> list[dict[str, Any]]:
-        return go(self.trainer)
-
-
-def trained(policy: RowPolicy) -> list[list[str]]:
-    """The samples of each plan that count."""
-    counted = [
-        [
-            plan.groups[sample.group][0].samples[sample.index].sample_id
-            for rank in plan.ranks
-            for batch in rank.train[0]
-            for sample in batch
-            if sample.mask
-        ]
-        for plan in policy.plans
-    ]
-    return [sorted(ids) for ids in counted]
+        """The whole run; its rows of metrics.jsonl."""
+        self.trainer.start()
+        self.trainer.train()
+        metrics = self.trainer.tools.logger.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 # -- the step
@@ -203,11 +173,10 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
 
 
 def test_dpo_asks_the_reference_before_it_learns(tmp_path):
-    keys = ["checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"]
-    config = load_config(DPOMasterConfig, CONFIGS / "dpo_cpu.yaml", [*BASE, *keys])
-    made: Any = parts(config, [{"lengths": (5, 4)}] * 4, {})
-    go(DPOTrainer(config, run_tools(tmp_path, config.checkpointing)[0], made, None))
-    assert made.policy.calls == ["load", "reference", "sum reference_policy_logprobs", "train"]
+    one = ("dpo.max_num_steps=1", "checkpointing.enabled=false")
+    run = Run(tmp_path, *one, kind="dpo", rows=[{"lengths": (5, 4)}] * 4)
+    run.go()
+    assert run.policy.calls == ["load", "reference", "sum reference_policy_logprobs", "train"]
 
 
 def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
@@ -251,7 +220,8 @@ def test_every_row_is_planned_once_and_copies_are_masked(lengths, num_ranks, mul
     assert len(keys) == len(set(keys)), "a copy is a row of its own"
     assert {len(rank.train[0]) for rank in plan.ranks} == {len(plan.ranks[0].train[0])}
     assert len(plan.ranks[0].train[0]) % multiple == 0
-    assert trained(policy)[-1] == sorted(f"d:{i}/0" for i, row in enumerate(rows) if not row["problem"])
+    sound = [(i, len(row["lengths"])) for i, row in enumerate(rows) if not row["problem"]]
+    assert trained(policy)[-1] == sorted(f"d:{i}/{number}" for i, size in sound for number in range(size))
 
 
 # -- validation

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite
-from tests.fakes import FakePolicy, checkpoints_in, run_tools
+from tests.fakes import FakePolicy, checkpoints_in, result, run_tools
 
 
 class Position:
@@ -205,13 +205,6 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
 # -- several policies
 
 
-def result(loss: float = 0.5, norm: float = 1.0, skipped: int = 0, samples: tuple[str, ...] = ()) -> TrainResult:
-    metrics = {"loss": loss, "global_valid_toks": 24.0}
-    made = TrainResult(losses=[loss], grad_norms=[norm], learning_rates=[0.1], metrics=metrics)
-    made.num_skipped_steps, made.nonfinite_samples = skipped, list(samples)
-    return made
-
-
 class TwoPolicies(FakeTrainer):
     """A policy and a critic. `error` is raised once, in step 3."""
 
@@ -226,10 +219,8 @@ class TwoPolicies(FakeTrainer):
     ) -> None:
         self.calls: list[str] = []
         self.errors = {} if error is None else {3: error}
-        policies: Any = [
-            FakePolicy([result()], self.calls, name_prefix="policy"),
-            FakePolicy(results or [result()], self.calls, name_prefix="value"),
-        ]
+        critic = FakePolicy(results or [result()], self.calls, name_prefix="value")
+        policies: Any = [FakePolicy(calls=self.calls), critic]
         super().__init__(
             folder, num_steps=num_steps, policies=policies, at_step=self.learn, save_period=2, async_save=is_async
         )

@@ -1,6 +1,7 @@
 """The configuration of every kind of run, and the smallest one of GRPO, to vary in tests."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
@@ -10,6 +11,9 @@ from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
 from nemo_rl.evals.config import EvalMasterConfig
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "examples" / "configs"
 
 MASTERS: dict[str, Any] = {
     "distillation": DistillationMasterConfig,

@@ -1,19 +1,21 @@
-"""Values that do not fit together: each is refused with what would work."""
+"""Values that do not fit together, or not to the devices: each is refused with what would work."""
+
+from pathlib import Path
 
 import pytest
 
 from tests.tables import FINE, cases, said_once
 from tests.unit.config.run_configs import build, problems_of
-
-
-def test_the_minimal_run_is_fine() -> None:
-    assert build().grpo.num_samples_per_step == 512
-
+from tests.unit.generation.configs import generation_config
+from tests.unit.policy.models import save_model
 
 CASES = """
+policy.train_global_batch_size=512 -> fine
 policy.train_global_batch_size=500 -> these would: 16, 32, 64, 128, 256, 512
 policy.train_global_batch_size=2 & GPUS=4 & policy.train_micro_batch_size=1
     -> 2 cannot be shared by 4 training ranks; these would: 4, 8, 16
+GPUS=3 & DTENSOR.pipeline_parallel_size=3 & DTENSOR.pipeline={schedule: interleaved_1f1b, stages_per_rank: 2}
+    -> policy.train_global_batch_size ... is a multiple of 3
 GPUS=0 & cluster.cpu_workers_per_node=3
     -> policy.train_global_batch_size ... by 3 training ranks; make it and grpo.num_prompts_per_step (now
 policy.train_micro_batch_size=3 & GPUS=2 & cluster.num_nodes=2
@@ -35,6 +37,8 @@ policy.sequence_packing={enabled: true, train_mb_tokens: 500}
     -> policy.sequence_packing.train_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 policy.dynamic_batching={enabled: true, logprob_mb_tokens: 500}
     -> policy.dynamic_batching.logprob_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
+policy.dynamic_batching={enabled: false, train_mb_tokens: 5} -> fine
+policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true -> fine
 GENERATION.max_new_tokens=1024 -> 1024 is more than policy.max_total_sequence_length=512
 data.max_input_seq_length=600 -> use at most that
 loss_fn.force_on_policy_ratio=true & policy.train_global_batch_size=128
@@ -103,8 +107,96 @@ ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
 +GENERATION.vllm_kwargs.seed=1 -> engines have those of the run; remove the key
 +GENERATION.vllm_kwargs.load_format=auto -> the library decides it; remove the key
+HF & DTENSOR.context_parallel_size=2 -> sequences cut over ranks
+HF & DTENSOR.pipeline_parallel_size=2 -> pipeline stages
+HF & DTENSOR.expert_parallel_size=2 -> experts on different ranks
+HF & DTENSOR.tensor_parallel_size=2 & DTENSOR.sequence_parallel=true -> single tokens cut over ranks
+HF & GENERATION.vllm_cfg.tensor_parallel_size=2 -> cut as policy.dtensor_cfg says
+HF & GENERATION.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
+HF & +GENERATION.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
+HF & grpo.async_grpo.enabled=true -> nothing samples while the policy trains
+RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
+APART & cluster.gpus_per_node=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
+APART & cluster.gpus_per_node=1
+    -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
+APART & cluster.gpus_per_node=8 & RESOURCES.gpus_per_node=8
+    -> RESOURCES.gpus_per_node
+       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node
+APART & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
+    -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
+APART & cluster.gpus_per_node=2 & RESOURCES.cpu_workers_per_node=1
+    -> RESOURCES.cpu_workers_per_node ... the cluster uses GPUs; set RESOURCES.gpus_per_node instead
+APART & cluster.gpus_per_node=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
+    -> RESOURCES.num_nodes ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
+APART & cluster.num_nodes=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
+APART & cluster.num_nodes=2 & RESOURCES.num_nodes=2
+    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
+APART & cluster.num_nodes=2 & cluster.gpus_per_node=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
+    -> RESOURCES.gpus_per_node ... whole ones generate, with all their 8 GPUs; leave it out
+SERVER & GENERATION.backend=hf -> GENERATION.backend=vllm
+SERVER & grpo.replay_from=somewhere & grpo.val_period=0 & grpo.val_at_start=false -> no engine is started with
+SERVER & GPUS=2 & policy.precision=bfloat16 -> GENERATION.colocated.enabled=false
+SERVER & ENGINE.http_server.port=70000 -> http_server.port
+SERVER & ENGINE.http_server_serving_chat_kwargs.tool_parser=pythonic -> tool_parser
+SERVER & ENGINE.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning_parser
++env.it={type: composit} -> fine
++env.it={type: composit} & DATASET=gsm8k -> env.it.type: no environment 'composit'; did you mean composite?
++env.it={type: python_tools} & DATASET=gsm8k
+    -> grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it
++env.it={type: sliding_puzzle_game} & DATASET=sliding_puzzle & grpo.max_rollout_turns=29
+    -> 29 cuts games of env.it off before their 30 moves are made
++env.it={type: sliding_puzzle_game} & DATASET=sliding_puzzle & +data.train.kwargs.max_moves=40
+    & grpo.max_rollout_turns=30 -> set it to at least 40
 """
+OF_MEGATRON = """
+cluster.num_nodes=1 -> fine
+GPUS=0 -> fine
+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}} -> policy.optimizer ... megatron_cfg.optimizer
+CFG.tensor_model_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 training ranks; these would: 1, 2, 4, 8
+CFG.expert_model_parallel_size=8 & CFG.pipeline_model_parallel_size=2 & GPUS=8
+    -> expert_model_parallel_size=8 does not divide the 4 ranks of a pipeline stage ... these would: 1, 2, 4
+CFG.context_parallel_size=2 & policy.max_total_sequence_length=510 & GPUS=2
+    -> CFG.context_parallel_size ... 2 ranks hold 4 equal chunks of every sequence ... 508 and 512 are
+CFG.pipeline_model_parallel_size=4 & CFG.virtual_pipeline_model_parallel_size=2 & policy.train_micro_batch_size=1
+    & policy.train_global_batch_size=2 & GPUS=4 -> policy.train_global_batch_size ... is a multiple of 4
+GPUS=0 & CFG.attention_backend=flash -> CFG.attention_backend ... set it to auto
+CFG.recompute_modules=[attention] -> CFG.recompute_modules.0 ... 'core_attn'
+CFG.moe_shared_expert_overlap=true & CFG.moe_token_dispatcher_type=allgather
+    -> CFG.moe_token_dispatcher_type ... needs alltoall
+IN_FP8 & policy.precision=float32 -> CFG.fp8_cfg.enabled ... set that to bfloat16
+IN_FP8 & CFG.fp8_cfg.fp8_param=true -> CFG.fp8_cfg.fp8_param ... still multiplies in FP8
+IN_FP8 & CFG.moe_token_dispatcher_type=allgather -> CFG.moe_token_dispatcher_type ... set it to alltoall
+IN_FP8 & CFG.fp8_cfg.fp8_recipe=delayed & CFG.activation_checkpointing=true
+    & CFG.recompute_granularity=selective & CFG.recompute_modules=[layernorm]
+    -> CFG.fp8_cfg.fp8_recipe ... set tensorwise or blockwise
+IN_FP8 & GENERATION.backend=megatron -> products in FP8 where the policy's own workers generate
+checkpointing.model_save_format=safetensors -> checkpointing.model_save_format ... set it to torch_save
+GENERATION.backend=hf -> set policy.dtensor_cfg.enabled=true and CFG.enabled=false, or
+GENERATION.backend=megatron & GENERATION.vllm_cfg.tensor_parallel_size=2 -> cut as CFG says
+GENERATION.backend=megatron & CFG.pipeline_model_parallel_size=2 & GPUS=2
+    -> pipeline stages where the policy's own workers generate
+policy.router_replay.enabled=true & GENERATION.backend=megatron
+    -> does not say which experts a token went through; set it to false, or GENERATION.backend=vllm
+policy.router_replay.enabled=true & GENERATION.vllm_cfg.enable_prefix_caching=false
+    -> only with a prefix cache; set it to true
+policy.router_replay.enabled=true & GENERATION.vllm_cfg.pipeline_parallel_size=2 & GPUS=2
+    -> engines of one stage alone return the experts of tokens
+GENERATION.backend=megatron & +GENERATION.mcore_generation_config.num_speculative_tokens=2 -> not supported yet
+policy.logprob_chunk_size=1024 & CFG.linear_ce_fusion_chunk_size=512 -> is not policy.logprob_chunk_size=1024
+GPUS=8 & CFG.tensor_model_parallel_size=4 & CFG.pipeline_model_parallel_size=3
+    -> command line: CFG.pipeline_model_parallel_size=3:
+       ... with tensor_model_parallel_size=4, pipeline_model_parallel_size may be 1, 2
+"""
+ON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null")
+REPLAY = "policy.router_replay.enabled=true"
 SHORT = {
+    "IN_FP8": "CFG.fp8_cfg.enabled=true",
+    "CFG": "policy.megatron_cfg",
+    "SERVER": "GPUS=0 & policy.precision=float32 & ENGINE.expose_http_server=true",
+    "DATASET": "data.default.env_name=it & data.train.dataset_name",
+    "HF": "GENERATION.backend=hf & GPUS=0 & cluster.cpu_workers_per_node=2 & policy.precision=float32",
+    "APART": "GENERATION.colocated.enabled=false",
+    "RESOURCES": "GENERATION.colocated.resources",
     "EAGLE3": "+GENERATION.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 2",
     "ENGINE": "GENERATION.vllm_cfg",
     "GENERATION": "policy.generation",
@@ -113,7 +205,10 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), cases(CASES, SHORT))
+WITH_MEGATRON = [((*ON, *overrides), said) for overrides, said in cases(OF_MEGATRON, SHORT)]
+
+
+@pytest.mark.parametrize(("overrides", "said"), [*cases(CASES, SHORT), *WITH_MEGATRON])
 def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
     if said == FINE:
         build(*overrides)
@@ -134,3 +229,50 @@ def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> 
     build(*train, *metric)
     text = problems_of(*train, "checkpointing.metric_name=val:lookup/accuracy", "data.train.env_name=maths")
     assert "no section env.maths" in text and "lookup#2" not in text and "metric_name" not in text
+
+
+# -- Megatron
+
+
+def test_routing_replay_is_fine_with_vllm_and_has_metrics() -> None:
+    names = {"moe/replayed_fraction", "moe/replay_agreement"}
+    assert not names & build(*ON).train_metrics
+    assert names <= build(*ON, REPLAY).train_metrics
+    build(
+        *ON, REPLAY, "cluster.gpus_per_node=0", "policy.generation.vllm_cfg.enable_prefix_caching=false"
+    )  # engines on CPUs have no cache
+
+
+def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:
+    keys = "{buffer_size_gb: 10, num_cuda_graphs: 4, max_tokens: 16384, enable_prefix_caching: false}"
+    generation = "policy.generation"
+    config = build(*ON, f"{generation}.backend=megatron", f"+{generation}.mcore_generation_config={keys}")
+    assert config.policy.generation.mcore_generation_config.max_batch_size == 64
+
+
+def test_the_values_of_another_optimizer_are_carried_over() -> None:
+    kwargs = "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}"
+    said = problems_of(*ON[:2], kwargs)
+    for value in ("lr=0.0003", "weight_decay=0.1", "adam_beta1=0.9", "adam_beta2=0.95", "adam_eps=0.5"):
+        assert f"policy.megatron_cfg.optimizer.{value}" in said
+
+
+@pytest.mark.parametrize(("name", "shards"), [("adam", True), ("sgd", False), ("muon", False), ("dist_muon", False)])
+def test_the_state_is_sharded_where_the_optimizer_can(name: str, shards: bool) -> None:
+    chosen = f"policy.megatron_cfg.optimizer.optimizer={name}"
+    assert build(*ON[:2], chosen).policy.megatron_cfg.optimizer.shards_optimizer == shards
+    if not shards:
+        said = problems_of(*ON[:2], chosen, "policy.megatron_cfg.optimizer.use_distributed_optimizer=true")
+        assert f"policy.megatron_cfg.optimizer.optimizer={name}); set it to null or false" in said
+
+
+@pytest.mark.slow
+def test_what_vllm_is_told_of_fp8(tmp_path: Path) -> None:
+    from nemo_rl.models.generation.interfaces import EngineSettings
+    from nemo_rl.models.generation.vllm.startup import engine_args
+
+    save_model("deep", tmp_path)
+    cfg = generation_config(64, vllm_cfg={"precision": "fp8", "kv_cache_dtype": "fp8_per_token_head"})
+    settings = EngineSettings(model=str(tmp_path), tokenizer=str(tmp_path), cfg=cfg, device="cuda", seed=0)
+    told = engine_args(settings, {})
+    assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")

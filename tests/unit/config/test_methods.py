@@ -10,7 +10,8 @@ import yaml
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
-from tests.unit.config.test_recipes import CONFIGS, ROOT, dry_run
+from tests.unit.config.run_configs import CONFIGS, ROOT
+from tests.unit.config.test_recipes import dry_run
 
 RECIPES = sorted((CONFIGS / "recipes" / "methods").glob("*.yaml"))
 # Scripts of what is not a run of run_grpo_math.py, and has a twin in examples/configs.

@@ -9,6 +9,7 @@ import yaml
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
+from tests.tables import lines
 from tests.unit.config.run_configs import MINIMAL, build, problems_of
 
 
@@ -55,20 +56,27 @@ def test_deleting_goes_back_to_the_default_or_removes_an_entry() -> None:
     assert "is 42, not 3" in problems_of("~grpo.seed=3")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("grpo.ratio_clip_min=0.1", "unknown key; the nearest valid key is loss_fn.ratio_clip_min"),
-        ("+grpo.sed=1", "unknown key; the nearest valid key is grpo.seed"),
-        ("~grpo.sed", "unknown key; the nearest valid key is grpo.seed"),
-        ("env.mth.num_workers=1", "no such entry, the nearest is env.math.num_workers; to add it, write +env.mth.num"),
-        ("grpo.seed=1,2", "one value at a time"),
-        ("grpo.seed", "write section.key=value"),
-        ("grpo.seed.x=1", "unknown key"),
-        ("+grpo.seed.x=1", "goes through a value that is not a section"),
-        ("data.train@x=1", "'@' has no meaning here"),
-    ],
-)
+# The last ones are like no other key; `policy.generation.rank` has the letters of data.train, not its meaning.
+MISTAKES = """
+grpo.ratio_clip_min=0.1 -> unknown key; the nearest valid key is loss_fn.ratio_clip_min
+loss_fn.ratio_clip_mim=1 -> unknown key; the nearest valid key is loss_fn.ratio_clip_min
+cluster.num_of_nodes=1 -> unknown key; the nearest valid key is cluster.num_nodes
+policy.temperature=1 -> unknown key; the nearest valid key is policy.generation.temperature
+checkpoint.enabled=true -> unknown key; the nearest valid key is checkpointing.enabled
++grpo.sed=1 -> unknown key; the nearest valid key is grpo.seed
+~grpo.sed -> unknown key; the nearest valid key is grpo.seed
+env.mth.num_workers=1 -> no such entry, the nearest is env.math.num_workers; to add it, write +env.mth.num
+grpo.seed=1,2 -> one value at a time
+grpo.seed -> write section.key=value
+grpo.seed.x=1 -> unknown key
++grpo.seed.x=1 -> goes through a value that is not a section
+data.train@x=1 -> '@' has no meaning here
+policy.generation.rank=1 -> unknown key; policy.generation has backend, max_new_tokens,
+data.train.0.zzz=1 -> unknown key; data.train has dataset_name, data_path,
+"""
+
+
+@pytest.mark.parametrize(("override", "message"), lines(MISTAKES))
 def test_mistakes(override: str, message: str) -> None:
     error = problems_of(override)
     assert error.startswith(f"command line: {override}: ")

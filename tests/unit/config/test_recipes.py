@@ -17,11 +17,9 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.dtensor.checks import check_layout
-from nemo_rl.models.policy.layout import stage_layers, training_sizes
-from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
+from nemo_rl.models.policy.layout import training_sizes
+from tests.unit.config.run_configs import CONFIGS, ROOT
 
-ROOT = Path(__file__).parents[3]
-CONFIGS = ROOT / "examples" / "configs"
 RECIPES = [
     *sorted((CONFIGS / "recipes" / "llm").glob("*.yaml")),
     *(CONFIGS / f"grpo_math_{model}_megatron.yaml" for model in ("8B", "70B", "qwen30ba3b")),
@@ -60,7 +58,7 @@ MODELS: dict[str, PretrainedConfig] = {
 
 
 def dry_run(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *given: Any) -> str:
-    """What the command's own main function prints."""
+    """The output of the command's own main function."""
     monkeypatch.setattr(sys, "argv", [str(word) for word in (script, *given, "--dry-run")])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(script), run_name="__main__")
@@ -76,7 +74,7 @@ def case(request) -> tuple[Path, GRPOMasterConfig, PretrainedConfig]:
 
 
 def test_dry_run_proves_the_placement(case, tmp_path, capsys, monkeypatch) -> None:
-    """Of a model directory without weights: every training rank has a GPU and a place in the layout of its own."""
+    """Every training rank has a GPU and a place in the layout of its own. The model directory has no weights."""
     path, config, model = case
     (tmp_path / "config.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
     script = ROOT / "examples" / "run_grpo_math.py"
@@ -112,12 +110,7 @@ OF_DEEPSEEK = (
 def test_layout_lengths_and_budgets_fit_the_published_model(case) -> None:
     _, config, model = case
     policy = config.policy
-    if policy.megatron_cfg.enabled:
-        check_tensor_parallel(policy.megatron_cfg, model)
-        check_experts(policy, model)
-        check_rope(policy, model)
-        assert stage_layers(policy.megatron_cfg, model.num_hidden_layers)
-    else:
+    if not policy.megatron_cfg.enabled:  # the dry run checks Megatron's
         check_layout(policy, model)
     assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
     longest = policy.max_total_sequence_length

@@ -54,9 +54,7 @@ def remarks_of(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
-def test_one_dataset_for_all_becomes_training_validation_and_defaults(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_dataset_for_all_becomes_training_validation_and_defaults(tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         config = load(tmp_path, V0_5)
     (dataset,) = config.data.train
@@ -209,7 +207,8 @@ env: {should_use_nemo_gym: true, nemo_gym: {uv_venv_dir: "${oc.env:NOT_SET}/gym"
 data: {train: {dataset_name: NemoGymDataset}} -> NeMo-Gym
 policy: {quant_cfg: a, generation: {quant_cfg: a}} -> quantisation-aware training
 env: {daily-omni: {num_workers: 1}} -> environments of video and sound
-policy: {precision: float16} -> training in float16
+grpo: {adv_estimator: {name: raw_reward}} -> other estimators of advantages
+data: {use_multiple_dataloader: true} -> several data loaders
 policy: {generation: {vllm_kwargs: {speculative_config: {method: eagle}}}} & grpo: {penalize_invalid_tool_call: true}
     -> drafts of EAGLE before version 3, penalties for malformed answers
 """
@@ -240,9 +239,7 @@ grpo: {} & loss_fn: {truncated_importance_sampling_type: seq-mask-tis} -> here t
 
 
 @pytest.mark.parametrize(("given", "said"), cases(REMARKS))
-def test_numbers_that_differ_at_equal_keys_are_said(
-    given: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_that_differ_at_equal_keys_are_said(given, said, caplog) -> None:
     tree = {"policy": {"dtensor_cfg": {"_v2": True}}, "checkpointing": {"metric_name": None}}
     tree = merged(MINIMAL if given[0].startswith("grpo") else {}, tree, *map(yaml.safe_load, given))
     with caplog.at_level(logging.WARNING):

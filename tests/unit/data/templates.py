@@ -5,70 +5,69 @@ from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
 
+
+def chat(message: str, header: str = "", begin: str = "") -> str:
+    """The template that writes `begin`, each message `m` and, where an answer is to come, its header."""
+    prompt = f"{{%- if add_generation_prompt -%}}{{{{- '{header}' -}}}}{{%- endif -%}}" if header else ""
+    return f"{begin}{{%- for m in messages -%}}{message}{{%- endfor -%}}{prompt}"
+
+
+def in_blocks(content: str) -> str:
+    """Answers in generation blocks."""
+    block = f"{{%- generation -%}}{content}{{%- endgeneration -%}}"
+    return f"{{%- if m.role == 'assistant' -%}}{block}{{%- else -%}}{content}{{%- endif -%}}"
+
+
+IN_BRACKETS = "{{- '[' + m.role + ']' + m.content + '<eos>' -}}"
+CHATML_ROLE, CHATML_TEXT = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- m.content + '<|im_end|>' -}}"
+CHATML_HEADER, NEWLINE = "<|im_start|>assistant\\n", "{{- '\\n' -}}"
+LLAMA3_ROLE = "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' -}}"
+LLAMA3_TEXT, LLAMA3_BEGIN = "{{- m.content | trim + '<|eot_id|>' -}}", "{{- '<|begin_of_text|>' -}}"
+LLAMA3_HEADER = "<|start_header_id|>assistant<|end_header_id|>\\n\\n"
+
 TEMPLATES = {
     "plain": CHAT_TEMPLATE,
-    "default_system": (
-        "{%- if messages[0].role != 'system' -%}{{- '[system]be good\\n' -}}{%- endif -%}"
-        "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content + '<eos>\\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+    "default_system": chat(
+        IN_BRACKETS + NEWLINE,
+        "[assistant]",
+        "{%- if messages[0].role != 'system' -%}{{- '[system]be good\\n' -}}{%- endif -%}",
     ),
     # forgets the thoughts of earlier turns
-    "forgetful": (
-        "{%- for m in messages -%}{{- '[' + m.role + ']' -}}"
+    "forgetful": chat(
+        "{{- '[' + m.role + ']' -}}"
         "{%- if m.role == 'assistant' and not loop.last -%}{{- m.content.split('</think>')[-1] -}}"
-        "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<eos>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+        "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<eos>' -}}",
+        "[assistant]",
     ),
-    "demands_a_user": (
+    "demands_a_user": chat(
+        IN_BRACKETS,
+        "[assistant]",
         "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 -%}"
-        "{{- raise_exception('no user') -}}{%- endif -%}"
-        "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content + '<eos>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+        "{{- raise_exception('no user') -}}{%- endif -%}",
     ),
-    "chatml": (
-        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-    ),
-    "chatml_blocks": (
-        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}{%- if m.role == 'assistant' -%}"
-        "{%- generation -%}{{- m.content + '<|im_end|>' -}}{%- endgeneration -%}"
-        "{%- else -%}{{- m.content + '<|im_end|>' -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-    ),
-    "llama3": (
-        "{{- '<|begin_of_text|>' -}}{%- for m in messages -%}"
-        "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' -}}"
-        "{%- endfor -%}{%- if add_generation_prompt -%}"
-        "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}"
-    ),
-    "llama3_blocks": (
-        "{{- '<|begin_of_text|>' -}}{%- for m in messages -%}"
-        "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' -}}{%- if m.role == 'assistant' -%}"
-        "{%- generation -%}{{- m.content | trim + '<|eot_id|>' -}}{%- endgeneration -%}"
-        "{%- else -%}{{- m.content | trim + '<|eot_id|>' -}}{%- endif -%}"
-        "{%- endfor -%}{%- if add_generation_prompt -%}"
-        "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}"
-    ),
+    "chatml": chat(CHATML_ROLE + CHATML_TEXT + NEWLINE, CHATML_HEADER),
+    "chatml_blocks": chat(CHATML_ROLE + in_blocks(CHATML_TEXT) + NEWLINE, CHATML_HEADER),
+    "llama3": chat(LLAMA3_ROLE + LLAMA3_TEXT, LLAMA3_HEADER, LLAMA3_BEGIN),
+    "llama3_blocks": chat(LLAMA3_ROLE + in_blocks(LLAMA3_TEXT), LLAMA3_HEADER, LLAMA3_BEGIN),
     # shows an empty thought in the last answer only, and tool calls
-    "thinking": (
-        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
-        "{%- set text = m.content.split('</think>')[-1].lstrip('\\n') -%}"
+    "thinking": chat(
+        CHATML_ROLE + "{%- set text = m.content.split('</think>')[-1].lstrip('\\n') -%}"
         "{%- if m.role == 'assistant' and loop.last -%}{{- '<think>\\n' -}}"
         "{%- if '</think>' in m.content -%}"
         "{{- m.content.split('</think>')[0].replace('<think>', '').strip('\\n') -}}{%- endif -%}"
         "{{- '\\n</think>\\n' -}}{%- endif -%}{{- text -}}"
         "{%- for call in m.tool_calls or [] -%}"
         "{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}{%- endfor -%}"
-        "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+        "{{- '<|im_end|>\\n' -}}",
+        CHATML_HEADER,
     ),
     # the system prompt stands in the last user message
-    "system_in_last_user": (
-        "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] -%}"
-        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{- '[INST]' -}}"
+    "system_in_last_user": chat(
+        "{%- if m.role == 'user' -%}{{- '[INST]' -}}"
         "{%- if messages[0].role == 'system' and m == last -%}{{- messages[0].content + '\\n' -}}{%- endif -%}"
         "{{- m.content + '[/INST]' -}}"
-        "{%- elif m.role == 'assistant' -%}{{- m.content + '<eos>' -}}{%- endif -%}{%- endfor -%}"
+        "{%- elif m.role == 'assistant' -%}{{- m.content + '<eos>' -}}{%- endif -%}",
+        begin="{%- set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] -%}",
     ),
 }
 

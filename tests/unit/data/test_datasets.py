@@ -7,6 +7,7 @@ from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Prompt
+from tests.conversations import answered, user
 
 DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
 COLUMNS = {"input_key": "question", "output_key": "solution"}
@@ -94,11 +95,7 @@ ROWS = {"data_path": "rows.jsonl", **COLUMNS}
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
-        (
-            {"data_path": "rows.jsonl"},
-            ValueError,
-            r"no column 'input' \(input_key\); its columns are: question, solution",
-        ),
+        ({"data_path": "rows.jsonl"}, ValueError, r"no column 'input' \(input_key\); its .* are: question, solution"),
         ({"data_path": "nowhere.jsonl"}, FileNotFoundError, r"nowhere\.jsonl"),
         ({"data_path": "empty.jsonl"}, ValueError, "is empty"),
         ({"dataset_name": "GSM8k"}, ValueError, "did you mean gsm8k"),
@@ -118,12 +115,9 @@ def test_mistakes_are_named_with_what_there_is(jsonl, monkeypatch, keys, error, 
 
 def test_a_local_copy_of_a_named_dataset(tmp_path):
     dapo = tmp_path / "dapo.jsonl"
-    dapo.write_text(
-        json.dumps({"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "x": 1})
-    )
-    assert list(load_rows(dataset(dataset_name="DAPOMath17K", data_path=str(dapo)))[0]) == [
-        {"problem": "Q", "expected_answer": "34"}
-    ]
+    dapo.write_text(json.dumps({"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}))
+    rows, _ = load_rows(dataset(dataset_name="DAPOMath17K", data_path=str(dapo)))
+    assert list(rows) == [{"problem": "Q", "expected_answer": "34"}]
 
 
 def own_rows(cfg):
@@ -148,7 +142,7 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
         dataset(**keys),
         validation=[dataset(dataset_name="arithmetic", split="validation")],
     )
-    setup = setup_data(cfg, {"math": {}, "other": {}})
+    setup = setup_data(cfg)
     assert len(setup.train) == 5 + 2 * 18 + 20
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
@@ -160,12 +154,6 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
 
-def test_setup_names_a_missing_environment():
-    section = dataset(dataset_name="arithmetic", kwargs={"num_samples": 3}, env_name="maths")
-    with pytest.raises(ValueError, match="env_name 'maths' is no section of env; there are: math"):
-        setup_data(data_config(section), {"math": {}})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("Solve it", "exactly one"), ("Solve in \\boxed{x}: {}", "braces twice"), ("{}: {}", "braces twice")],
@@ -174,30 +162,27 @@ def test_a_prompt_file_has_one_place_for_the_problem(tmp_path, text, message):
     (tmp_path / "prompt.txt").write_text(text)
     section = dataset(dataset_name="arithmetic", kwargs={"num_samples": 3}, prompt_file=str(tmp_path / "prompt.txt"))
     with pytest.raises(ValueError, match=message):
-        setup_data(data_config(section), {"math": {}})
+        setup_data(data_config(section))
 
 
 def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
-    setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})), {"math": {}})
+    setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})))
     tokenizer = build_tiny_tokenizer()
-    prompt = Prompt(prompt_id="x:0", row={"problem": "5+7", "expected_answer": "12"}, idx=7, task_name="arithmetic")
-    datum = PromptProcessor(setup.tasks, tokenizer, 64)(prompt)
+    process = PromptProcessor(setup.tasks, tokenizer, 64)
+
+    def made_of(row, number):
+        return Prompt(prompt_id=f"x:{number}", row=row, idx=number, task_name="arithmetic")
+
+    prompt = made_of({"problem": "5+7", "expected_answer": "12"}, 7)
+    datum = process(prompt)
     assert tokenizer.decode(datum["message_log"][0]["token_ids"]) == "<|user|>5+7<eos><|assistant|>"
     assert datum["extra_env_info"] == {"ground_truth": "12"}
     assert (datum["length"], datum["loss_multiplier"], datum["idx"], datum["task_name"]) == (6, 1.0, 7, "arithmetic")
     stub = PromptProcessor(setup.tasks, tokenizer, 5)(prompt)
     assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0)
     assert len(stub["message_log"][0]["token_ids"]) <= 5
-    messages = [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "12"}]
-    same = PromptProcessor(setup.tasks, tokenizer, 64)(
-        Prompt(prompt_id="x:1", row={"messages": messages}, idx=7, task_name="arithmetic")
-    )
+    same = process(made_of({"messages": answered("12", asked="5+7")}, 7))
     assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
     assert same["extra_env_info"] == datum["extra_env_info"]
-    with pytest.raises(
-        ValueError,
-        match=r"row x:2 has no column 'problem', which processor 'math_hf_.*has: text",
-    ):
-        PromptProcessor(setup.tasks, tokenizer, 64)(
-            Prompt(prompt_id="x:2", row={"text": "a"}, idx=0, task_name="arithmetic")
-        )
+    with pytest.raises(ValueError, match=r"row x:1 has no column 'problem', which processor 'math_hf_.*has: text"):
+        process(made_of({"text": "a"}, 1))

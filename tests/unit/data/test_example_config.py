@@ -49,9 +49,8 @@ def test_validation_is_one_dataset_a_list_or_a_mapping_of_names(validation, name
 
 
 def test_defaults_reach_every_dataset():
-    config = sft(
-        validation={"a": {"dataset_name": "squad"}}, default={"processor": "my:own", "system_prompt_file": "s.txt"}
-    )
+    default = {"processor": "my:own", "system_prompt_file": "s.txt"}
+    config = sft(validation={"a": {"dataset_name": "squad"}}, default=default)
     (_, dataset), train = config.data.validation_sets[0], config.data.train[0]
     assert (dataset.processor, dataset.system_prompt_file) == ("my:own", "s.txt")
     assert (train.processor, train.system_prompt_file) == ("my:own", "s.txt")
@@ -63,11 +62,8 @@ def test_val_data_paths_are_read_like_the_training_data():
     train = {"dataset_name": "BinaryPreferenceDataset", "data_path": "a.jsonl", "chosen_key": "good", "repeat": 3}
     config = dpo(train=train, val_data_paths={"x": "x.jsonl", "y": "y.jsonl"}, validation={"data_path": "z.jsonl"})
     sets = config.data.validation_sets
-    assert [(name, dataset.data_path) for name, dataset in sets] == [
-        ("default", "z.jsonl"),
-        ("x", "x.jsonl"),
-        ("y", "y.jsonl"),
-    ]
+    paths = {name: dataset.data_path for name, dataset in sets}
+    assert paths == {"default": "z.jsonl", "x": "x.jsonl", "y": "y.jsonl"} and list(paths) == ["default", "x", "y"]
     assert (sets[1][1].chosen_key, sets[1][1].repeat) == ("good", 1)
 
 
@@ -85,10 +81,7 @@ def test_val_data_paths_are_read_like_the_training_data():
         ({"train": {"dataset_name": "a", "streaming": True, "split_validation_size": 0.1}}, "name a validation set"),
         ({"train": {"dataset_name": "a", "streaming": True, "repeat": 2}}, "leave repeat at 1"),
         ({"train": {"dataset_name": "a", "streaming": True, "max_samples": 9}}, "bound the run by its steps"),
-        (
-            {"train": {"dataset_name": "a", "split_validation_size": 0.1}, "validation": {"dataset_name": "b"}},
-            "default",
-        ),
+        ({"train": {"dataset_name": "a", "split_validation_size": 3}, "validation": {"dataset_name": "b"}}, "default"),
         ({"train": {"dataset_name": "a", "system_prompt": "x", "system_prompt_file": "y"}}, "keep one of them"),
         ({"train": {"split": "x"}}, "name a dataset"),
         ({"train": {"dataset_name": "a"}, "use_multiple_dataloader": True}, "not supported yet"),
@@ -100,13 +93,9 @@ def test_mistakes(data, message):
 
 
 def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():
-    train = {
-        "dataset_name": "openai_format",
-        "data_path": "a.jsonl",
-        "use_preserving_dataset": True,
-        "env_name": "math",
-    }
-    config = sft(train=train, use_multiple_dataloader=False, add_system_prompt=None)
+    train = {"dataset_name": "openai_format", "data_path": "a.jsonl", "env_name": "math"}
+    keys = {"use_multiple_dataloader": False, "add_system_prompt": None}
+    config = sft(train={**train, "use_preserving_dataset": True}, **keys)
     assert config.data.train[0].chat_key == "messages"
     sft(default={"env_name": "math"}, add_system_prompt=False)
     dpo(default={"env_name": "math"}, add_system_prompt=False)

@@ -9,14 +9,7 @@ from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.examples import chat_row, helpsteer3_row, squad_row, tree_conversations, trees_of_messages
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import BAD_ROW
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
+from tests.conversations import assistant, user
 
 
 def sft(**kwargs):
@@ -90,12 +83,13 @@ def test_open_assistant_trees(write):
     assert load_rows(sft(dataset_name="open_assistant", data_path=nested))[0] == rows
     everything = sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "all"})
     assert len(load_rows(everything)[0]) == 3
-    with pytest.raises(ValueError, match="is empty"):
-        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"lang": "de"}))
-    with pytest.raises(ValueError, match="paths: Input should be 'best' or 'all'"):
-        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "some"}))
-    with pytest.raises(ValueError, match="kwargs takes paths, lang"):
-        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"path": "all"}))
+    for kwargs, message in (
+        ({"lang": "de"}, "is empty"),
+        ({"paths": "some"}, "paths: Input should be 'best' or 'all'"),
+        ({"path": "all"}, "kwargs takes paths, lang"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs=kwargs))
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
@@ -105,7 +99,7 @@ def test_openai_format_keeps_tools_and_calls():
     row = {
         "messages": [
             user("1+1"),
-            {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+            assistant(None, tool_calls=[CALL], name=None),
             {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c1"},
             assistant("It is 2."),
         ],
@@ -165,35 +159,31 @@ def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
 
 def test_files_of_columns_conversations_and_tokens(write):
     columns = write([{"question": "1+1", "answer": 2, "sys": "s", "level": 3}])
-    keys = {"data_path": columns, "input_key": "question", "output_key": "answer"}
-    (row,) = load_rows(sft(**keys, system_key="sys"))[0]
+    (row,) = load_rows(sft(data_path=columns, input_key="question", output_key="answer", system_key="sys"))[0]
     assert row["messages"] == [{"role": "system", "content": "s"}, user("1+1"), assistant("2")]
     assert row["level"] == 3
-    with pytest.raises(ValueError, match=r"no column 'input' \(input_key\); its columns are: question, answer"):
-        load_rows(sft(data_path=columns))
-    with pytest.raises(ValueError, match=r"no column 'nowhere' \(system_key\)"):
-        load_rows(sft(**keys, system_key="nowhere"))
-    with pytest.raises(ValueError, match=r"no column 'messages' \(chat_key\)"):
-        load_rows(sft(dataset_name="openai_format", data_path=columns))
-    (row,) = load_rows(sft(dataset_name="ResponseDataset", data_path=write([{"chat": [user("a")]}]), chat_key="chat"))[
-        0
-    ]
+    chats = write([{"chat": [user("a")]}])
+    (row,) = load_rows(sft(dataset_name="ResponseDataset", data_path=chats, chat_key="chat"))[0]
     assert row["messages"] == [user("a")]
     tokens = {"input_ids": [5, 6], "labels": [-100, 6]}
     assert list(load_rows(sft(data_path=write([tokens])))[0]) == [tokens]
-    with pytest.raises(ValueError, match="needs data_path"):
-        load_rows(sft(dataset_name="ResponseDataset"))
 
 
 CHATS = [{"messages": [user("a"), assistant("b")]}, {"messages": [], "functions": []}]
 SQUAD = [{"context": "c", "question": "q", "answers": {"text": ["a"]}}]
 PAIRS = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
+COLUMNS = [{"question": "1+1", "answer": 2}]
+QUESTIONS = {"input_key": "question", "output_key": "answer"}
 
 
 @pytest.mark.parametrize(
     ("section", "rows", "keys", "message"),
     [
         (sft, CHATS, {"tool_key": "tool"}, r"no column 'tool' \(tool_key\)"),
+        (sft, COLUMNS, {}, r"no column 'input' \(input_key\); its columns are: question, answer"),
+        (sft, COLUMNS, {**QUESTIONS, "system_key": "nowhere"}, r"no column 'nowhere' \(system_key\)"),
+        (sft, COLUMNS, {"dataset_name": "openai_format"}, r"no column 'messages' \(chat_key\)"),
+        (sft, COLUMNS, {"dataset_name": "ResponseDataset", "data_path": None}, "needs data_path"),
         (sft, CHATS, {"output_key": "answer"}, r"output_key=answer is set but the rows have conversations"),
         (sft, [{"input": "a", "output": "b"}], {"chat_key": "chat"}, r"chat_key=chat is set but .*: input, output"),
         (sft, [{"prompt": "a", "completion": "b"}], {}, r"did you mean input_key=prompt output_key=completion\?"),
@@ -203,7 +193,7 @@ PAIRS = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
 )
 def test_column_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
     with pytest.raises(ValueError, match=message):
-        load_rows(section(data_path=write(rows), **keys))
+        load_rows(section(**{"data_path": write(rows), **keys}))
 
 
 def test_keys_of_a_few_rows_and_of_generated_ones(write):
@@ -222,12 +212,8 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     assert rows[1] == {BAD_ROW: "has no column 'output'; it has: input"}
     assert rows[2] == {BAD_ROW: "column 'output' has no value; fill it in or remove the row"}
     assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
-    rows, _ = load_rows(
-        sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q", "answers": None}]))
-    )
-    assert rows[0][BAD_ROW].startswith(
-        "has columns context, question, answers, which do not have the layout of the dataset"
-    )
+    rows, _ = load_rows(sft(dataset_name="squad", data_path=write([{**SQUAD[0], "answers": None}])))
+    assert "has columns context, question, answers, which do not have the layout" in rows[0][BAD_ROW]
 
 
 @pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (2, "two")])
@@ -262,9 +248,8 @@ def test_preference_files(write):
 
 
 def test_generated_preferences():
-    cfg = dpo(
-        dataset_name="arithmetic_preference", kwargs={"num_samples": 400, "margins": True}, split_validation_size=0.1
-    )
+    options = {"num_samples": 400, "margins": True}
+    cfg = dpo(dataset_name="arithmetic_preference", kwargs=options, split_validation_size=0.1)
     train, held_out = load_rows(cfg)
     again, _ = load_rows(cfg)
     assert list(train) == list(again)
@@ -279,5 +264,3 @@ def test_generated_preferences():
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     plain, _ = load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"num_samples": 2}))
     assert "margin" not in plain[0]
-    with pytest.raises(ValueError, match="kwargs takes num_samples, max_operand, operators, margins"):
-        load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"margin": True}))

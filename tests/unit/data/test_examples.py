@@ -1,4 +1,4 @@
-"""From rows to tokens and loss masks, and what is said of rows that cannot be trained on."""
+"""From rows to tokens and loss masks, and the message about a row that cannot be trained on."""
 
 import logging
 import pickle
@@ -16,16 +16,12 @@ from nemo_rl.data.rows.examples import ExampleMaker, check_examples
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task, setup_examples
 from nemo_rl.types import Prompt
+from tests.conversations import answered, assistant, user
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 TOKENIZER = tokenizer_with(TEMPLATES["chatml"])
-CONVERSATION = [
-    {"role": "system", "content": "sys"},
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
-]
+USER, ANSWER = answered("b", asked="a")
+CONVERSATION = [{"role": "system", "content": "sys"}, USER, ANSWER, *answered("d", asked="c")]
 
 
 def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, columns=None, spec=None, **kwargs):
@@ -44,7 +40,7 @@ def prompt(row, prompt_id="rows:7"):
 
 
 def learned(example, tokenizer=TOKENIZER):
-    """The text whose tokens carry loss, runs of it apart."""
+    """The runs of text whose tokens carry loss."""
     runs, last = [], -2
     for at in np.flatnonzero(example.token_mask):
         if at != last + 1:
@@ -90,8 +86,7 @@ def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
 
 
 PAIR = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
-ASKED = {"role": "user", "content": "1+1"}
-TWO, THREE = ({"role": "assistant", "content": text} for text in "23")
+ASKED, TWO, THREE = user("1+1"), assistant("2"), assistant("3")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,6 @@ def test_pairs_share_the_prompt_and_learn_the_answers(row):
     assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
 
 
-USER, ANSWER = CONVERSATION[1], CONVERSATION[2]
 SFT, PAIRS = "sft_processor", "preference_processor"
 
 
@@ -174,9 +168,8 @@ def test_what_is_wrong_with_every_row_is_an_error_that_names_row_and_column(proc
     examples, meta = make(prompt(row))
     assert (meta.problem_kind, meta.num_loss_tokens) == ("bad_row", 0)
     assert re.search(message, meta.problem)
-    assert [example.sample_id for example in examples] == (
-        ["rows:7/chosen", "rows:7/rejected"] if processor == "preference_processor" else ["rows:7"]
-    )
+    ends = ["/chosen", "/rejected"] if processor == PAIRS else [""]
+    assert [example.sample_id for example in examples] == [f"rows:7{end}" for end in ends]
     assert meta.lengths == tuple(len(example.token_ids) for example in examples)
     assert not any(example.token_mask.any() for example in examples)
 
@@ -193,9 +186,8 @@ def test_datasets_are_tried_before_the_run(caplog):
     with caplog.at_level(logging.WARNING):
         check_examples(make, dataset(*[good] * 50, *[bad] * 50), "data.train")
     (record,) = caplog.records
-    assert (
-        "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row rows:" in record.message
-    )
+    said = "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row rows:"
+    assert said in record.message
     with pytest.raises(ValueError, match=r"data.train: not one of the 3 rows tried .* \(2 ends_with_user, 1 empty_ans"):
         check_examples(make, dataset(bad, {"messages": [USER, {**ANSWER, "content": ""}]}, bad), "data.train")
     with pytest.raises(ValueError, match="row rows:99 has no column 'messages'"):
@@ -204,24 +196,15 @@ def test_datasets_are_tried_before_the_run(caplog):
 
 def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
     make = maker()
-    other = tokenizer_with(TEMPLATES["llama3"])
     larger = tokenizer_with(TEMPLATES["chatml"])
     larger.add_tokens(["more"])
     spec = TaskDataSpec("t")
     spec.system_prompt = "x"
-    variants = [
-        replace(make, tokenizer=other),
-        replace(make, tokenizer=larger),
-        replace(make, max_input_seq_length=7),
-        replace(make, roles_to_train_on="all"),
-        replace(make, only_unmask_final=True),
-        replace(make, add_bos=False),
-        replace(make, add_eos=True),
-        replace(make, add_generation_prompt=False),
-        maker(spec=spec),
-        maker("pretokenized"),
-        maker(columns={"messages": "chat"}),
-    ]
+    tokenizers = [{"tokenizer": tokenizer_with(TEMPLATES["llama3"])}, {"tokenizer": larger}]
+    tokens = [{"add_bos": False}, {"add_eos": True}, {"add_generation_prompt": False}]
+    rules = [{"max_input_seq_length": 7}, {"roles_to_train_on": "all"}, {"only_unmask_final": True}]
+    variants = [replace(make, **change) for change in (*tokenizers, *tokens, *rules)]
+    variants += [maker(spec=spec), maker("pretokenized"), maker(columns={"messages": "chat"})]
     prints = [variant.fingerprint() for variant in [make, *variants]]
     assert len(set(prints)) == len(prints)
     assert pickle.loads(pickle.dumps(make)).fingerprint() == maker().fingerprint() == prints[0]

@@ -11,16 +11,13 @@ from nemo_rl.data.chat.messages import (
 )
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.unit.data.templates import TEMPLATES, render_chat, tokenizer_with
+from tests.conversations import assistant, user
+from tests.unit.data.templates import CHATML_HEADER, CHATML_ROLE, TEMPLATES, chat, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 conversations = st.lists(
-    st.builds(
-        lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "assistant"]), contents
-    ),
-    min_size=1,
-    max_size=5,
-).map(lambda turns: [{"role": "user", "content": "start"}, *turns])
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents}), min_size=1, max_size=5
+).map(lambda turns: [user("start"), *turns])
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -42,6 +39,9 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
         assert [message["role"] for message in formatted] == [message["role"] for message in log]
 
     check()
+
+
+ASKED = user("1+1")
 
 
 def written(log, tokenizer, **kwargs):
@@ -77,12 +77,7 @@ def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_e
 
 def test_thoughts_that_a_template_shows_in_the_last_turn_only():
     tokenizer = tokenizer_with(TEMPLATES["thinking"])
-    log = [
-        {"role": "user", "content": "1+1"},
-        {"role": "assistant", "content": "<think>\none and one\n</think>\n2"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
-    ]
+    log = [ASKED, assistant("<think>\none and one\n</think>\n2"), user("sure?"), assistant("yes")]
     assert written(log, tokenizer, add_generation_prompt=True) == [
         "<|im_start|>user\n1+1<|im_end|>",
         "2<|im_end|>",
@@ -96,12 +91,8 @@ def test_tool_calls_names_and_tools_reach_the_template():
     template = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}" + TEMPLATES["thinking"]
     template = template.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.name or '')")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    log = [
-        {"role": "user", "content": "1+1"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
-        {"role": "tool", "content": "2", "name": "add"},
-        {"role": "assistant", "content": "It is 2"},
-    ]
+    added = {"role": "tool", "content": "2", "name": "add"}
+    log = [ASKED, assistant(None, tool_calls=[call], name=None), added, assistant("It is 2")]
     tokenizer = tokenizer_with(template)
     formatted = get_formatted_message_log(
         log, tokenizer, TaskDataSpec(), add_eos_token=False, add_generation_prompt=True, tools=[{"name": "add"}]
@@ -119,29 +110,17 @@ def test_tool_calls_names_and_tools_reach_the_template():
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-CALL_TEMPLATE = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
-    "{%- if m.tool_calls -%}{{- CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
-    "{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt -}}"
+CALL_TEMPLATE = chat(
+    CHATML_ROLE + "{%- if m.tool_calls -%}{{- '<tool_call>' + CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}",
+    CHATML_HEADER + "<think>\\n",
 )
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        "'<tool_call>' + (m.tool_calls | tojson)",
-        "'<tool_call>' + m.tool_calls[0].function.arguments",  # wants a text
-    ],
-)
+@pytest.mark.parametrize("calls", ["(m.tool_calls | tojson)", "m.tool_calls[0].function.arguments"])  # as a text
 def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
     """The header that a prompt gives ends with `<think>`, and the calls begin with the same two characters."""
-    log = [
-        {"role": "user", "content": "1+1"},
-        CALL,
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "2"},
-    ]
+    log = [ASKED, CALL, {"role": "tool", "content": "2"}, assistant("2")]
     texts = written(log, tokenizer_with(CALL_TEMPLATE.replace("CALLS", calls)), add_generation_prompt=True)
     assert texts[1].startswith("<tool_call>")
     assert texts[1].endswith("}<|im_end|>") or texts[1].endswith("]<|im_end|>")
@@ -151,7 +130,7 @@ def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
 def test_calls_and_tools_that_the_template_does_not_show_are_refused():
     """The name of the tool alone says nothing: the other part of the conversation has it as well."""
     calls, tools = TEMPLATES["thinking"], "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
-    log, tool = [{"role": "user", "content": "1+1"}, CALL], {"name": "add"}
+    log, tool = [ASKED, CALL], {"name": "add"}
 
     def formatted(template, tools=None):
         return get_formatted_message_log(log, tokenizer_with(template), TaskDataSpec(), tools=tools)
@@ -165,28 +144,24 @@ def test_calls_and_tools_that_the_template_does_not_show_are_refused():
 
 def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
     clock = "{%- if date_string is not defined -%}{%- set date_string = strftime_now('%d %b %Y %f') -%}{%- endif -%}"
-    log = [{"role": "user", "content": "a"}]
     tokenizer = tokenizer_with(clock + "{{- date_string + ' ' -}}" + CHAT_TEMPLATE)
-    assert render_chat(log, tokenizer) == "26 Jul 2024 000000 <|user|>a<eos>"
-    assert render_chat(log, tokenizer, chat_template_kwargs={"date_string": "today"}) == "today <|user|>a<eos>"
+    assert render_chat([ASKED], tokenizer) == "26 Jul 2024 000000 <|user|>1+1<eos>"
+    assert render_chat([ASKED], tokenizer, chat_template_kwargs={"date_string": "today"}) == "today <|user|>1+1<eos>"
 
 
 def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
-    tokenizer = tokenizer_with("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}")
-    log = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (_, last) = get_formatted_message_log(log, tokenizer, TaskDataSpec())
-    assert last["content"] == "b<eos>"
-    (_, last) = get_formatted_message_log(log, tokenizer_with(CHAT_TEMPLATE), TaskDataSpec())
-    assert last["content"].count("<eos>") == 1
+    for template in (chat("{{- m.content -}}"), CHAT_TEMPLATE):
+        log = get_formatted_message_log([ASKED, assistant("b")], tokenizer_with(template), TaskDataSpec())
+        assert log[1]["content"].removeprefix("<|assistant|>") == "b<eos>"
 
 
 def test_flat_batches_are_right_padded_and_masked_by_role():
     log = [
-        {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
-        {"role": "assistant", "content": "b", "token_ids": torch.tensor([3])},
-        {"role": "assistant", "content": "c", "token_ids": torch.tensor([4, 5])},
+        {**user("a"), "token_ids": torch.tensor([1, 2])},
+        assistant("b", token_ids=torch.tensor([3])),
+        assistant("c", token_ids=torch.tensor([4, 5])),
     ]
-    short = [{"role": "user", "content": "d", "token_ids": torch.tensor([6])}]
+    short = [{**user("d"), "token_ids": torch.tensor([6])}]
     add_loss_mask_to_message_log([log, short])
     batch, lengths = batched_message_log_to_flat_message(
         [log, short], {"token_ids": 9}, make_sequence_length_divisible_by=4

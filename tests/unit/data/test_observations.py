@@ -1,4 +1,4 @@
-"""Conversations of several turns as the model sees them, against what the chat template makes of them."""
+"""The model sees conversations of several turns as the chat template writes them."""
 
 import logging
 from types import SimpleNamespace
@@ -10,34 +10,35 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.setup.preflight import check_turns
 from nemo_rl.data.chat.messages import ObservationRenderer
-from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.unit.data.templates import TEMPLATES, render_chat, tokenizer_with
+from tests.unit.data.templates import (
+    CHATML_HEADER,
+    CHATML_ROLE,
+    CHATML_TEXT,
+    IN_BRACKETS,
+    LLAMA3_BEGIN,
+    NEWLINE,
+    TEMPLATES,
+    chat,
+    render_chat,
+    tokenizer_with,
+)
 
-ONLY_USERS = (
-    "{%- for m in messages -%}"
-    "{%- if m.role not in ('user', 'assistant') -%}{{- raise_exception('role') -}}{%- endif -%}"
-    "{{- '[' + m.role + ']' + m.content + '<eos>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+ONLY_USERS = chat(
+    "{%- if m.role not in ('user', 'assistant') -%}{{- raise_exception('role') -}}{%- endif -%}" + IN_BRACKETS,
+    "[assistant]",
 )
-TOOLS_AS_USERS = (  # as Qwen 3
-    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+TOOLS_AS_USERS = chat(  # as Qwen 3
+    "{%- if m.role == 'tool' -%}"
     "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}"
-    "{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    f"{{%- else -%}}{CHATML_ROLE + CHATML_TEXT + NEWLINE}{{%- endif -%}}",
+    CHATML_HEADER,
 )
-NEXT_HEADER_ENDS = (  # as GLM 4: the header of whoever speaks next is what ends a turn
-    "{{- '<|begin_of_text|>' -}}{%- for m in messages -%}"
-    "{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_end|>' -}}{%- endif -%}"
+NEXT_HEADER_ENDS = chat(  # as GLM 4: the header of the next speaker ends a turn
+    "{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content -}}", "<|im_end|>", LLAMA3_BEGIN
 )
-KEEPING = {
-    "tiny": (CHAT_TEMPLATE, "<eos>"),
-    "default_system": (TEMPLATES["default_system"], "<eos>"),
-    "demands_a_user": (TEMPLATES["demands_a_user"], "<eos>"),
+KEEPING = {name: (TEMPLATES[name], "<eos>") for name in ("plain", "default_system", "demands_a_user")} | {
     "chatml": (TEMPLATES["chatml"], "<|im_end|>"),
-    "chatml_blocks": (TEMPLATES["chatml_blocks"], "<|im_end|>"),
     "llama3": (TEMPLATES["llama3"], "<|eot_id|>"),
-    "llama3_blocks": (TEMPLATES["llama3_blocks"], "<|eot_id|>"),
     "only_users": (ONLY_USERS, "<eos>"),
     "tools_as_users": (TOOLS_AS_USERS, "<|im_end|>"),
     "next_header_ends": (NEXT_HEADER_ENDS, "<|im_start|>"),

@@ -3,9 +3,10 @@
 import pytest
 
 from nemo_rl.data.chat.served import ServedChat
+from tests.conversations import assistant, user
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
-HELLO = [{"role": "user", "content": "1+2"}]
+HELLO = [user("1+2")]
 
 
 def ids(tokenizer, text: str) -> list[int]:
@@ -23,9 +24,9 @@ def played(name: str, answer: str, end: str) -> tuple[list[int], list[int], int,
     chat = ServedChat(tokenizer, {})
     first = chat.prompt(HELLO, None)
     before = [*first.token_ids, *one_by_one(tokenizer, answer), *ids(tokenizer, end)]
-    message = {"role": "assistant", "content": answer}
+    message = assistant(answer)
     chat.remember(HELLO, None, message, before, first.retokenized)
-    second = chat.prompt([*HELLO, {**message, "refusal": None}, {"role": "user", "content": "and?"}], None)
+    second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
     return before, second.token_ids, second.retokenized, tokenizer.decode(second.token_ids)
 
 
@@ -49,12 +50,12 @@ def test_an_answer_that_was_cut_gets_its_end(end: str):
 def test_what_is_not_remembered_is_told():
     tokenizer = tokenizer_with(TEMPLATES["plain"])
     chat = ServedChat(tokenizer, {})
-    shown = [*HELLO, {"role": "assistant", "content": "3"}, {"role": "user", "content": "4+4"}]
+    shown = [*HELLO, assistant("3"), user("4+4")]
     first = chat.prompt(shown, None)
     assert first.retokenized == 1 and tokenizer.decode(first.token_ids).endswith("3<eos><|user|>4+4<eos><|assistant|>")
-    answer = {"role": "assistant", "content": "8"}
+    answer = assistant("8")
     chat.remember(shown, None, answer, [*first.token_ids, *ids(tokenizer, "8<eos>")], first.retokenized)
-    second = chat.prompt([*shown, answer, {"role": "user", "content": "?"}], None)
+    second = chat.prompt([*shown, answer, user("?")], None)
     assert second.retokenized == 1  # the turn that was never sampled is still within
 
 
@@ -63,11 +64,10 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
     chat = ServedChat(tokenizer, {}, max_remembered_tokens=20)
 
     def remember(name: str) -> None:
-        user, answer = {"role": "user", "content": name}, {"role": "assistant", "content": "x"}
-        chat.remember([user], None, answer, [5] * 8, 0)
+        chat.remember([user(name)], None, assistant("x"), [5] * 8, 0)
 
     def knows(name: str) -> bool:
-        messages = [{"role": "user", "content": name}, {"role": "assistant", "content": "x"}, *HELLO]
+        messages = [user(name), assistant("x"), *HELLO]
         return chat.prompt(messages, None).retokenized == 0
 
     remember("a")
@@ -80,8 +80,8 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
-        ([*HELLO, {"role": "assistant", "content": "3"}], "last message"),
-        ([{"role": "user", "content": 3}], "a text or a list of texts"),
+        ([*HELLO, assistant("3")], "last message"),
+        ([user(3)], "a text or a list of texts"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}, *HELLO], "needs a function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HELLO], "no JSON"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, *HELLO], "does not show the tool calls"),

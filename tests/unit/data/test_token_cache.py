@@ -78,10 +78,9 @@ def test_a_damaged_file_is_put_aside_and_made_anew(tmp_path, caplog, damage):
         content[4096:] = os.urandom(len(content) - 4096)
         cache.path.write_bytes(content)
     else:
+        one_value = "UPDATE rows SET value = CAST(value || 'x' AS BLOB)"
         connection = sqlite3.connect(cache.path)
-        connection.execute(
-            "UPDATE rows SET value = CAST(value || 'x' AS BLOB)" if damage == "one value" else "PRAGMA user_version = 7"
-        )
+        connection.execute(one_value if damage == "one value" else "PRAGMA user_version = 7")
         connection.commit()
         connection.close()
     with caplog.at_level(logging.WARNING):

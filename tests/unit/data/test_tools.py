@@ -6,23 +6,16 @@ import pytest
 
 from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
-from tests.unit.data.templates import tokenizer_with
+from tests.unit.data.templates import IN_BRACKETS, chat, tokenizer_with
 
-SHOWS_TOOLS = (
-    "{%- for tool in tools or [] -%}{{- '[tool]' + (tool | tojson) -}}{%- endfor -%}"
-    "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content + '<eos>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
-)
+TOOLS = "{%- for tool in tools or [] -%}{{- '[tool]' + (tool | tojson) -}}{%- endfor -%}"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-ROW = {
-    "problem": "1+1",
-    "expected_answer": "2",
-    "messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}],
-}
+ANSWERED = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+ROW = {"problem": "1+1", "expected_answer": "2", "messages": ANSWERED}
 
 
 def prompt(row, spec=None, processor=math_hf_data_processor):
-    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(SHOWS_TOOLS), None, 0)
+    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(chat(IN_BRACKETS, "[assistant]", TOOLS)), None, 0)
     return "".join(message["content"] for message in datum["message_log"]), datum["extra_env_info"]
 
 

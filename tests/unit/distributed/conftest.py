@@ -11,11 +11,15 @@ ECHO = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker", "hello")
 
 
 @pytest.fixture(scope="package")
-def echo_pair(ray_local: None) -> Iterator[RayWorkerGroup]:
+def echo_cluster(ray_local: None) -> Iterator[RayVirtualCluster]:
+    with RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2, name="echo") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def echo_pair(echo_cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
     """Two workers for the tests that leave them whole."""
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, ECHO, name_prefix="echo", env_vars={"GIVEN": "yes"}) as group,
-    ):
+    env_vars = {"GIVEN": "yes", "OMP_NUM_THREADS": "1"}
+    with RayWorkerGroup(echo_cluster, ECHO, name_prefix="echo", env_vars=env_vars) as group:
         yield group
     assert group not in LIVE

@@ -1,4 +1,4 @@
-"""The doctor's findings: what is good, what is bad, and what to do."""
+"""The doctor's findings, good and bad, and its remedies."""
 
 import os
 import resource

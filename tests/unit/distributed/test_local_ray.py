@@ -63,7 +63,7 @@ def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_t
     """In processes of their own: a cluster of other tests may run in this one."""
     (tmp_path / "empty").touch()
     orders = json.dumps([case[:2] for case in UNUSABLE])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}  # which Ray reads when imported
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}  # Ray reads it when imported
     command = [sys.executable, "-c", FORKS]
     subprocess.run(command, env=environment, cwd=tmp_path, input=orders, text=True, timeout=280, check=True)
     for number, (_, _, line) in enumerate(UNUSABLE):
@@ -72,7 +72,7 @@ def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_t
 
 
 def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker(tmp_path: Path):
-    """To Ray, an ancestor of the driver looks like `uv run`, by which Ray would start each worker anew.
+    """To Ray, an ancestor of the driver looks like `uv run`, and Ray would start each worker with it.
 
     In the end Ray's own process is stopped.
     """
@@ -87,7 +87,7 @@ def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker
             blocker.bind(("127.0.0.1", port))
             blocker.listen()
         except OSError:
-            pass  # taken already, which serves as well
+            pass  # taken already: as good
         taken.append(blocker)
     done = subprocess.run(
         [str(launcher), "run"],

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("ray_local")
 
 def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -> None:
     with profiled_step(cfg, folder, number):
-        assert group.call_all("multiply", 64) == [64.0, 64.0]
+        assert group.call_one(1, "multiply", 64) == 64.0  # the other need not load torch
 
 
-@pytest.mark.over_20s("starts Ray; each worker loads torch's profiler")
+@pytest.mark.over_20s("starts Ray; a worker loads torch's profiler")
 def test_the_named_workers_are_profiled_in_the_named_steps(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
     cfg = ProfileConfig(steps=[2, 3], workers=["*-1"])
     for number in (1, 2, 3):
@@ -39,11 +39,11 @@ def test_the_named_workers_are_profiled_in_the_named_steps(echo_pair: RayWorkerG
 
 
 def test_a_step_that_fails_leaves_a_profiler_that_can_start_again(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
-    cfg = ProfileConfig(steps=[1], workers=["echo-0"])
+    cfg = ProfileConfig(steps=[1], workers=["echo-1"])
     with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path, 1):
         raise ZeroDivisionError
     step(echo_pair, 1, cfg, tmp_path)
-    assert (tmp_path / "step_1_echo-0.json.gz").exists()
+    assert (tmp_path / "step_1_echo-1.json.gz").exists()
 
 
 def test_a_name_that_no_worker_has_is_refused(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ conflicts = [[{ extra = "old" }, { extra = "new" }]]
 
 
 def python_with_ray(extra: str, project: Path) -> str:
-    """The Python of `extra`; what it lacks (Ray, this library) it takes from the environment of the tests."""
+    """The Python of `extra`; Ray and this library come from the environment of the tests."""
     python = python_executable_for(extra, project)
     if Path(python).is_relative_to(project):
         show = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]

@@ -26,6 +26,25 @@ class EchoWorker:
 
         return float((torch.ones(size, size) @ torch.ones(size, size))[0, 0])
 
+    def join(self) -> int:
+        """Its process group, again if it had before; the number of ranks."""
+        import torch.distributed as dist
+
+        from nemo_rl.distributed.collectives import init_process_group
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        init_process_group("gloo", timeout_s=60)
+        return dist.get_world_size()
+
+    def sum_ranks(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(value)
+        return value.item()
+
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
@@ -73,27 +92,3 @@ class SlowStartWorker:
 class StoppedWorker:
     def __init__(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class CollectiveWorker:
-    def __init__(self) -> None:
-        from nemo_rl.distributed.collectives import init_process_group
-
-        init_process_group("gloo", timeout_s=60)
-
-    def sum_ranks(self) -> float:
-        import torch
-        import torch.distributed as dist
-
-        value = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(value)
-        return value.item()
-
-    def join_again(self) -> int:
-        import torch.distributed as dist
-
-        from nemo_rl.distributed.collectives import init_process_group
-
-        dist.destroy_process_group()
-        init_process_group("gloo", timeout_s=60)
-        return dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Programs that try to break out of the sandbox or to wear the machine down, and what is said of each.
+"""Programs that try to break out of the sandbox or to wear the machine down, and the limit that each one hits.
 
 `MARK` in a source is replaced by a name that nothing else on the machine has: whatever they leave behind bears it.
 """

@@ -37,7 +37,7 @@ def served(app: web.Application) -> Iterator[str]:
 
 @contextmanager
 def answering(step: Callable[[web.Request], Awaitable[web.Response]], **options: Any) -> Iterator[RemoteEnvironment]:
-    """A remote environment whose server is sound but for its answers to /step."""
+    """A remote environment; `step` answers its requests to /step."""
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"protocol": 1})

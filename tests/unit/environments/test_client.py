@@ -30,6 +30,7 @@ from nemo_rl.environments.registry import (
     register_env,
     wait_for_envs,
 )
+from tests.conversations import assistant, user
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
 
@@ -68,7 +69,7 @@ class FakeActor:
 
 
 def said(text):
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "token_ids": [1, 2]}]
+    return [user("?"), assistant(text, token_ids=[1, 2])]
 
 
 async def gathered(client: EnvironmentClient, *texts: str) -> list[Any]:
@@ -130,7 +131,7 @@ def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_
 
 
 class Measuring(FakeActor):
-    """Stands for an actor whose metrics are asked for."""
+    """Stands for an actor that is asked for metrics."""
 
     def __init__(self, *errors):
         super().__init__(lambda batch, _: {"accuracy": 0.5}, errors=errors)
@@ -334,18 +335,21 @@ def test_the_dataset_and_processor_of_the_guide_run(import_folder):
 
     (import_folder / "my_data.py").write_text(blocks_of_the_guide()["my_data.py"])
     section = DatasetConfig(dataset_name="my_data:capitals", processor="my_data:in_one_word", env_name="math")
-    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100), {"math": {}})
+    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100))
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():
-    content = [{"type": "image", "image": b"png"}, {"type": "text", "text": "a\ud800"}]
-    parts = [None], [None], torch.ones(1), torch.ones(1)
-    [step] = split_return(EnvironmentReturn([{"role": "user", "content": content}], *parts), 1, "mine")
-    assert isinstance(step, EnvironmentStep)
-    assert step.observation["content"] == [{"type": "image", "image": b"png"}, {"type": "text", "text": "a?"}]
+    def split(*content: Any) -> EnvironmentStep:
+        observations = [user(list(content))]
+        returned = EnvironmentReturn(observations, [None], [None], torch.ones(1), torch.ones(1))
+        return split_return(returned, 1, "mine")[0]
+
+    image = {"type": "image", "image": b"png"}
+    step = split(image, {"type": "text", "text": "a\ud800"})
+    assert step.observation["content"] == [image, {"type": "text", "text": "a?"}]
     for wrong in ("text", {"type": "video", "video": "v"}, {"type": "image"}):
         with pytest.raises(StepRefused, match="a part of an observation is"):
-            split_return(EnvironmentReturn([{"role": "user", "content": [wrong]}], *parts), 1, "mine")
+            split(wrong)

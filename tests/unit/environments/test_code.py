@@ -7,6 +7,7 @@ import pytest
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
+from tests.conversations import answered as said
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
 
@@ -19,10 +20,6 @@ def environments():
     yield made
     for environment in made:
         environment.shutdown()
-
-
-def said(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-"""Rewards made of several: what is combined, what is reported, and whose fault it is."""
+"""Composite rewards: the sum, the metrics, and the part that failed."""
 
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,11 @@ from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, format_reward
+from tests.conversations import answered as log
+from tests.unit.environments.test_client import blocks_of_the_guide
 from tests.unit.environments.test_reward_model import CPU_CONFIG
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
 HERE = "tests.unit.environments.test_composite"
-
-
-def log(answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
 
 
 def number_in_answer(messages: Any, metadata: Any, *, factor: float = 1.0) -> Any:
@@ -74,10 +69,7 @@ def test_functions_and_environments_are_weighted_and_each_is_reported():
     assert returned.answers == ["3", "5"], "of the environment"
     assert returned.metadata == [{"ground_truth": "x"}] * 2 and len(logs[0]) == 2, "parts get copies"
     assert returned.observations[0]["content"] == "Environment: number 3, half 1.5"
-    assert returned.metrics == [
-        {"number": 3.0, "half": 1.5, "half/x": 3.0},
-        {"number": 5.0, "half": 2.5, "half/x": 5.0},
-    ]
+    assert returned.metrics == [{"number": n, "half": n / 2, "half/x": n} for n in (3.0, 5.0)]
     batch = BatchedDataDict({"message_log": logs, "rewards": returned.rewards, "metrics": returned.metrics})
     _, metrics = environment.global_post_process_and_metrics(batch)
     assert metrics == {"half/sum": 4.0, "half/xs": 8.0}, "each environment sees its own rewards and metrics"
@@ -138,18 +130,22 @@ def test_a_mistake_in_a_part_is_named(keys, message):
         CompositeEnvironmentConfig(reward_functions=[RewardFunctionConfig(**keys)])
 
 
-def test_mistakes_over_several_parts_are_named():
-    contained = {"name": "contains", "kwargs": {"texts": ["x"]}}
-    mistakes: list[tuple[list[Any], dict[str, Any], str]] = [
-        ([contained, contained], {}, "2 parts are named 'contains'"),
-        ([{**contained, "weight": -1.0}], {"normalize_weights": True}, "sum is above 0"),
-        ([contained], {"several_rewards": True}, "there is one part"),
+CONTAINED = {"name": "contains", "kwargs": {"texts": ["x"]}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "message"),
+    [
+        ([CONTAINED, CONTAINED], {}, "2 parts are named 'contains'"),
+        ([{**CONTAINED, "weight": -1.0}], {"normalize_weights": True}, "sum is above 0"),
+        ([CONTAINED], {"several_rewards": True}, "there is one part"),
         ([{"name": "m", "env": "math"}], {}, r"env\.math, and there is no such section"),
         ([{**NUMBER, "kwargs": {"colour": "red"}}], {}, "cannot be called with kwargs"),
-    ]
-    for parts, options, message in mistakes:
-        with pytest.raises(ValueError, match=message):
-            composite(*parts, **options)
+    ],
+)
+def test_mistakes_over_several_parts_are_named(parts, options, message):
+    with pytest.raises(ValueError, match=message):
+        composite(*parts, **options)
 
 
 def test_sections_are_found_by_name_and_checked_when_the_configuration_is_read():
@@ -212,8 +208,7 @@ def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
 
 
 def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):
-    [code] = re.findall(r"<!-- my_rewards.py -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "my_rewards.py").write_text(code)
+    (tmp_path / "my_rewards.py").write_text(blocks_of_the_guide()["my_rewards.py"])
     monkeypatch.syspath_prepend(tmp_path)
     environment = composite({"name": "polite", "reward": "my_rewards:polite", "kwargs": {"word": "thanks"}})
     assert environment.step([log("Thanks!"), log("please")], [{}, {}]).rewards.tolist() == [1.0, 0.0]

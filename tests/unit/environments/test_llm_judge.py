@@ -14,10 +14,11 @@ from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.judge import LLMJudgeEnvironment, ModelJudge, Reply, Vote
 from nemo_rl.utils.task_formats import fence, fill, find_score
+from tests.conversations import answered, user
 from tests.unit.environments.http_servers import Scripted, served
 
-LOG: list[Any] = [{"role": "user", "content": "<|user|>1+1?"}, {"role": "assistant", "content": "2"}]
-KNOWN: dict[str, Any] = {"messages": [{"role": "user", "content": "1+1?"}]}
+LOG: list[Any] = answered("2", asked="<|user|>1+1?")
+KNOWN: dict[str, Any] = {"messages": [user("1+1?")]}
 SCORE = LLMJudgeEnvironmentConfig(base_url="http://x", model="m").score_pattern
 
 
@@ -151,8 +152,9 @@ def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
         assert find_score(reply, SCORE, 0.0, 10.0) == score, reply
 
 
-def test_a_mistake_is_named():
-    mistakes: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
         ({}, "either a server"),
         ({"base_url": "http://x", "model": "m", "model_name": "n"}, "either a server"),
         ({"base_url": "http://x"}, "name the model"),
@@ -160,10 +162,11 @@ def test_a_mistake_is_named():
         ({"model_name": "n", "min_score": 10.0}, "not below max_score=10"),
         ({"model_name": "n", "num_votes": 3}, "greedy"),
         ({"model_name": "n", "prompt_file": "nowhere.txt"}, "there is no file"),
-    ]
-    for keys, message in mistakes:
-        with pytest.raises(ValueError, match=message):
-            LLMJudgeEnvironmentConfig(**keys)
+    ],
+)
+def test_a_mistake_is_named(keys, message):
+    with pytest.raises(ValueError, match=message):
+        LLMJudgeEnvironmentConfig(**keys)
 
 
 def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path):

@@ -14,6 +14,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.environments.mcp import McpEnvironment
+from tests.conversations import answered
 from tests.unit.environments.http_servers import served
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -23,7 +24,7 @@ STDIO = {"command": sys.executable, "args": [SERVER]}
 
 def turn(*calls: tuple[str, dict[str, Any]], text: str = "") -> list[dict[str, str]]:
     written = [f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls]
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "".join([text, *written])}]
+    return answered("".join([text, *written]))
 
 
 def environment(*, timeout_s: float = 20.0, **servers: Any) -> McpEnvironment:

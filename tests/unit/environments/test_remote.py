@@ -1,4 +1,4 @@
-"""An environment behind HTTP gives what it gives in this process, and says where it could not."""
+"""An environment behind HTTP gives the same as in this process, and names the server that failed."""
 
 import asyncio
 import json
@@ -15,11 +15,8 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
+from tests.conversations import answered as log
 from tests.unit.environments.http_servers import Scripted, answering, served
-
-
-def log(answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
 
 
 class Counting(EnvironmentInterface[Any]):

@@ -59,7 +59,7 @@ def asked(system_prompt_file: Path | None = None) -> tuple[list[Any], list[Any]]
 
 @torch.no_grad()
 def one_by_one(directory: Path) -> torch.Tensor:
-    """Scores of what the template makes of each conversation, without any padding."""
+    """Scores of the templated conversations, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     texts = [f"<|user|>{asked}<eos><|assistant|>{said}<eos>" for asked, said in zip(PROBLEMS, ANSWERS, strict=True)]
     tokenized = [build_tiny_tokenizer()(text, return_tensors="pt") for text in texts]
@@ -122,12 +122,9 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
         environment.step(logs, metadata)
     with pytest.raises(ValueError, match="processor: conversation_processor"):
         environment.step(logs, [{"ground_truth": "2"}] * 4)  # pyright: ignore[reportArgumentType]
-    strict = config(
-        model_directory,
-        tokenizer=TokenizerConfig(name=str(model_directory), chat_template="{{ raise_exception('only poems') }}"),
-    )
+    strict = TokenizerConfig(name=str(model_directory), chat_template="{{ raise_exception('only poems') }}")
     with pytest.raises(ValueError, match=r"refuses the roles user, assistant: only poems"):
-        RewardModelEnvironment(strict).step(logs, metadata)
+        RewardModelEnvironment(config(model_directory, tokenizer=strict)).step(logs, metadata)
 
 
 def test_its_section_is_read_and_what_cannot_be_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""Programs in the sandbox: what they may, what they may not, and that nothing of them is left."""
+"""Programs in the sandbox: their rights, their limits, and nothing left behind."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ def one(pool: SandboxPool, text: str, **more) -> SandboxResult:
 
 
 def assert_contained(name: str, result: SandboxResult) -> None:
-    """It did not succeed, and what stopped it is said."""
+    """It did not succeed, and the result names the limit."""
     expected = HOSTILE[name][1]
     if expected is LimitHit.FORBIDDEN:  # a file may also not be there at all
         assert result.limit is expected or "FileNotFoundError" in result.stderr, (name, result)
@@ -138,11 +138,8 @@ def test_programs_of_different_servers_are_different_users() -> None:
 def test_no_program_sees_the_files_or_the_environment_of_another(pool: SandboxPool, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     one(pool, "import builtins, json\nopen('a', 'w').write('x')\nbuiltins.left = json.left = 1")
-    for _ in range(4):
-        result = one(
-            pool, "import os, builtins, json\nprint(os.listdir(), hasattr(builtins, 'left'), hasattr(json, 'left'))"
-        )
-        assert result.stdout == "[] False False\n"
+    look = "import os, builtins, json\nprint(os.listdir(), hasattr(builtins, 'left'), hasattr(json, 'left'))"
+    assert [result.stdout for result in pool.run([Program(cells=[look])] * 4)] == ["[] False False\n"] * 4
     assert "secret" not in one(pool, "import os\nprint(dict(os.environ))").stdout
 
 
@@ -222,9 +219,8 @@ def test_it_needs_no_root() -> None:
     arguments = [ROOT, LIMITS.model_dump_json(), json.dumps([source(name) for name in names])]
     for python in (sys.executable, "/usr/bin/python3"):
         try:
-            ran = subprocess.run(
-                [python, "-c", AS_NOBODY, *arguments], capture_output=True, text=True, cwd="/tmp", **as_nobody
-            )
+            command = [python, "-c", AS_NOBODY, *arguments]
+            ran = subprocess.run(command, capture_output=True, text=True, cwd="/tmp", **as_nobody)
         except PermissionError:  # this user cannot read the interpreter
             continue
         assert ran.returncode == 0, ran.stderr
@@ -263,12 +259,8 @@ time.sleep(60)
 
 def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
-    run = subprocess.Popen(
-        [sys.executable, "-c", ABANDONED, ROOT],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    command, variables = [sys.executable, "-c", ABANDONED, ROOT], {**os.environ, "TMPDIR": str(tmp_path)}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     assert run.stdout is not None
     directory = run.stdout.readline().strip()
     assert len(processes_of(directory)) == 2  # the server and the program

@@ -21,6 +21,7 @@ from nemo_rl.environments.math.verification import (
     hf_math_verify,
     multilingual_multichoice,
 )
+from tests.conversations import answered
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"
@@ -30,8 +31,9 @@ def check(verifier, response, ground_truth):
     return Verification(verifier=verifier, response=response, ground_truth=ground_truth)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool():
+    """Its processes load sympy, and are started again where a test ends them."""
     pool = VerifierPool(2, timeout_s=1.0)
     yield pool
     pool.close()
@@ -54,10 +56,8 @@ def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, gr
     certain = exact_integer(response, ground_truth)
     if certain is not None:
         assert certain[0] == hf_math_verify(response, ground_truth)[0]
-    assert exact_integer("\\boxed{-12}", "-12") == (True, "-12") and exact_integer("\\boxed{12}", "-12") == (
-        False,
-        "12",
-    )
+    assert exact_integer("\\boxed{-12}", "-12") == (True, "-12")
+    assert exact_integer("\\boxed{12}", "-12") == (False, "12")
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,11 @@ def test_mathematics_is_compared_by_value_or_by_normalised_text(verifier, respon
     assert verifier(response, ground_truth)[0] is correct
 
 
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        *[("Answer: B", "B"), ("answer is (c).", "C"), ("**Answer:** A", "A"), ("Answer: \\boxed{D}", "D")],
-        *[("Answer: A\n... no. Answer: B", "B"), ("Answer: Because", None), ("B", None)],
-    ],
-)
-def test_english_multiple_choice(response, letter):
-    assert english_multichoice(response, "B") == (letter == "B", letter)
+def test_english_multiple_choice():
+    letters = {"Answer: B": "B", "answer is (c).": "C", "**Answer:** A": "A", "Answer: \\boxed{D}": "D"}
+    letters |= {"Answer: A\n... no. Answer: B": "B", "Answer: Because": None, "B": None}
+    for response, letter in letters.items():
+        assert english_multichoice(response, "B") == (letter == "B", letter), response
 
 
 @pytest.mark.parametrize(
@@ -105,9 +101,8 @@ def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     first_pids = set(pool.pids())
     assert len(first_pids) == 2
     started = time.monotonic()
-    jobs = [
-        check("hf_math_verify", HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}", f"{i / 2}") for i in range(8)
-    ]
+    texts = [HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}" for i in range(8)]
+    jobs = [check("hf_math_verify", text, f"{i / 2}") for i, text in enumerate(texts)]
     results = pool.run(jobs)
     assert time.monotonic() - started < 30
     assert [result.correct for result in results] == [i != 3 for i in range(8)]
@@ -123,12 +118,12 @@ def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs():
     assert [result.correct for result in results] == [False, True, True, True]
 
 
-def test_step_gives_the_contract():
-    env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0})
+def test_step_gives_the_contract(pool):
+    env = MathEnvironment({"num_workers": 1})
+    env.pool = pool
     answers = ["\\boxed{12}", "\\boxed{13}", "is \\boxed{\\frac{24}{2}}"]
-    logs = [[{"role": "user", "content": "5+7"}, {"role": "assistant", "content": answer}] for answer in answers]
-    returned = pickle.loads(pickle.dumps(env.step(logs, [{"ground_truth": "12"}] * 3)))  # as to the rollout worker
-    env.shutdown()
+    returned = env.step(list(map(answered, answers)), [{"ground_truth": "12"}] * 3)
+    returned = pickle.loads(pickle.dumps(returned))  # as to the rollout worker
     assert returned.rewards.tolist() == [1.0, 0.0, 1.0] and returned.terminateds.tolist() == [1.0] * 3
     assert [said["content"].split()[1] for said in returned.observations] == ["correct", "incorrect", "correct"]
     assert returned.answers[:2] == ["12", "13"] and returned.next_stop_strings == [None] * 3
@@ -156,10 +151,9 @@ class FailingPool:
 
 def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_samples_and_verifications():
     env = MathEnvironment({"num_workers": 1})
-    env.pool.close()
     env.pool = FailingPool()
-    logs = [[{"role": "assistant", "content": kind}] for kind in ("died", "timeout")]
-    died, late = split_return(env.step(logs, [{"ground_truth": "12"}] * 2), 2, "math")
+    returned = env.step([answered("died"), answered("timeout")], [{"ground_truth": "12"}] * 2)
+    died, late = split_return(returned, 2, "math")
     assert isinstance(died, EnvironmentFailure) and "verifier 'hf_math_verify' ended its process twice" in str(died)
     assert not isinstance(late, EnvironmentFailure) and late.reward == 0.0
     batch, metrics = env.global_post_process_and_metrics(finished())

@@ -1,31 +1,19 @@
 """The configuration of an evaluation: what is refused, and what follows from what."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_rl.algorithms.setup.placement import describe_evaluation
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import build_config, dump_config, load_config
+from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.models.generation.config import GenerationConfig
 from tests.tables import cases, pattern
+from tests.unit.config.run_configs import CONFIGS
 
-ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "examples" / "configs" / "evals").glob("*.yaml"))
-CPU = ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+CPU = CONFIGS / "evals" / "eval_cpu.yaml"
 
 
 def load(*overrides: str) -> EvalMasterConfig:
     return load_config(EvalMasterConfig, CPU, list(overrides))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_file_loads_and_reads_back(path, tmp_path):
-    config = load_config(EvalMasterConfig, path)
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(EvalMasterConfig, tmp_path / "again.yaml") == config
-    assert isinstance(config.generation, GenerationConfig), "the engine is built from it"
 
 
 def test_what_follows_from_what():

@@ -1,9 +1,8 @@
-"""What is written of finished groups, and what is done about failures; datasets of one evaluation."""
+"""The records of finished groups, the treatment of failures, and several datasets in one evaluation."""
 
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,16 @@ from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
+from tests.fakes import handle, sample
+from tests.unit.config.run_configs import CONFIGS
 
-CPU = Path(__file__).parents[3] / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+CPU = CONFIGS / "evals" / "eval_cpu.yaml"
 SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
 
 
 class FakeCollector:
-    """Plays at once and says the answers that the metas hold; conversations with a number of `failures` end with it."""
+    """Plays at once, with the answers of the metas. `failures`: number of a call of `conversations` -> its error."""
 
     def __init__(self, failures: dict[int, WorkerError] | None = None) -> None:
         self.failures = failures or {}
@@ -35,7 +36,7 @@ class FakeCollector:
     def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
         for request in requests:
             self.played.append(request.prompt.prompt_id)
-            yield [handle(request.prompt.prompt_id, 1.0, 0.0)]
+            yield [played(request.prompt.prompt_id, 1.0, 0.0)]
 
     def conversations(self, handles: list[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         self.num_asked += 1
@@ -51,16 +52,14 @@ def spoken(sample: SampleMeta) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in texts.items()]
 
 
-def handle(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
+def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
+    """None: the sample failed."""
+    failed: dict[str, Any] = {"status": SampleStatus.FAILED, "failure": "the judge was out"}
     samples = [
-        SampleMeta(
-            sample_id=f"{prompt_id}/{index}", status=SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED,
-            length=9, num_prompt_tokens=4, num_generated_tokens=5, num_turns=1, reward=reward or 0.0,
-            weight_version=-1, failure="the judge was out" if reward is None else None, answer=answer,
-        )
+        sample(reward or 0.0, sample_id=f"{prompt_id}/{index}", answer=answer, **failed if reward is None else {})
         for index, reward in enumerate(rewards)
-    ]  # fmt: skip
-    return GroupHandle(group_id=prompt_id, prompt_id=prompt_id, task_name="arithmetic", ref=None, samples=samples)
+    ]
+    return handle(*samples, name=prompt_id, prompt=prompt_id, task="arithmetic")
 
 
 def writer(folder: SampleFolder, *overrides: str, collector: Any = None) -> _Writer:
@@ -81,7 +80,7 @@ def folder(tmp_path):
 
 def test_too_many_failures_end_it_and_are_not_written(folder):
     chosen = writer(folder, "eval.max_failed_sample_fraction=0.1")
-    chosen.take([handle("arithmetic:0", None, None), handle("arithmetic:1", 1.0, 1.0)])
+    chosen.take([played("arithmetic:0", None, None), played("arithmetic:1", 1.0, 1.0)])
     with pytest.raises(TooManyFailures, match=r"2 of 12 samples failed already.*\n2x the judge was out"):
         chosen.finish()
     assert list(folder.outcomes) == ["arithmetic:1"]
@@ -120,14 +119,14 @@ def test_a_vote_needs_answers(folder):
     )
     tasks = chosen.inputs.data.tasks
     tasks["arithmetic"] = replace(tasks["arithmetic"], env_name="mine")
-    chosen.take([handle("arithmetic:0", 1.0, 1.0, answer=None)])
+    chosen.take([played("arithmetic:0", 1.0, 1.0, answer=None)])
     with pytest.raises(ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in 2 samples"):
         chosen.finish()
 
 
 def test_results_and_table(folder):
     chosen = writer(folder)
-    chosen.take([handle(f"arithmetic:{n}", 1.0, 0.0) for n in range(5, -1, -1)])
+    chosen.take([played(f"arithmetic:{n}", 1.0, 0.0) for n in range(5, -1, -1)])
     chosen.finish()
     model: Any = type("Model", (), {"name": "tiny\x1b[31m", "identity": {}})
     results = make_results(chosen.config, model, outcomes_by_dataset(chosen.inputs.data, folder))
@@ -150,9 +149,3 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     ids = [prompt.prompt_id for prompt in data.prompts]
     assert len(set(ids)) == len(ids) and "rows:0" in ids and ids[-1] == "arithmetic#2:2"
     assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
-
-
-def test_a_mistake_in_the_data_is_said_where_it_was_made():
-    config = load_config(EvalMasterConfig, CPU, ["data.dataset_name=gms8k"])
-    with pytest.raises(ValueError, match=r"unknown dataset 'gms8k'; did you mean gsm8k"):
-        load_eval_data(config)

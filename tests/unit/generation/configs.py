@@ -20,7 +20,7 @@ from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 def generation_config(
     max_model_len: int = 128, *, vllm_cfg: Mapping[str, Any] | None = None, **vllm_kwargs: Any
 ) -> GenerationConfig:
-    """`vllm_cfg`: what differs from an engine in float32 on one rank."""
+    """`vllm_cfg`: differences from an engine in float32 on one rank."""
     return GenerationConfig(
         max_new_tokens=32,
         val_temperature=1.0,
@@ -48,7 +48,9 @@ def engines(
     bundles = [replicas * config.vllm_cfg.engine_size // num_nodes] * num_nodes
     engine = EngineSettings(model=model, tokenizer=model, cfg=config, seed=0, load_format=load_format, **settings)
     with RayVirtualCluster(bundles, use_gpus=False, name=f"engines of {model}") as cluster:
-        generation = VllmGeneration(cluster, engine, accelerator=accelerator, timeout_s=120)
+        generation = VllmGeneration(
+            cluster, engine, accelerator=accelerator or Accelerator(exclusive=False), timeout_s=120
+        )
         yield generation
         generation.shutdown()
 
@@ -68,7 +70,7 @@ def refitted_engines(
 def requests_of(
     prompts: Iterable[list[int]], sampling: SamplingParams, seeds: Iterable[int] | None = None
 ) -> list[GenerationRequest]:
-    """One for each prompt, whose seed is its number unless `seeds` says other ones."""
+    """One for each prompt; the seed is its number, unless there are `seeds`."""
     return [
         GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=seed)
         for prompt, seed in zip(prompts, count() if seeds is None else seeds, strict=False)

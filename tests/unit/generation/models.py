@@ -37,7 +37,7 @@ def make_model(directory: Path) -> str:
 
 
 def make_model_with_heads(directory: Path, family: str = "glm4_moe", **changes: Any) -> str:
-    """With a prediction head (MTP), which sees the token before alone and so guesses some tokens."""
+    """With a prediction head (MTP), which sees only the token before and so guesses some tokens."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -104,11 +104,8 @@ def chi_square(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> tuple[
 
 
 def test_it_comes_with_a_sync_and_leaves_the_distribution_as_it_is(ray_local: None, tmp_path: Path) -> None:
-    from nemo_rl.data.tiny_model import build_tiny_tokenizer
-
-    policy = PolicyWithDraft(make_model(tmp_path / "model", tied=True, dtype="float32"))
     path = tmp_path / "model"
-    build_tiny_tokenizer().save_pretrained(path)
+    policy = PolicyWithDraft(make_model(path, tied=True, dtype="float32"))
     described = draft_config(run_config(), AutoConfig.from_pretrained(path))
     [[first, last]] = run_world(train_draft, 1, path, tmp_path / "draft", continuations(policy.model, 64))
     assert last > 3 * first, "it learned"

@@ -19,7 +19,7 @@ from tests.unit.generation.configs import ask, generation_config, refitted_engin
 from tests.unit.generation.test_refit_vllm import ExpertsPolicy, change, expected_logprobs
 from tests.unit.policy.families import FAMILIES, save_random_model
 
-# What vLLM's CPU target takes of a family: other settings than those of the table, and its precision.
+# What vLLM's CPU target can run: settings that differ from the table, and the precision.
 _NO_EXPERTS = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},

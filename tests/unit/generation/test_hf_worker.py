@@ -10,8 +10,8 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 
 from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
-from tests.unit.rollouts.engines import in_loop
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, StopReason
+from tests.unit.rollouts.engines import in_loop, request_of
 
 
 @dataclass
@@ -44,11 +44,7 @@ class Rank:
 
 
 def ask(*prompts: list[int]) -> list[GenerationRequest]:
-    sampling = SamplingParams(max_new_tokens=1)
-    return [
-        GenerationRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling, seed=index)
-        for index, prompt in enumerate(prompts)
-    ]
+    return [request_of(prompt, number, str(number), max_new_tokens=1) for number, prompt in enumerate(prompts)]
 
 
 async def desk(*ranks: Rank, data_ranks: Sequence[int] = (0,)) -> HfWorker:

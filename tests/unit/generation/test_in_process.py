@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import UtilityResult
 from nemo_rl.models.generation.vllm.in_process import EngineStartError, ThreadClient
 from tests.unit.rollouts.engines import in_loop
 
-# The error that ends a thread, whose place is the log.
+# The error that ends a thread belongs in the log.
 SHOWN = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 

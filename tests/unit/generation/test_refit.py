@@ -37,10 +37,7 @@ class Policy:
         ranks = [{"rank": n, "layout_digest": "", "endpoints": own} for n, own in enumerate(self.endpoints)]
         return [ranks[0] | {"layout": LAYOUT.to_dict()}, *ranks[1:]]
 
-    def start_pack(self, bucket: int) -> int:
-        return bucket
-
-    def finish_pack(self, future: int) -> list[dict[str, Any]]:
+    def pack(self, bucket: int) -> list[dict[str, Any]]:
         if self.fails is not None:
             raise self.fails
         return [{"rank": 0, "digest": "", "fingerprints": b"", "gather_s": 0.0, "pack_s": 0.0}]
@@ -58,7 +55,6 @@ class Generation:
     dead: Sequence[int] = ()
     keeps: bool = True
     num_checks: int = 0
-    name_prefix: str = "generation"
     weights_follow: bool = False
     workers: Sequence[str] = ("a", "b")
 
@@ -156,7 +152,7 @@ def test_from_training_to_a_sync_only_the_optimizer_moves():
         name_prefix, transport = "policy", "packed_ipc"
 
         def __getattr__(self, name: str) -> Any:
-            return lambda *tags: moves.append((name, *tags))
+            return lambda *tags, **which: moves.append((name, *tags, *which))
 
     policy: Any = Moved()
     engines: Any = Moved()
@@ -169,6 +165,6 @@ def test_from_training_to_a_sync_only_the_optimizer_moves():
     for name in (REFIT, "generation", REFIT, "generation", "policy"):
         accelerator.acquire(name)
     to_generation = [("offload",), ("onload",)]
-    from_training = [("offload_optimizer",), ("onload", ["weights"])]
-    from_generation = [("sleep",), ("onload_weights",), ("onload", ["weights"])]
+    from_training = [("offload", "with_weights"), ("onload", ["weights"])]
+    from_generation = [("sleep",), ("onload", "with_optimizer"), ("onload", ["weights"])]
     assert moves == [*from_training, *to_generation, *from_generation, *to_generation, ("sleep",), ("onload",)]

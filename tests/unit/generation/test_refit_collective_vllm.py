@@ -12,7 +12,6 @@ import pytest
 import ray
 import torch
 
-from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.layout import RefitError, Rendezvous
@@ -45,8 +44,8 @@ class LeavingPolicy(OneRankPolicy):
             self.sender.close()
         return super().prepare_refit(settings)
 
-    def start_pack(self, bucket: int) -> list[dict[str, Any]]:
-        packed = super().start_pack(bucket)
+    def pack(self, bucket: int) -> list[dict[str, Any]]:
+        packed = super().pack(bucket)
         wrong = packed[0]["fingerprints"]
         return [packed[0] | {"fingerprints": bytes([wrong[0] ^ 1]) + wrong[1:]}] if bucket == self.flip else packed
 
@@ -68,7 +67,6 @@ def engines_apart(
     num_nodes: int = 1,
 ) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
     policy = kind(make_model(directory, tied=True, dtype="float32"))
-    build_tiny_tokenizer().save_pretrained(directory)
     config = generation_config(vllm_cfg={"pipeline_parallel_size": num_nodes})
     config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
     num_receivers = replicas * config.vllm_cfg.engine_size
@@ -109,7 +107,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         generation.restart_worker(0)
         assert_synced(policy, generation, refit, 2)
 
-        # The second bucket may be on its way already: what is announced of it is changed instead.
+        # The second bucket may be on its way already: its announced fingerprint is changed instead.
         policy.flip = 1
         with pytest.raises(RefitError, match=r"packed_collective, version 3, bucket 1: tensor '.+' .*not what the pol"):
             refit.sync(3)
@@ -118,7 +116,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
 
 
 def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
-    """Adapters too, which are sent alone after the first sync. The nodes are two groups of processes of this one."""
+    """Adapters too, sent alone after the first sync. The nodes are two groups of processes on this one."""
     with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, num_nodes=2) as (policy, generation, refit):
         policy.train(0)
         everything = refit.sync(0)["bytes"]
@@ -137,7 +135,7 @@ def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Path, recompute: bool) -> None:
-    """With the KV cache of the new weights, or with that of the old ones; a later request with the new ones alone."""
+    """With the KV cache of the new or of the old weights; a later request with the new ones alone."""
     with engines_apart(tmp_path, replicas=1, recompute=recompute) as (policy, generation, refit):
         refit.sync(0)
         requests = requests_of([PROMPT] * 8, SamplingParams(max_new_tokens=100))

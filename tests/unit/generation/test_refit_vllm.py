@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -23,12 +23,13 @@ from nemo_rl.refit.sync import Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
+from tests.unit.policy.families import family_config
 
 BUCKET_BYTES = 64 << 10  # the embedding is larger
 
 
 class OneRankPolicy:
-    """The refit side of a policy, in this process. `damage` may tamper with what was packed."""
+    """The refit side of a policy, in this process. `damage` may tamper with the packed bytes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -48,14 +49,11 @@ class OneRankPolicy:
         self.sender = WeightSender(self.weights(), device=torch.device("cpu"), rank=0, local_rank=0, **settings)
         return [self.sender.describe()]
 
-    def start_pack(self, bucket: int) -> list[dict[str, Any]]:
+    def pack(self, bucket: int) -> list[dict[str, Any]]:
         packed = [self.sender.pack(bucket)]
         if self.damage is not None:
             self.damage(bucket, self.sender)
         return packed
-
-    def finish_pack(self, future: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return future
 
 
 class AdapterPolicy(OneRankPolicy):
@@ -93,23 +91,12 @@ class ExpertsPolicy(OneRankPolicy):
 
 
 def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
-    config = Qwen2Config(
-        vocab_size=300,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype=dtype,
-    )
+    """A random Qwen2, saved with the tiny model's tokenizer."""
+    config = family_config("qwen2", tie_word_embeddings=tied, pad_token_id=None)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(directory)
+    build_tiny_tokenizer().save_pretrained(directory)
     return model
 
 
@@ -123,14 +110,13 @@ def refit_into_engine(
     tensor_parallel_size: int = 1,
 ) -> Iterator[tuple[Any, Any, Refit]]:
     policy = kind(make_model(directory, tied=tied, dtype=dtype))
-    build_tiny_tokenizer().save_pretrained(directory)
     config = generation_config(vllm_cfg={"precision": dtype, "tensor_parallel_size": tensor_parallel_size})
     with refitted_engines(policy, directory, config, bucket_bytes=BUCKET_BYTES) as (generation, refit):
         yield policy, generation, refit
 
 
 def logprob_difference(model: PreTrainedModel, generation: VllmGeneration, version: int, replica: int = 0) -> float:
-    """Largest difference between the engine's logprobs of what it samples and the model's."""
+    """Largest difference between engine and model in the logprobs of sampled tokens."""
     prompts = [[5, 6, 7, 8 + i] for i in range(6)]
     worst, requests = 0.0, requests_of(prompts, SamplingParams(max_new_tokens=12))
     for prompt, completion in zip(prompts, ask(generation.workers[replica], requests), strict=True):
@@ -208,7 +194,7 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
             refit.sync(2)
         policy.damage = None
         assert_synced(policy, generation, refit, 3)
-        policy.backwards = True  # another layout: what was prepared for the first must not be used
+        policy.backwards = True  # another layout: the plan for the first must not be used
         refit.prepare()
         assert_synced(policy, generation, refit, 4)
 
@@ -230,7 +216,7 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
             if at == 3:
                 raise RuntimeError("the sender dies")
 
-        policy.damage = fail  # what the engine kept of the first buckets must not reach the next sync
+        policy.damage = fail  # the first buckets, which the engine kept, must not reach the next sync
         with pytest.raises(RefitError, match="the sender dies"):
             refit.sync(2)
         policy.damage = None

@@ -1,4 +1,4 @@
-"""The row-invariant products alone; the engine as a whole is in test_vllm_worker.py."""
+"""The row-invariant products alone; the engine as a whole is in test_vllm_generation.py."""
 
 from collections.abc import Iterator
 

@@ -278,5 +278,5 @@ def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path
         with pytest.raises(WorkerError, match=r"generation-0 did not start: .*weights") as raised:
             cfg = generation_config(64)
             settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, seed=0, load_format="auto")
-            VllmGeneration(cluster, settings, timeout_s=120)
+            VllmGeneration(cluster, settings, accelerator=Accelerator(exclusive=False), timeout_s=120)
         assert not raised.value.engine_died, "which would start it again"

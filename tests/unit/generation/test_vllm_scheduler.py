@@ -117,9 +117,8 @@ def test_the_runner_leaves_steps_with_other_requests_or_new_blocks_to_vllm() -> 
     for scheduled in (others[0], step(names), *others[1:]):
         update(runner, scheduled)
     assert [id(scheduled) for scheduled in told] == [id(scheduled) for scheduled in others]
-    assert batch.num_computed_tokens_cpu.tolist() == [6, 8, 9] and vars(runner.requests["a"]) == {
-        "num_computed_tokens": 6
-    }
+    assert batch.num_computed_tokens_cpu.tolist() == [6, 8, 9]
+    assert vars(runner.requests["a"]) == {"num_computed_tokens": 6}
 
     left = StepNames(["b"], names)
     for scheduled in (step(names), step(left, ended="a"), step(left), step(StepNames(["b"], names))):

@@ -14,12 +14,12 @@ from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.vllm.startup import start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
-from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
-from tests.unit.rollouts.engines import in_loop
+from nemo_rl.types import GenerationAnswer, GenerationRequest
+from tests.unit.rollouts.engines import in_loop, request_of
 
 
 class Engine:
-    """Notes the cache salt of each request, and what it was told."""
+    """Notes the cache salt of each request, and its orders."""
 
     errored = False
 
@@ -57,7 +57,7 @@ class Engine:
 
 
 class Worker(VllmWorker):
-    """One without what the start of an engine sets."""
+    """One without the attributes that the start of an engine sets."""
 
     def __init__(self, engine: Engine) -> None:
         self.weight_version = -1
@@ -76,8 +76,7 @@ class Worker(VllmWorker):
 
 
 def request(number: int) -> GenerationRequest:
-    sampling = SamplingParams(max_new_tokens=1)
-    return GenerationRequest(request_id=f"{number}", prompt_token_ids=[1], sampling=sampling, seed=number)
+    return request_of([1], number, str(number), max_new_tokens=1)
 
 
 @in_loop
@@ -214,7 +213,7 @@ async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
     queue.put([answer("d")], patience_s=100.0)
     waiting = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
-    again = asyncio.create_task(queue.take())  # whoever called before may be dead
+    again = asyncio.create_task(queue.take())  # the earlier caller may be dead
     assert await asyncio.wait_for(waiting, 60) == []
     queue.put([answer("e")])
     assert len(await asyncio.wait_for(again, 60)) == 2

@@ -187,10 +187,9 @@ class Bench:
         changes = {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm} | batching
         config = worker.config = self.worker.config.model_copy(update=changes)
         worker.layout = row_layout(config, self.hf_config, worker.mesh)
-        sampling = SAMPLINGS[case.sampling]
         for stage in worker.stages:
             stage.reshard()
-            stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
+            stage.sampling = SAMPLINGS[case.sampling]
         with torch.no_grad():
             for parameter, start in zip(self.parameters, self.start, strict=True):
                 local_part(parameter).copy_(start)

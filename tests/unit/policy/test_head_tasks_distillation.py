@@ -19,6 +19,7 @@ from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.head.distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import PACKED, load_step, make_groups, make_worker, megatron_policy, policy_config
 from tests.worlds import run_world
@@ -154,7 +155,8 @@ def test_half_precision_states_pass_from_pipeline_stages_to_a_student(folder: Pa
 
 
 def test_bits_of_half_precision_states_survive_the_sum_over_ranks_of_a_sequence() -> None:
-    model = LogprobModel(Qwen2ForCausalLM(Qwen2Config(vocab_size=97, hidden_size=32, num_hidden_layers=1)))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=97, hidden_size=32, num_hidden_layers=1))
+    sampling = SamplingParams(max_new_tokens=0)
     random = torch.Generator().manual_seed(0)
     sequences = [(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (11, 17)]
     batch = RowLayout(padding_free=True).build(sequences)
@@ -168,7 +170,7 @@ def test_bits_of_half_precision_states_survive_the_sum_over_ranks_of_a_sequence(
         here = [slice(0, 5), slice(5, None)][rank]
         names = ("states", "targets", "rows", "positions")
         part = replace(batch, **{name: getattr(batch, name)[here] for name in names})
-        return LogprobModel(model.hf, context=mesh).score(bits.view(torch.bfloat16), part, task)
+        return LogprobModel(model, sampling, context=mesh).score(bits.view(torch.bfloat16), part, task)
 
     want = torch.zeros(2, 17, 32, dtype=torch.int16)
     want[batch.rows, batch.positions] = bits[0, batch.states]

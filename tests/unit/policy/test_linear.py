@@ -1,7 +1,6 @@
 """Logprobs, entropies and KL by tiles and over ranks, against log_softmax of whole logits in float64."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -58,6 +57,8 @@ class Case:
             transform=self.transform if number == 0 else LogitTransform(scale=0.5),
             temperature=self.temperature,
             vocab_size=len(weight),
+            chunk_tokens=self.chunk_tokens,
+            tile_bytes=self.tile_bytes,
         )
         return states, head
 
@@ -103,14 +104,13 @@ def tiled(way: str, case: Case, group: dist.ProcessGroup | None = None, device: 
         rows = slice(head.start, min(head.start + len(head.weight), case.vocab))
         bias = None if teacher.bias is None else teacher.bias[rows]
         teacher = replace(teacher, weight=teacher.weight[rows], bias=bias, start=rows.start)
-    tiles: dict[str, Any] = {"chunk_tokens": case.chunk_tokens, "tile_bytes": case.tile_bytes}
     if way == "sampled":
         filters = {"top_k": case.top_k, "top_p": case.top_p}
-        values = [linear_logprobs(states, head, case.targets().to(device), **filters, **tiles)]
+        values = [linear_logprobs(states, head, case.targets().to(device), **filters)]
     elif way == "chosen":
-        values = list(linear_topk_logprobs(states, head, case.indices().to(device), **tiles))
+        values = list(linear_topk_logprobs(states, head, case.indices().to(device)))
     else:
-        values = list(linear_kl(states, head, others, teacher, vocab_size=case.vocab, **tiles))
+        values = list(linear_kl(states, head, others, teacher, vocab_size=case.vocab))
     return case.result(values, states, head)
 
 
@@ -212,19 +212,17 @@ def test_a_vocabulary_over_ranks_gives_what_one_process_gives(world_size: int) -
 
 @pytest.mark.parametrize("k", [1, 40, 60])
 def test_top_k_logits_are_those_of_whole_logits_among_the_first_tokens_on_every_rank(k: int) -> None:
-    case = Case(vocab=60, padding=(37, 0))
+    case = Case(vocab=60, padding=(37, 0), tile_bytes=1 << 11)
     states, head = case.side(0, torch.float32)
     want = whole_logits(states, head).detach()[:, :60].topk(k, dim=1)
 
     def rank_main(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return topk_logits(states, shard(head, dist.group.WORLD), k, vocab_size=60, tile_bytes=1 << 11)
+        return topk_logits(states, shard(head, dist.group.WORLD), k, vocab_size=60)
 
-    alone = topk_logits(states, head, k, vocab_size=60, chunk_tokens=5, tile_bytes=1 << 11)
+    alone = topk_logits(states, replace(head, chunk_tokens=5), k, vocab_size=60)
     for values, indices in [alone, *run_world(rank_main, 2)]:
         assert_close(values, want.values, 2e-6)
         assert torch.equal(indices, want.indices)
-    with pytest.raises(ValueError, match="k=61: the vocabulary has 60 logits"):
-        topk_logits(states, head, 61, vocab_size=60)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
@@ -233,7 +231,7 @@ def test_a_tiny_vocabulary_is_computed_once_and_its_backward_pass_may_run_twice(
     case = Case(vocab=64, with_bias=True, chunk_tokens=chunk_tokens)
     assert_same("sampled", tiled("sampled", case), plain("sampled", case), case)
     states, head = case.side(0, torch.float32)
-    logprobs = linear_logprobs(states, head, case.targets(), chunk_tokens=chunk_tokens, tile_bytes=1 << 20)
+    logprobs = linear_logprobs(states, head, case.targets())
     assert logprobs.grad_fn is not None
     kept = [tensor.shape for tensor in logprobs.grad_fn.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
     assert ((case.n, case.vocab) in kept) == (chunk_tokens is None)
@@ -257,8 +255,8 @@ def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together() -> None
 def test_kl_of_equal_distributions_is_zero_and_large_logits_keep_their_digits() -> None:
     states, head = Case(temperature=1.0).side(1, torch.float32)
     states, weight = 10 * states, (10 * head.weight).requires_grad_()
-    head = replace(head, weight=weight)
-    for value in linear_kl(states, head, states, head, vocab_size=97, tile_bytes=1 << 11):
+    head = replace(head, weight=weight, tile_bytes=1 << 11)
+    for value in linear_kl(states, head, states, head, vocab_size=97):
         assert value.abs().max() < 1e-6
         (grad,) = torch.autograd.grad(value.sum(), [weight], retain_graph=True)
         assert grad.abs().max() < 1e-5

@@ -210,7 +210,7 @@ def loaded(directory: Path, cfg: LoRAConfig) -> torch.Tensor:
     def load(rank: int, size: int) -> torch.Tensor:
         hf = qwen2()
         apply_lora(hf, cfg)
-        peft_format.load_peft([hf], cfg, directory, "models/tiny")
+        peft_format.load_peft([hf], directory)
         return logits(hf).detach()
 
     return run_world(load, 1)[0]

@@ -44,14 +44,14 @@ def test_a_prompt_that_sequences_share_lies_once_before_them():
     batch = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(shared)
     assert batch.input_ids.tolist() == [[5, 6, 1, 8, 9, 7, 3, 4]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2, 2, 3]]
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.context is not None
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.key_index is not None
     assert batch.cu_seqlens.query_lengths == (2, 1, 2, 1, 2) and batch.cu_seqlens.key_lengths == (2, 1, 2, 3, 4)
-    assert batch.cu_seqlens.context.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]
+    assert batch.cu_seqlens.key_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]
     assert batch.states.tolist() == [1, 3, 1, 6]  # the last token of the prompt predicts two tokens
     assert batch.targets.tolist() == [7, 9, 3, 4]
     assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 1, 2, 2], [2, 1, 2, 3])
     alone = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(THREE)
-    assert alone.cu_seqlens is not None and alone.cu_seqlens.context is None, "nothing is shared"
+    assert alone.cu_seqlens is not None and alone.cu_seqlens.key_index is None, "nothing is shared"
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
@@ -123,10 +123,10 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
 
 def check_keys(batch, tokens: torch.Tensor) -> None:
     """Every segment's keys are its sequence from the start up to its own last query."""
-    context = batch.cu_seqlens.context
+    index = batch.cu_seqlens.key_index
     assert len(batch.cu_seqlens.cu_seqlens_k) == len(batch.cu_seqlens.key_lengths) + 1
     ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-    queries, keys = ids.split(batch.cu_seqlens.query_lengths), tokens[context.index].split(batch.cu_seqlens.key_lengths)
+    queries, keys = ids.split(batch.cu_seqlens.query_lengths), tokens[index].split(batch.cu_seqlens.key_lengths)
     at = positions.split(batch.cu_seqlens.query_lengths)
     for query, key, position in zip(queries, keys, at, strict=True):
         assert query.tolist() == key[-len(query) :].tolist()

@@ -192,13 +192,8 @@ def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of
 class WithColumn(HeadTask):
     """Each token's logprob, and what its row's column `extra` says of it."""
 
-    @property
-    def num_values(self) -> int:
-        return 2
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("extra",)
+    num_values = 2
+    columns = ("extra",)
 
     def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)

@@ -36,7 +36,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
 from nemo_rl.models.policy.vision.families import FAMILIES, named_parts, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
-from nemo_rl.types import ImageSpan, Pixels
+from nemo_rl.types import ImageSpan, Pixels, SamplingParams
 from tests.unit.policy.steps import policy_config
 
 
@@ -165,8 +165,8 @@ def batch_of(rows: list[Row], inputs: VisionInputs, layout: RowLayout, *, last_o
 
 def logprobs(model: Any, blank: Pixels, rows: list[Row], *, padding_free: bool) -> list[torch.Tensor]:
     """Of each token but the first of each row, as a policy computes them."""
-    batch = batch_of(rows, VisionInputs.of(model.config, blank), RowLayout(padding_free=padding_free))
-    scored = VisionLogprobModel(model)(batch, Logprobs())
+    batch = batch_of(rows, VisionInputs(model.config, blank), RowLayout(padding_free=padding_free))
+    scored = VisionLogprobModel(model, SamplingParams(max_new_tokens=0))(batch, Logprobs())
     return [own[1 : len(ids)] for own, (ids, _) in zip(scored, rows, strict=True)]
 
 
@@ -208,7 +208,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(tiny, rows, pad
 
 
 def test_an_image_of_several_rows_is_computed_once(tiny, rows):
-    inputs = VisionInputs.of(tiny[0].config, {})
+    inputs = VisionInputs(tiny[0].config, {})
     batch = inputs.build(RowLayout(padding_free=True), [ids for ids, _ in rows], [own for _, own in rows])
     assert batch.num_distinct == 3
     num_patches = [len(pixels["pixel_values"]) for row in rows[:3] for _, pixels in row[1]]
@@ -236,7 +236,7 @@ def test_a_sampled_image_token_is_text(tiny, rows):
         [before] = logprobs(tiny[0], blank_of(tiny), [(ids, images)], padding_free=True)
     torch.testing.assert_close(found[: len(before)], before, atol=2e-6, rtol=0)
     assert found.isfinite().all()
-    inputs = VisionInputs.of(tiny[0].config, {})
+    inputs = VisionInputs(tiny[0].config, {})
     positions = inputs.positions(len(longer), images)
     assert positions[-2:].tolist() == [[p] * 3 for p in (positions[-3, 0] + 1, positions[-3, 0] + 2)]
 
@@ -262,8 +262,8 @@ def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, paddi
     assert (missing, unexpected) == (["score.weight"], ["lm_head.weight"])
     torch.nn.init.normal_(scorer.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     layout = RowLayout(padding_free=padding_free, own_states=True)
-    batch = batch_of(rows, VisionInputs.of(config, {}), layout, last_only=True)
-    scores = VisionLogprobModel(scorer)(batch, Scalars())
+    batch = batch_of(rows, VisionInputs(config, {}), layout, last_only=True)
+    scores = VisionLogprobModel(scorer, SamplingParams(max_new_tokens=0))(batch, Scalars())
     with torch.no_grad():
         for found, row in zip(scores, rows, strict=True):
             expected = theirs_on(tiny[1].model, row).last_hidden_state[0, -1] @ scorer.score.weight[0]

@@ -21,10 +21,8 @@ class Case:
     wants: dict[int, list[int]]
     nodes: list[int]
 
-    def plan(self, bucket_bytes: int, send_bytes: int | None = None) -> ShardPlan:
-        return build_plan(
-            self.metas, self.sources, self.wants, nodes=self.nodes, bucket_bytes=bucket_bytes, send_bytes=send_bytes
-        )
+    def plan(self, bucket_bytes: int) -> ShardPlan:
+        return build_plan(self.metas, self.sources, self.wants, nodes=self.nodes, bucket_bytes=bucket_bytes)
 
     def value(self, tensor: int) -> torch.Tensor:
         """The whole tensor: bytes that depend on tensor and place."""
@@ -82,7 +80,7 @@ def whole_shards(tensors: Sequence[TensorMeta], rank: np.ndarray, tensor: np.nda
     return Shards(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
 
 
-# -- what a plan costs
+# -- the cost of a plan
 
 
 def messages_per_bucket(plan: ShardPlan) -> np.ndarray:

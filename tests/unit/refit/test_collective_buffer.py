@@ -24,7 +24,7 @@ from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 from tests.unit.refit.test_weight_transfer import CPU, exported_tensors, own_memory, packing, weights
 
 SOON_S = 30.0  # long before a limit that nobody waits for
-# Engines are not forked from here: threads that other tests left may hold a lock, which the copy would wait for.
+# Engines are not forked from here: threads left by other tests may hold a lock, and the copy would wait for it.
 FORKSERVER = mp.get_context("forkserver")
 
 
@@ -64,7 +64,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 @pytest.fixture(scope="module", autouse=True)
 def forkserver() -> None:
-    """Imports what engines need, before a test measures how soon they join."""
+    """Makes the imports of engines before a test measures how soon they join."""
     FORKSERVER.set_forkserver_preload([__name__])
     process = FORKSERVER.Process(target=int)
     process.start()
@@ -72,7 +72,7 @@ def forkserver() -> None:
 
 
 class Sender(WeightSender):
-    """The policy, which notes the buckets that it fills. Its `tensors` can be replaced between syncs."""
+    """The policy. It notes the buckets that it fills. Its `tensors` can be replaced between syncs."""
 
     def __init__(self, num_receivers: int, *, timeout_s: float = 60.0, wire_dtype: str = "float32") -> None:
         self.tensors, self.filled = weights(0), []
@@ -155,7 +155,7 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
 def starting(
     num_receivers: int, *numbers: int, damages: int | None = None, **settings: Any
 ) -> Iterator[tuple[Sender, list[Engine]]]:
-    """A policy, and those of its receivers that come; whether they have joined is for the test to ask."""
+    """A policy and the receivers that come. The test asks whether they have joined."""
     sender = Sender(num_receivers, **settings)
     engines = [Engine(sender, number, damages=damages) for number in numbers]
     try:
@@ -242,9 +242,8 @@ def test_an_engine_that_dies_is_noticed_by_all_others_at_once(kind: Any) -> None
             for bucket in range(1, len(sender.layout.buckets)):
                 if (answer := engine.answer(SOON_S)) != "ok":
                     break
-                engine.pipe.send(
-                    ("receive", bucket, packed[bucket] if bucket < len(packed) else b"")
-                )  # it may be there
+                known = packed[bucket] if bucket < len(packed) else b""  # the bucket may be there
+                engine.pipe.send(("receive", bucket, known))
             assert "packed_collective, version 1, bucket" in answer and "has left" in answer
 
 
@@ -266,7 +265,7 @@ def test_a_group_is_left_at_once_whatever_is_on_its_way(kind: Any) -> None:
         assert set(ask(engines, "begin", 1)) == {"ok"}
         for engine in engines:
             engine.pipe.send(("receive", 0, sender.pack(0)["fingerprints"] if engine is engines[0] else b""))
-        for bucket in (1, 2, 3):  # which nobody takes any more
+        for bucket in (1, 2, 3):  # nobody takes them any more
             sender.pack(bucket)
         started = time.monotonic()
         sender.close()
@@ -326,7 +325,7 @@ def test_the_rendezvous_is_on_the_address_it_is_told_alone() -> None:
 
 
 def test_an_error_of_nccl_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default a thread of the group ends it, which the constructor decides by a variable."""
+    """By default a thread of the group ends it. The constructor reads a variable for that."""
 
     class Group:
         Options = SimpleNamespace

@@ -1,4 +1,4 @@
-"""Plans of shards: what they promise, on layouts drawn at random, and what they refuse."""
+"""Plans of shards: their promises on random layouts, and refused input."""
 
 from dataclasses import fields, replace
 
@@ -35,15 +35,11 @@ def test_receivers_get_what_they_want_in_one_message_of_each_source_for_a_bucket
         assert received_bytes(plan).tolist() == [plan.layouts[rank].total_bytes for rank in range(plan.world_size)]
 
 
-def test_a_rank_sends_no_more_at_once_than_it_may():
-    case = random_case(3)
-    for limit in (200, 225, 250):
-        plan = case.plan(128, limit)
-        assert 0 < peak_send_bytes(plan) <= limit
-        assert max(plan.for_rank(rank).send_bytes for rank in range(plan.world_size)) == peak_send_bytes(plan)
-        assert plan.num_rounds.sum() > case.plan(128, 10**6).num_rounds.sum()
-    alone = replicated(1, [0, 0, 0, 0], [1, 2, 3]).plan(128, 1)
-    assert alone.num_rounds.tolist() == [3], "without room for two each bucket goes by itself"
+def test_a_rank_sends_no_more_at_once_than_two_buckets():
+    for bucket_bytes, num_rounds in ((128, 5), (256, 2), (1024, 1)):  # for messages of 144 bytes
+        plan = replicated(1, [0] * 6, [1, 2, 3, 4, 5]).plan(bucket_bytes)
+        assert plan.num_rounds.tolist() == [num_rounds]
+        assert plan.for_rank(0).send_bytes == peak_send_bytes(plan) <= 2 * bucket_bytes
 
 
 def test_sources_are_the_rank_itself_then_its_node_and_replicas_share_the_load():
@@ -68,20 +64,16 @@ def test_equal_for_any_order_of_the_sources():
 
 
 @pytest.mark.parametrize(
-    ("sources", "wants", "message"),
+    ("sources", "message"),
     [
-        ([(0, 0, 0, 0, 4)], {}, r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
-        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], {}, "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
-        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], {}, "2 to 4 of dimension 1"),
-        ([(0, 0, 0, 0, 9)], {}, "do not tile it from begin to end: 0 to 9 of dimension 0"),
-        ([(0, 0, 0, 0, 8)], {1: [1]}, "no rank holds m.b"),
-        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], {}, "rank 0 holds two shards of m.w"),
+        ([(0, 0, 0, 0, 4)], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
+        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
+        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], "2 to 4 of dimension 1"),
+        ([(0, 0, 0, 0, 9)], "do not tile it from begin to end: 0 to 9 of dimension 0"),
+        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], "rank 0 holds two shards of m.w"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(sources, wants, message):
-    metas = [TensorMeta("m.w", "float32", (8, 4)), TensorMeta("m.b", "float32", (2,))]
+def test_what_does_not_fit_together_is_refused(sources, message):
+    metas = [TensorMeta("m.w", "float32", (8, 4))]
     with pytest.raises(ValueError, match=message):
-        Case(metas, shards_of(sources), wants or {1: [0]}, [0] * 4).plan(128)
-    metas = [TensorMeta("m.lora_A", "float32", (2, 4), adapts="m.w")]
-    with pytest.raises(ValueError, match="merge them"):
-        Case(metas, shards_of([(0, 0, 0, 0, 2)]), {0: [0]}, [0]).plan(128)
+        Case(metas, shards_of(sources), {1: [0]}, [0] * 4).plan(128)

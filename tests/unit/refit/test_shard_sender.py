@@ -1,4 +1,4 @@
-"""Weights from shards into the buffers that engines read, over gloo: the receivers are those of a real refit."""
+"""Weights from shards into the buffers that engines read, over gloo, with the receivers of a real refit."""
 
 from typing import Any
 
@@ -119,7 +119,7 @@ def damaged(rank: int) -> str:
 
 
 class WithHole(Policy):
-    """Of which rank 1 has lost its experts."""
+    """Rank 1 has lost its experts."""
 
     def shards(self) -> list[ExportedShard]:
         return [shard for shard in super().shards() if self.rank != 1 or not shard.name.startswith("experts")]

@@ -21,13 +21,21 @@ PLOTS = "document.querySelectorAll('#main-curves .card > svg')"
 
 
 @pytest.fixture(scope="module")
-def browser():
+def chrome():
     with chromium() as found:
         yield found
 
 
+@pytest.fixture
+def browser(chrome: Browser):
+    """A browser in whose console a test leaves no error."""
+    chrome.errors.clear()
+    yield chrome
+    assert chrome.errors == []
+
+
 def data_of(path: Path) -> dict[str, Any]:
-    """What the page holds of the runs."""
+    """The data of the runs in the page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
     assert found is not None
     return json.loads(found[1])
@@ -64,9 +72,8 @@ def test_a_browser_draws_the_curves_and_zooms(tmp_path, browser: Browser):
     browser.mouse("mouseMoved", box[0] + box[2] * 0.4, middle)
     browser.mouse("mouseReleased", box[0] + box[2] * 0.4, middle)
     browser.wait(f"!{labels}.includes(' 10')")  # all charts show the same steps
-    browser.evaluate("document.getElementById('unzoom').click()")
+    browser.click("#unzoom")
     browser.wait(f"{labels}.includes(' 10')")
-    assert browser.errors == []
 
 
 def test_the_policy_of_the_page_stops_a_script_that_came_in(tmp_path, browser: Browser):
@@ -109,22 +116,21 @@ def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Brows
     run = write_run(tmp_path / "exp_000")
     write_samples(run, 12, 10)
     browser.open(write_report([run]), "#samples")
-    browser.wait("document.querySelectorAll('#sample .tokens .t').length === 4")
-    assert "page 1 of 3, 120 samples" in browser.evaluate("document.getElementById('pages').textContent")
-    choose(browser, "sort", "reward")
+    browser.wait_for("#sample .tokens .t", 4)
+    assert "page 1 of 3, 120 samples" in browser.texts("#pages")[0]
+    browser.change("#sort", "reward")
     browser.wait("document.querySelector('.split tbody tr').children[2].textContent === '9'")
-    browser.evaluate("document.getElementById('direction').click()")
+    browser.click("#direction")
     browser.wait("document.querySelector('.split tbody tr').children[2].textContent === '0'")
-    browser.evaluate("document.getElementById('next').click()")
+    browser.click("#next")
     browser.wait("document.getElementById('pages').textContent.startsWith('page 2')")
     # the third token: training is less likely by 2, in red; the fourth agrees; the first two carry no loss
     colours = browser.evaluate("[...document.querySelectorAll('#sample .t')].map(t => t.style.background)")
     assert "--bad" in colours[2] and colours[0] == colours[1] == colours[3] == ""
-    choose(browser, "colouring", "mask")
+    browser.change("#colouring", "mask")
     browser.wait("document.querySelectorAll('#sample .t')[3].style.background !== ''")
-    evaluate_input(browser, "input[placeholder='prompt or sample id']", "p:7")
+    browser.change("input[placeholder='prompt or sample id']", "p:7", "input")
     browser.wait("document.getElementById('pages').textContent.includes('12 samples')")
-    assert browser.errors == []
 
 
 def test_a_hundred_thousand_samples_are_sorted_at_once(tmp_path, browser: Browser):
@@ -133,11 +139,11 @@ def test_a_hundred_thousand_samples_are_sorted_at_once(tmp_path, browser: Browse
     path = write_report([run])
     assert path.stat().st_size < 1e6, "samples are loaded on demand"
     browser.open(path, "#samples")
-    browser.wait("document.querySelectorAll('#sample .t').length === 4")
+    browser.wait_for("#sample .t", 4)
     began = time.monotonic()
-    choose(browser, "sort", "reward")
-    assert "100,000 samples" in browser.evaluate("document.getElementById('pages').textContent")
-    assert browser.evaluate("document.querySelector('.split tbody tr').children[2].textContent") == "99"
+    browser.change("#sort", "reward")
+    assert "100,000 samples" in browser.texts("#pages")[0]
+    assert browser.texts(".split tbody tr:first-child > *")[2] == "99"
     assert time.monotonic() - began < 2.0  # 0.04 s by themselves
 
 
@@ -150,27 +156,14 @@ def test_text_and_pictures_of_a_run_are_shown_and_never_run(tmp_path, browser: B
     browser.open(write_report([run]), "#samples")
     browser.wait("document.images.length === 2 && [...document.images].every(image => image.complete)")
     assert browser.evaluate("[...document.images].map(image => image.naturalWidth)") == [192, 0]
-    browser.wait("document.querySelectorAll('#sample .message').length === 1")
-    assert browser.evaluate("document.querySelectorAll('#sample .t')[2].textContent") == EVIL
-    assert browser.evaluate("document.querySelector('#sample .call').textContent") == f"<tool_call>{EVIL}</tool_call>"
+    browser.wait_for("#sample .message", 1)
+    assert browser.texts("#sample .t")[2] == EVIL
+    assert browser.texts("#sample .call")[0] == f"<tool_call>{EVIL}</tool_call>"
     for tab in ("events", "config"):
-        browser.evaluate(f"document.getElementById('tab-{tab}').click()")
-        assert EVIL in browser.evaluate("document.getElementById('main').textContent")
+        browser.click(f"#tab-{tab}")
+        assert EVIL in browser.texts("#main")[0]
     assert browser.evaluate("document.images.length") == 0
     assert browser.evaluate("document.title") == f"{tmp_path.name}/exp_000"
-    assert browser.errors == []
-
-
-def choose(browser: Browser, element: str, value: str) -> None:
-    browser.evaluate(
-        f"(s => {{ s.value = {value!r}; s.dispatchEvent(new Event('change')); }})(document.getElementById({element!r}))"
-    )
-
-
-def evaluate_input(browser: Browser, selector: str, value: str) -> None:
-    browser.evaluate(
-        f'(s => {{ s.value = {value!r}; s.dispatchEvent(new Event("input")); }})(document.querySelector("{selector}"))'
-    )
 
 
 def write_times(run: Path) -> None:
@@ -199,21 +192,20 @@ def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
     told = {"timing/train/weight_sync": 2.0, "performance/predicted_s/weight_sync": 1.5}
     append(run / "metrics.jsonl", step=13, **told, **{"performance/ideal_s/weight_sync": 0.5})
     browser.open(write_report([run]), "#time")
-    browser.wait("document.querySelectorAll('.lanes .lane').length === 6")
-    lanes = browser.evaluate("[...document.querySelectorAll('.lanes .lane')].map(t => t.textContent)")
+    browser.wait_for(".lanes .lane", 6)
+    lanes = browser.texts(".lanes .lane")
     assert lanes == ["controller", "policy-0", "policy-1", "generation-0", "rollout-0", "environment 'math'"]
-    text = browser.evaluate("document.getElementById('main').textContent")
+    text = browser.texts("#main")[0]
     rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
     assert next(row for row in rows if row[0] == "phase")[3:6] == ["median", "predicted", "ideal"]
     assert next(row for row in rows if "weight_sync" in row[0])[4:6] == ["1.50 s", "500 ms"]
-    shown = browser.evaluate("[...document.querySelectorAll('.lanes .inside')].map(text => text.textContent)")
+    shown = browser.texts(".lanes .inside")
     assert {"prefill", "decode", "asleep", "refit"} <= set(shown) and "drain" not in shown, shown
     assert next(row for row in rows if row[0] == "generation-0")[1] == "72 %", "asleep is idle"
     last = next(row for row in rows if row[0] == "policy_training" and row[2].startswith("policy"))
     assert last[2:] == ["policy-1", "200 ms"]
     idle = next(row for row in rows if row[0] == "policy-0")
     assert idle[3].startswith("generation 1.50 s, policy_training 600 ms"), text
-    assert browser.errors == []
 
 
 def test_two_runs_side_by_side(tmp_path, browser: Browser):
@@ -222,13 +214,12 @@ def test_two_runs_side_by_side(tmp_path, browser: Browser):
         write_samples(run, 2, 2)
     path = write_report(runs, tmp_path / "compare" / "report.html")
     browser.open(path, "#config")
-    first = browser.evaluate("[...document.querySelector('tbody tr').children].map(cell => cell.textContent)")
+    first = browser.texts("tbody tr:first-child > *")[:3]
     assert first == ["grpo.seed", "42", "7"]
-    browser.evaluate("document.getElementById('tab-samples').click()")
-    browser.wait("document.querySelectorAll('#sample .t').length === 4")  # from a folder that is not the page's
-    browser.evaluate("document.getElementById('tab-curves').click()")
+    browser.click("#tab-samples")
+    browser.wait_for("#sample .t", 4)  # from a folder that is not the page's
+    browser.click("#tab-curves")
     browser.wait("document.querySelectorAll('#main-curves .card > svg')[1].querySelectorAll('path.curve').length === 2")
-    assert browser.errors == []
 
 
 @pytest.mark.parametrize("metrics", [{"train/loss": 0.5, "validation/val_loss": 0.4}, {"train/loss": "Infinity"}, {}])
@@ -245,5 +236,4 @@ def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, m
     for tab in ("overview", "curves", "events"):
         browser.open(path, f"#{tab}")
         assert browser.evaluate(f"document.getElementById('tab-{tab}').getAttribute('aria-selected')") == "true"
-    assert browser.evaluate("document.getElementById('main').textContent").count("disk full") == 1
-    assert browser.errors == []
+    assert browser.texts("#main")[0].count("disk full") == 1

@@ -1,4 +1,4 @@
-"""What a run writes for its report."""
+"""The files that a run writes for its report."""
 
 import io
 import json
@@ -11,10 +11,10 @@ import pytest
 from nemo_rl.report.page import write_data
 from nemo_rl.report.recorder import RunRecorder, machine
 from nemo_rl.report.run_files import read_run, status_of
-from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RankPlan, SampleStatus
+from nemo_rl.types import BatchPlan, PlannedSample, RankPlan, SampleStatus
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
-from tests.fakes import sample_meta
+from tests.fakes import handle, sample_meta
 from tests.unit.report.runs import append, write_run
 
 
@@ -29,8 +29,7 @@ def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
 
 def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
     samples = [sample_meta("g/0", 1.0), sample_meta("g/1", 0.0, status=SampleStatus.FAILED), sample_meta("g/2", 0.25)]
-    group = GroupHandle(group_id="g", prompt_id="p:1", task_name="math", ref=None, samples=samples)
-    dropped = GroupHandle(group_id="h", prompt_id="p:2", task_name="math", ref=None, samples=[sample_meta("h/0", 1.0)])
+    group, dropped = handle(*samples), handle(sample_meta("h/0", 1.0), name="h", prompt="p:2")
     # Then a branch of a sample, and a copy of a row that fills up the step.
     batch = [planned(0, 2, advantage=-0.5), planned(0, 0, advantage=1.5), planned(0, 3), planned(0, -4, mask=0.0)]
     own, _ = recorder(tmp_path)

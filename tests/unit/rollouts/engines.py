@@ -34,6 +34,11 @@ def group_request(number: int, num_generations: int = 1, *, name: str = "g") -> 
     )
 
 
+def request_of(prompt: list[int], seed: int = 0, request_id: str = "", **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(**{"max_new_tokens": 8, **sampling})
+    return GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, seed=seed)
+
+
 def numbers(request: GenerationRequest) -> Completion:
     """Two tokens that depend on prompt and seed alone."""
     first = (sum(request.prompt_token_ids) + request.seed) % 90 + 10
@@ -41,7 +46,7 @@ def numbers(request: GenerationRequest) -> Completion:
 
 
 class FakeReplica:
-    """Answers what `answers` says at once; None: never. `remote(...)` stands for the call of an actor."""
+    """Answers at once with the result of `answers`; None: never. `remote(...)` stands for the call of an actor."""
 
     def __init__(self, answers: Callable[[GenerationRequest], Completion | None] = numbers) -> None:
         self.answers = answers

@@ -6,6 +6,7 @@ import numpy as np
 
 from nemo_rl.rollouts.records import StepIndex, write_step
 from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
+from tests.conversations import answered
 
 
 def turn(generated: int, reward: float, generation_s: float = 1.0) -> TurnMeta:
@@ -41,21 +42,17 @@ def sample(
         token_ids=np.arange(length, dtype=np.int64) + 65,
         token_mask=np.array([False, False] + [True] * generated),
         generation_logprobs=np.array([0.0, 0.0] + [0.0 - 2.0 * n for n in range(generated)], dtype=np.float32),
-        messages=[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": f"answer of {sample_id}"}],
+        messages=answered(f"answer of {sample_id}", asked="2+2?"),
         metrics={"score": reward} if status is SampleStatus.COMPLETED else {},
     )
 
 
 def group(group_id: str, *rewards: float | None) -> RolloutGroup:
     """A sample per reward; None: it failed."""
+    statuses = [SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED for reward in rewards]
     samples = [
-        sample(
-            f"{group_id}/{i}",
-            reward or 0.0,
-            status=SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED,
-            generated=i + 1,
-        )
-        for i, reward in enumerate(rewards)
+        sample(f"{group_id}/{i}", reward or 0.0, status=status, generated=i + 1)
+        for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
     ]
     return RolloutGroup(group_id=group_id, prompt_id=group_id.rpartition("/")[2], samples=samples)
 
@@ -75,7 +72,7 @@ def index(step: int, groups: list[RolloutGroup], per_batch: int = 2) -> StepInde
 
 
 def record(root: Path, *steps: int, keep: int | None = None) -> None:
-    """Each step has two groups, the first of which was trained."""
+    """Each step has two groups; the first one was trained."""
     for step in steps:
         groups = [group(f"{step}/0/d:0", 1.0, 0.0), group(f"{step}/1/d:1", 0.0, None, 0.0)]
         write_step(root, index(step, groups), groups, ["math", "chat"], keep)

@@ -1,4 +1,4 @@
-"""Groups as they finish: how many are under way, and what happens when a worker dies meanwhile."""
+"""Groups as they finish: the number under way, and the death of a worker meanwhile."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Handle(str):
 
 
 class Keeper:
-    """Notes what it is to forget."""
+    """Notes the groups to forget."""
 
     def __init__(self) -> None:
         self.forgotten: list[tuple[str, str]] = []
@@ -76,7 +76,7 @@ class FakeGroup:
 
 
 class OverFakes(RolloutCollector):
-    """A collector whose worker group is a fake; a dead rollout worker is replaced by another fake."""
+    """A collector over a fake worker group; another fake replaces a dead one."""
 
     def __init__(self, group: Any) -> None:
         self._playing, self._finished, self._submitted = {}, {}, set()

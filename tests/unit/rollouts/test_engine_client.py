@@ -7,8 +7,8 @@ import pytest
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
-from tests.unit.rollouts.engines import FakeReplica, in_loop, numbers
+from nemo_rl.types import GenerationAnswer, GenerationRequest
+from tests.unit.rollouts.engines import FakeReplica, in_loop, numbers, request_of
 
 
 def engines_of(*replicas: FakeReplica, timeout_s: float = 60.0) -> Engines:
@@ -18,8 +18,7 @@ def engines_of(*replicas: FakeReplica, timeout_s: float = 60.0) -> Engines:
 
 
 def ask(engines: Engines, prompt: list[int], seed: int = 0) -> asyncio.Task[Any]:
-    request = GenerationRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_new_tokens=8), seed=seed)
-    return asyncio.create_task(engines.generate(request))
+    return asyncio.create_task(engines.generate(request_of(prompt, seed)))
 
 
 async def settle() -> None:

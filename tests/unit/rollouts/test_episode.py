@@ -21,6 +21,7 @@ from nemo_rl.types import (
     SamplingParams,
     StopReason,
 )
+from tests.conversations import user
 
 
 @dataclass
@@ -46,7 +47,7 @@ class FakeEngine:
 
 
 class FakeEnvironment:
-    """Gives the rewards `outcomes` one by one, each with what differs from a step that says "go on"; then ends."""
+    """Gives the rewards `outcomes` one by one, each with its differences from a step that says "go on"; then ends."""
 
     def __init__(self, *outcomes: tuple[float, dict[str, Any]]) -> None:
         self.outcomes = outcomes
@@ -67,17 +68,14 @@ def play(
         return RenderedObservation([90, 91], [], observation["content"])
 
     datum: DatumSpec = {
-        "message_log": [
-            {"role": "system", "content": "s", "token_ids": [1, 2]},
-            {"role": "user", "content": "u", "token_ids": [3]},
-        ],
+        "message_log": [{"role": "system", "content": "s", "token_ids": [1, 2]}, {**user("u"), "token_ids": [3]}],
         "length": 3,
         "extra_env_info": {"ground_truth": "4"},
         "loss_multiplier": 1.0,
         "idx": 0,
         "stop_strings": stop_strings,
     }
-    most: dict[str, Any] = {"max_turns": 5, "max_total_tokens": 100, **limits}
+    most: Any = {"max_turns": 5, "max_total_tokens": 100, **limits}
     return asyncio.run(
         run_episode(
             datum,
@@ -147,24 +145,20 @@ def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away(given, sa
     st.integers(4, 40),
 )
 def test_tokens_in_are_tokens_out(turns, max_turns, max_total):
-    """Each prompt goes on from the one before and what it was answered; what is trained on is what was sampled."""
-    engine, env = (
-        FakeEngine([tokens for tokens, _ in turns]),
-        FakeEnvironment(*((0.0, {"terminated": x}) for _, x in turns)),
-    )
-    env.outcomes = *env.outcomes[:-1], (0.0, {})
+    """Each prompt continues the one before and its answer; the sampled tokens are trained."""
+    engine = FakeEngine([tokens for tokens, _ in turns])
+    env = FakeEnvironment(*((0.0, {"terminated": ends}) for _, ends in turns[:-1]), (0.0, {}))
     sample = play(engine, env, max_turns=max_turns, max_total_tokens=max_total)
     prompts = [request.prompt_token_ids for request in engine.asked]
-    answered = [
-        tokens[: request.sampling.max_new_tokens] for request, (tokens, _) in zip(engine.asked, turns, strict=False)
-    ]
-    for before, answer, after in zip(prompts, answered, prompts[1:], strict=False):
+    pairs = zip(engine.asked, turns, strict=False)
+    answers = [tokens[: request.sampling.max_new_tokens] for request, (tokens, _) in pairs]
+    for before, answer, after in zip(prompts, answers, prompts[1:], strict=False):
         assert after == [*before, *answer, 90, 91]
-    assert sample.token_ids.tolist() == [*prompts[-1], *answered[-1]] and sample.meta.length <= max_total
-    assert sample.token_ids[sample.token_mask].tolist() == [token for answer in answered for token in answer]
+    assert sample.token_ids.tolist() == [*prompts[-1], *answers[-1]] and sample.meta.length <= max_total
+    assert sample.token_ids[sample.token_mask].tolist() == [token for answer in answers for token in answer]
     assert np.allclose(sample.generation_logprobs, np.where(sample.token_mask, -0.1 * sample.token_ids, 0.0))
     meta = sample.meta
-    assert meta.num_generated_tokens == sum(map(len, answered)) == sum(turn.num_generated_tokens for turn in meta.turns)
+    assert meta.num_generated_tokens == sum(map(len, answers)) == sum(turn.num_generated_tokens for turn in meta.turns)
     assert meta.length == 3 + sum(turn.num_generated_tokens + turn.num_env_tokens for turn in meta.turns)
 
 

@@ -17,21 +17,22 @@ from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
 from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, AnswerSettings, OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import Completion, GenerationRequest, OnTokens, SamplingParams, StopReason
+from tests.conversations import assistant, user
+from tests.unit.data.templates import chat as chat_template
 from tests.unit.rollouts.engines import FakeReplica, in_loop
 
 TOKENIZER = build_tiny_tokenizer()
 # The tokenizer's own template, with tools and calls.
-TOKENIZER.chat_template = TEMPLATE = (
-    "{%- if tools -%}{{- '<|system|>' + tools | tojson + '<eos>' -}}{%- endif -%}"
-    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}"
-    "{%- for call in m.tool_calls or [] -%}{{- 'CALL' + call.function | tojson -}}{%- endfor -%}"
-    "{{- '<eos>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+TOKENIZER.chat_template = TEMPLATE = chat_template(
+    "{{- '<|' + m.role + '|>' + m.content -}}"
+    "{%- for call in m.tool_calls or [] -%}{{- 'CALL' + call.function | tojson -}}{%- endfor -%}{{- '<eos>' -}}",
+    "<|assistant|>",
+    "{%- if tools -%}{{- '<|system|>' + tools | tojson + '<eos>' -}}{%- endif -%}",
 )
 EOS: Any = TOKENIZER.eos_token_id
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name":   "add", "arguments": {"a": 1}}\n</tool_call>'
-HELLO: Any = [{"role": "user", "content": "1+2"}]
+HELLO: Any = [user("1+2")]
 
 
 def tokens(text: str) -> list[int]:
@@ -48,7 +49,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 class Engine:
-    """Says `text` and ends; notes what it was asked."""
+    """Says `text` and ends; notes the requests."""
 
     def __init__(self, text: str = "3") -> None:
         self.text = text
@@ -105,11 +106,7 @@ async def chat(client: openai.AsyncOpenAI, messages: Any = HELLO, **more: Any) -
     return await client.chat.completions.create(model="any", messages=messages, **more)
 
 
-def said(content: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-AND: Any = {"role": "user", "content": "and?"}
+AND: Any = user("and?")
 
 
 @in_loop
@@ -128,7 +125,7 @@ async def test_a_second_turn_begins_with_the_tokens_of_the_first():
         before = first.prompt_token_ids + choice.token_ids
         assert second.prompt_token_ids == before + tokens("<|user|>and?<eos><|assistant|>")
         assert second.retokenized_turns == 0 and second.weight_version == 3
-        assert (await chat(client, [*HELLO, said("not mine"), AND])).retokenized_turns == 1
+        assert (await chat(client, [*HELLO, assistant("not mine"), AND])).retokenized_turns == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,13 +140,13 @@ async def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
         assert choice.finish_reason == "tool_calls" and message.content is None
         [call] = message.tool_calls
         assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
-        sent = said(None, tool_calls=[call.model_dump(exclude={"index"})])
+        sent = assistant(None, tool_calls=[call.model_dump(exclude={"index"})])
         messages = [*HELLO, sent, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         second = await chat(client, messages, tools=TOOLS)
         before = first.prompt_token_ids + choice.token_ids
         assert second.prompt_token_ids == before + tokens("<|tool|>3<eos><|assistant|>")
         assert second.retokenized_turns == 0
-        sent["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'  # is not what was said
+        sent["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'  # not as it was said
         assert (await chat(client, messages, tools=TOOLS)).retokenized_turns == 1
 
 
@@ -166,7 +163,7 @@ async def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
 
 @in_loop
 async def test_a_stream_sends_tokens_as_they_are_sampled():
-    """The client sees no part of a stop string or of a call; what it has seen is known again."""
+    """The client sees no part of a stop string or of a call; the server knows again the text that it has seen."""
     async with served(Engine("1 +=2é==x")) as client:
         usage_too = {"include_usage": True}
         events = await chat(client, logprobs=True, stream=True, stop="==x", stream_options=usage_too)
@@ -177,7 +174,7 @@ async def test_a_stream_sends_tokens_as_they_are_sampled():
         seen = [token for part in (*parts, last) for token in part.choices[0].logprobs.content]
         assert [token.logprob for token in seen] == [-0.5] * len(last.choices[0].token_ids)
         assert usage.choices == [] and usage.usage.completion_tokens == len(seen)
-        second = await chat(client, [*HELLO, said("".join(texts)), AND])
+        second = await chat(client, [*HELLO, assistant("".join(texts)), AND])
         assert second.retokenized_turns == 0
         assert second.prompt_token_ids[: len(last.prompt_token_ids)] == last.prompt_token_ids
 
@@ -188,11 +185,9 @@ async def test_text_before_a_call_is_streamed():
         deltas = [chunk.choices[0].delta async for chunk in await chat(client, tools=TOOLS, stream=True)]
         text, [call] = "".join(delta.content or "" for delta in deltas), deltas[-1].tool_calls
         assert text == "ok <b>\n" and call.function.name == "add"
-        sent = said(text, tool_calls=[call.model_dump(exclude={"index"})])
-        second = await chat(
-            client, [*HELLO, sent, {"role": "tool", "tool_call_id": call.id, "content": "3"}], tools=TOOLS
-        )
-        assert second.retokenized_turns == 0
+        sent = assistant(text, tool_calls=[call.model_dump(exclude={"index"})])
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        assert (await chat(client, [*HELLO, sent, result], tools=TOOLS)).retokenized_turns == 0
 
 
 FUNCTION: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
@@ -225,7 +220,7 @@ async def test_responses_are_the_same_conversation_as_chats(stream: bool):
         assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
         engine.text = "3"
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        items = [*HELLO, *first.output, {"role": "user", "content": "go"}, call, result]
+        items = [*HELLO, *first.output, user("go"), call, result]
         assert (await respond(input=items, tools=[FUNCTION], **brief)).output_text == "3"
         *_, before, after = (request.prompt_token_ids for request in engine.asked)
         assert after == [*before, *spelled(CALL), *tokens("<|tool|>3<eos><|assistant|>")]
@@ -269,8 +264,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages="),
     ({"messages": [{"content": "x"}]}, "a message needs a role"),
     ({"max_tokens": 0}, "max_tokens=0"),
-    ({"messages": [{"role": "assistant", "content": "I"}]}, "last message"),
-    ({"messages": [{"role": "user", "content": "1" * 500}]}, "max_model_len"),
+    ({"messages": [assistant("I")]}, "last message"),
+    ({"messages": [user("1" * 500)]}, "max_model_len"),
     ({"tools": [{"name": "add"}]}, "a tool must be"),
 ]
 
@@ -298,7 +293,7 @@ async def test_failures_have_the_form_that_clients_know():
     engine = Engine()
     async with served(engine) as client:
         engine.failure = RequestFailed("the engine said no")
-        for stream in (False, True):  # of which nothing was sent
+        for stream in (False, True):  # before anything was sent
             with pytest.raises(openai.InternalServerError, match="the engine said no") as caught:
                 await chat(client, stream=stream)
             assert caught.value.status_code == 503

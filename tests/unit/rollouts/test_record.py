@@ -1,4 +1,4 @@
-"""Recorded steps on disk: whole or not there, what was written comes back, and what people see of them."""
+"""Recorded steps on disk: whole or not there, read back as they were written, and shown to people."""
 
 import io
 import math

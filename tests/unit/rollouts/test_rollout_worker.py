@@ -1,4 +1,4 @@
-"""Groups played by a rollout worker whose engines are slow, die or are given up, and its busy time. No Ray."""
+"""A rollout worker plays groups while engines are slow, die or are given up. Its busy time. No Ray."""
 
 from __future__ import annotations
 

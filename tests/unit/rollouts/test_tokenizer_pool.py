@@ -15,7 +15,7 @@ from nemo_rl.types import Example, ExampleMeta, Prompt
 
 @dataclass(frozen=True)
 class Characters:
-    """A token per character. Notes in `log` what it makes; row "end" ends its process, once where `once` is set."""
+    """A token per character. Notes the rows in `log`; row "end" ends its process, once where `once` is set."""
 
     log: Path
     pair: bool = False
@@ -81,13 +81,13 @@ def test_batches_are_made_in_order_and_a_dead_worker_is_replaced(ray_local, tmp_
         assert [row.index for row in handles[2].rows] == [0, 2, 4, 6, 8, 10]
         assert len({line.split()[1] for line in make.log.read_text().splitlines()}) == 2
 
-        # Two batches under way, in one of which a worker dies: both come out whole.
+        # Two batches are under way, and a worker dies in one: both come out whole.
         dies = ["a", "b", "end", "d"]
         one, other = pool.start(prompts(texts)), pool.start(prompts(dies))
         assert read(pool.finish(other)) == [(f"d:{i}", text, text) for i, text in enumerate(dies)]
         assert read(pool.finish(one)) == whole
 
-        # It dies after it has answered: what it had made is lost with it.
+        # It dies after it has answered: its rows are lost with it.
         pending = pool.start(prompts(["x", "y"]))
         pid = pool._workers[0].members[0].identity.pid
         pool._workers[0].wait(pool._workers[0].start_all("is_alive"))

@@ -24,11 +24,8 @@ def alarms_of(curves: dict[str, Callable[[int], float]], num_steps: int = 40, **
     """Alarms of a run, `<step> <key>`; validations, where a curve has them, come every fifth step."""
     watch, found = LearningAlarms(AlarmsConfig(**cfg)), []
     for step in range(1, num_steps + 1):
-        metrics = {
-            name: curve(step)
-            for name, curve in (HEALTHY | curves).items()
-            if step % 5 == 0 or not name.startswith("validation")
-        }
+        shown = {name for name in HEALTHY | curves if step % 5 == 0 or not name.startswith("validation")}
+        metrics = {name: curve(step) for name, curve in (HEALTHY | curves).items() if name in shown}
         found += [f"{step} {text.partition(':')[0]}" for text in watch.note(metrics)]
     return found
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from nemo_rl.utils.console import RunConsole, alarms, summary_line
+from tests.conversations import answered
 
 METRICS = {
     "train/reward": 0.5,
@@ -20,17 +21,10 @@ METRICS = {
 }
 
 
-class FakeClock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_without_a_terminal_a_step_is_one_plain_line():
-    file, clock = io.StringIO(), FakeClock()
-    with RunConsole(num_steps=10, file=file, clock=clock) as console:
-        clock.now = 60.0
+    file, now = io.StringIO(), 0.0
+    with RunConsole(num_steps=10, file=file, clock=lambda: now) as console:
+        now = 60.0
         with console.phase("rollout"):
             pass
         console.finish_step(5, METRICS)
@@ -43,9 +37,9 @@ def test_without_a_terminal_a_step_is_one_plain_line():
 
 
 def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
-    file, clock = io.StringIO(), FakeClock()
-    with RunConsole(num_steps=10, file=file, force_terminal=True, clock=clock) as console:
-        clock.now = 7.0
+    file, now = io.StringIO(), 0.0
+    with RunConsole(num_steps=10, file=file, force_terminal=True, clock=lambda: now) as console:
+        now = 7.0
         console.finish_step(1, METRICS)
         with console.phase("train"), console.phase("backward"):
             console._progress.refresh()
@@ -85,12 +79,12 @@ def test_alarms(metrics, text):
 
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
     said = (("2+2?", "[red]4\x1b[2J\x07"), ("3+3?", "6"))
-    logs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in said]
+    logs = [answered(answer, asked) for asked, answer in said]
     plain, live = io.StringIO(), io.StringIO()
-    RunConsole(num_steps=1, file=plain).show_samples(logs, [1.0, 0.0], num_samples=1, title="validation at step 5")
+    RunConsole(num_steps=1, file=plain).show_samples(logs, [1.0, 0.0], title="validation at step 5")
     assert "validation at step 5, sample 1, reward 1.0000" in plain.getvalue()
-    assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in plain.getvalue() and "3+3" not in plain.getvalue()
-    RunConsole(num_steps=1, file=live, force_terminal=True).show_samples(logs, [1.0, 0.0], num_samples=2, title="t")
+    assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in plain.getvalue()
+    RunConsole(num_steps=1, file=live, force_terminal=True).show_samples(logs, [1.0, 0.0], title="t")
     assert "\x1b[2J" not in live.getvalue() and "3+3" in live.getvalue()
 
 
@@ -114,7 +108,7 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
     console.finish_step(1, {"train/num_failed_samples": 2.0})
     logging.getLogger("a.module").warning("the engine is %s", "restarted")
     broken = logging.LogRecord("a.module", logging.WARNING, "", 1, "%d of %d", ("one",), None)
-    logging.getLogger().handlers[-1].handle(broken)  # alone: that of pytest raises the error of the library
+    logging.getLogger().handlers[-1].handle(broken)  # alone: pytest's handler raises the error of the library
     console.error("the disk is full\nfree some space")
     assert console.end(1) == 1
     console.info("after the end")

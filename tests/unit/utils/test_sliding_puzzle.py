@@ -12,8 +12,16 @@ from nemo_rl.utils.sliding_puzzle import (
     parse_grid,
     play,
     shuffled,
-    solve,
 )
+
+
+def solution(board: Board) -> list[str]:
+    """The directions of a shortest one."""
+    directions = []
+    while not is_solved(board):
+        directions.append(first_moves(len(board), len(board[0]))[board])
+        board = moves(board)[directions[-1]]
+    return directions
 
 
 @st.composite
@@ -34,15 +42,11 @@ def test_shuffled_boards_can_be_solved_and_are_not_and_exchanging_two_tiles_make
 
 @pytest.mark.parametrize(("rows", "columns", "boards_there", "longest"), [(2, 2, 12, 6), (2, 3, 360, 21)])
 def test_the_solver_knows_every_board_and_no_way_is_longer_than_needed(rows, columns, boards_there, longest):
-    lengths = {board: len(solve(board)) for board in first_moves(rows, columns)}
+    lengths = {board: len(solution(board)) for board in first_moves(rows, columns)}
     assert len(lengths) == boards_there and max(lengths.values()) == longest
     for board, length in lengths.items():
         neighbours = [lengths[after] for after in moves(board).values()]
         assert length == (0 if is_solved(board) else 1 + min(neighbours))
-        after = board
-        for direction in solve(board):
-            after = moves(after)[direction]
-        assert is_solved(after)
 
 
 BOARD, UP, RIGHT = ((1, 0), (3, 2)), ((1, 2), (3, 0)), ((0, 1), (3, 2))

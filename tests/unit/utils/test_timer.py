@@ -1,37 +1,48 @@
 import pytest
 
-from nemo_rl.utils.timer import Timer
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from nemo_rl.utils.timer import TimeoutChecker, Timer, parse_duration_s
 
 
 def test_measurements_add_up_by_label():
-    clock = FakeClock()
-    timer = Timer(clock)
+    now = 100.0
+    timer = Timer(lambda: now)
     for seconds in (1.0, 3.0):
         with timer.time("train"), timer.time("train/forward"):
-            clock.now += seconds
-    timer.start("refit")
-    clock.now += 0.5
-    assert timer.stop("refit") == 0.5
-    assert timer.get_elapsed("train") == [1.0, 3.0]
-    assert timer.get_timing_metrics("sum") == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
-    assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
+            now += seconds
+    assert timer.last("train") == 3.0
+    assert timer.totals() == {"train/forward": 4.0, "train": 4.0}
+    timer.reset()
+    assert timer.totals() == {}
 
 
-def test_misuse_is_an_error():
-    timer = Timer()
-    timer.start("a")
-    with pytest.raises(ValueError, match="'a' is running already"):
-        timer.start("a")
-    timer.stop("a")
-    with pytest.raises(ValueError, match="'a' is not running"):
-        timer.stop("a")
-    with pytest.raises(KeyError, match="no measurement"):
-        timer.get_elapsed("b")
+def test_durations():
+    assert parse_duration_s("00:03:45:00") == 3 * 3600 + 45 * 60
+    assert parse_duration_s("01:00:00:01") == parse_duration_s("1:0:0:1") == 86401
+    for text in ("3:45:00", "00:24:00:00", "00:00:60:00", "", "a:b:c:d"):
+        with pytest.raises(ValueError, match="DD:HH:MM:SS"):
+            parse_duration_s(text)
+
+
+def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
+    now = 0.0
+    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    now = 20.0
+    checker.start_iterations()
+    told = []
+    for _ in range(4):
+        now += 25.0
+        checker.mark_iteration()
+        told.append(checker.check_save())
+    # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
+    assert told == [False, False, True, False]
+    now = 0.0
+    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker.start_iterations()
+    now = 25.0
+    checker.mark_iteration()
+    now = 45.0
+    assert not checker.check_save()
+    checker.note_save(30.0)
+    checker.note_save(2.0)
+    assert checker.check_save(), "one more iteration of 25 s and a checkpoint of 30 s would just fit"
+    assert not TimeoutChecker(None, clock=lambda: 1e12).check_save()

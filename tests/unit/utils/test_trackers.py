@@ -85,7 +85,7 @@ def test_trackio_in_sqlite(tmp_path, monkeypatch):
 
 
 def exit_status(file: Path) -> int:
-    """Of a run of wandb, from its last record, which is written a moment after the end.
+    """Of a run of wandb, from its last record, written a moment after the end.
 
     Seven bytes precede the file and each record: checksum, size, kind.
     """

@@ -1,4 +1,4 @@
-"""Worker environments: made once, made again when they should be, and failing with what to do."""
+"""Worker environments: made once, made again when they must be, and a remedy in each error."""
 
 import os
 import shutil

@@ -24,7 +24,7 @@ from typing import Any
 
 
 class Guarantee(StrEnum):
-    """Guarantees of the sandbox for every program. `GUARANTEES` says what each one needs."""
+    """Guarantees of the sandbox for every program. `GUARANTEES` has the requirement of each one."""
 
     NETWORK = "network"  # no connection and no socket to anything outside the process
     WRITES = "writes"  # writes, removes and changes nothing outside the program's own directory
@@ -42,10 +42,10 @@ GUARANTEES: dict[Guarantee, str] = {
     Guarantee.PROCESSES: _FILTER,
     Guarantee.SIGNALS: _FILTER,
 }
-"""What the machine needs for each guarantee."""
+"""Guarantee -> its requirement on the machine."""
 
 MECHANISMS = ("namespaces", "seccomp", "landlock", "user")
-"""What isolates programs; see `isolation.py`. `user`: root becomes another user."""
+"""Mechanisms that isolate programs; see `isolation.py`. `user`: root becomes another user."""
 
 
 class LimitHit(StrEnum):

@@ -91,7 +91,7 @@ print(json.dumps([name for name, actions in attempts.items() if any([works(actio
 
 
 class SandboxUnavailable(ValueError):
-    """This machine does not have what a sandbox needs."""
+    """This machine lacks a mechanism that a sandbox needs."""
 
 
 class _Server(LineWorker[Program, SandboxResult]):

@@ -1,4 +1,4 @@
-"""What this library changes inside vLLM's processes: exact products, speculative decoding, recorded experts.
+"""Changes inside vLLM's processes: exact products, speculative decoding, recorded experts.
 
 **Batch invariance.** On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine
 computes:

@@ -79,7 +79,7 @@ def end_with_parent() -> None:
 
 @dataclass(slots=True)
 class _Completion:
-    """What a request has sampled, if it ends with a token of `ends` or with token number `max_tokens` and not else."""
+    """The tokens of a request that ends only with a token of `ends` or with token number `max_tokens`."""
 
     ends: frozenset[int | None]
     max_tokens: int

@@ -33,7 +33,7 @@ class VllmGeneration(GenerationInterface):
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
         settings: of each engine; `device` and `weight_transfer` are set here.
-        accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
+        accelerator: generation registers there.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class VllmGeneration(GenerationInterface):
         cluster: RayVirtualCluster,
         settings: EngineSettings,
         *,
-        accelerator: Accelerator | None = None,
-        name_prefix: str = "generation",
+        accelerator: Accelerator,
         timeout_s: float | None = None,
     ) -> None:
         self._cluster = cluster
@@ -56,10 +55,9 @@ class VllmGeneration(GenerationInterface):
         device = "cuda" if cluster.use_gpus else "cpu"
         self._settings = replace(settings, device=device, weight_transfer=self.transport)
         cluster.bundles()  # reserve them once, before the replicas start in parallel
-        super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
+        super().__init__(len(self._bundle_groups), self._start_replica)
         self.weights_follow = settings.load_format == "dummy"
-        if accelerator is not None:
-            accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
+        accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
     @property
     def num_engine_ranks(self) -> int:
@@ -92,8 +90,8 @@ class VllmGeneration(GenerationInterface):
         return dead
 
     def restart_worker(self, index: int) -> None:
-        awake = self._accelerator.awake if self._accelerator is not None else None
-        if self._accelerator is not None and awake is not None and awake != GENERATION:
+        awake = self._accelerator.awake
+        if awake is not None and awake != GENERATION:
             self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
         super().restart_worker(index)
         self.weights_follow = True
@@ -109,7 +107,7 @@ class VllmGeneration(GenerationInterface):
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
-            name_prefix=f"{self.name_prefix}-{index}",
+            name_prefix=f"{GENERATION}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
             env_vars=env_vars,

@@ -35,16 +35,6 @@ class EngineStartError(Exception):
     """The core did not start; the cause is its own exception."""
 
 
-class _Outputs:
-    """In place of the queue from which a thread of vLLM's core sends messages: calls `deliver` with each output."""
-
-    def __init__(self, deliver: Callable[[EngineCoreOutputs], None]) -> None:
-        self._deliver = deliver
-
-    def put_nowait(self, output: tuple[int, EngineCoreOutputs]) -> None:
-        self._deliver(output[1])
-
-
 class ThreadedCore(EngineCoreProc):
     """vLLM's core with its loop, without the sockets."""
 
@@ -56,7 +46,8 @@ class ThreadedCore(EngineCoreProc):
         deliver: Callable[[EngineCoreOutputs], None],
     ) -> None:
         self.input_queue: Any = SimpleQueue()
-        self.output_queue: Any = _Outputs(deliver)
+        # In place of the queue from which a thread of vLLM sends messages. An output has the number of its client.
+        self.output_queue: Any = SimpleNamespace(put_nowait=lambda output: deliver(output[1]))
         self.engine_index = 0
         self.engines_running = self.publish_dp_lb_stats = self.enable_fault_tolerance = False
         self.process_input_queue_block = True
@@ -65,7 +56,7 @@ class ThreadedCore(EngineCoreProc):
 
 
 class ThreadClient(AsyncMPClient):
-    """What `AsyncLLM` talks to: starts the core, hands it requests and calls, and takes its outputs.
+    """The client of `AsyncLLM`: starts the core, hands it requests and calls, and takes its outputs.
 
     Raises EngineStartError if the core does not start.
     """

@@ -25,7 +25,7 @@ SCHEDULER = "nemo_rl.models.generation.vllm.executors.WholeAnswerScheduler"
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
 _DEEPSEEK_V3_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What transformers computes for every DeepSeek-V3, and writes into no config.json; vLLM asks for it there."""
+"""The router that transformers computes for every DeepSeek-V3. vLLM looks for it in config.json, which lacks it."""
 
 _MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
@@ -98,7 +98,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": settings.weight_transfer},
-        "disable_log_stats": not cfg.speculates,
+        "disable_log_stats": not cfg.speculation,
         "use_tqdm_on_load": False,
         **nodes,
     }

@@ -22,7 +22,7 @@ import numpy as np
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, largest_differences
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.startup import (
     engine_config,
     join_nodes,
@@ -86,7 +86,7 @@ class VllmWorker:
         config = engine_config(settings, nodes)
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
-        loggers = [_draft_logger(self._draft_counts)] if cfg.speculates else None
+        loggers = [_draft_logger(self._draft_counts)] if cfg.speculation else None
         self._engine = start_engine(config, loggers, self._name)
         self._images = None
         if settings.max_images is not None:
@@ -307,18 +307,9 @@ class VllmWorker:
         """The settings in config.json, as the engine reads them."""
         return self._engine.vllm_config.model_config.hf_text_config.to_dict()
 
-    async def begin_comparison(self) -> str | None:
-        """Why the engine's ranks cannot compare their weights with buckets; None if they can."""
-        reasons = await self._on_ranks("compare_weights", step="begin_comparison")
-        return next((reason for reason in reasons if reason is not None), None)
-
-    async def compare_bucket(self, info: dict[str, Any]) -> None:
-        """Compare one bucket with the weights. Sampling may go on."""
-        await self._on_ranks("compare_weights", step="compare_bucket", **info)
-
-    async def end_comparison(self) -> dict[str, float]:
-        """Tensors that differ, with the largest difference of a value over the engine's ranks."""
-        return largest_differences(await self._on_ranks("compare_weights", step="end_comparison"))
+    async def compare_weights(self, step: str, **info: Any) -> list[Any]:
+        """A step of a comparison on every rank; see `WorkerExtension.compare_weights`. Sampling may go on."""
+        return await self._on_ranks("compare_weights", step=step, **info)
 
     # -- device
 

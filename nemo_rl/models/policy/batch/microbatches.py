@@ -1,6 +1,6 @@
 """Rows of the object store -> micro-batches for the model and the loss -> passes through the model -> metrics.
 
-A `Row` is what a policy worker keeps of one sample during one step: the tokens it fetched and the values it computed.
+A `Row` is one sample on a policy worker during one step: the tokens it fetched and the values it computed.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def reduce_micro_batches(parts: Sequence[LossMetrics]) -> LossMetrics:
 
 
 def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """One value per metric over ranks: at most three collectives, whatever the number of metrics."""
+    """One value per metric over ranks: at most three collectives for any number of metrics."""
     out: dict[str, float] = {}
     for how, op in _COLLECTIVE.items():
         if names := [name for name in metrics if reduction_of(name) == how]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.rules import round_up
-from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens, WholeSpans, moved
+from nemo_rl.models.policy.attention import CuSeqlens, WholeSpans, moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ class _Spans:
         owner, slot = self.locate(self.number.repeat_interleave(keys), _ranges(keys))
         own_tail = layout.context_rank * self.tokens + torch.arange(used, self.tokens)
         index = torch.cat([owner * self.tokens + slot, own_tail])
-        return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
+        return CuSeqlens.of(queries, keys.tolist() + tail, index, layout.context_group)
 
 
 def _shared_prompts(sequences: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[int]]]:

@@ -26,8 +26,8 @@ from nemo_rl.types import PREVIEW, Example, ExampleGroup, RolloutGroup, RowKey
 from nemo_rl.utils.files import script_json
 
 SAMPLE_CALL = "nemo_rl_sample"
-OUTPUTS = "outputs"  # column of what the loss got: logprobs, or the scores of a reward model
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+OUTPUTS = "outputs"  # column of the loss's input: logprobs, or the scores of a reward model
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
 _DECIMALS = 4
 
 
@@ -71,7 +71,7 @@ class SampleWriter:
         self._about: dict[RowKey, dict[str, Any]] = {}
 
     def begin(self, keys: Sequence[RowKey], groups: Mapping[int, RolloutGroup | ExampleGroup]) -> None:
-        """Remember what the rows of a new plan will not hold: messages, rewards, turns."""
+        """Remember messages, rewards and turns of a new plan, which its rows will not hold."""
         self._about = {}
         for number, index in keys:
             group = groups[number]

@@ -1,4 +1,4 @@
-"""What the driver checks of a policy that trains with `policy.dtensor_cfg`, before any worker starts.
+"""The driver's checks of a policy that trains with `policy.dtensor_cfg`, before any worker starts.
 
 Nothing is allocated: models are built without weights.
 """

@@ -3,7 +3,7 @@
     hidden states of the policy after some blocks [R, W, H] each -> fc -> one block over (embedding of the next token,
     state) -> norm -> the policy's own head -> the token after the next
 
-Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Layout and names are those of vLLM's `LlamaForCausalLMEagle3`. A
+Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Layout and names follow vLLM's `LlamaForCausalLMEagle3`. A
 prediction head (multi-token prediction, DeepSeek-AI 2024, arXiv:2412.19437) is one more block of the policy's own kind
 over its last hidden states; it comes from the policy's checkpoint, of which transformers reads the other blocks. A
 draft has neither embeddings nor an output head of its own: it reads those of the policy, which therefore always fit.
@@ -208,7 +208,7 @@ class DraftHead(nn.Module):
     def forward(
         self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: CuSeqlens | None
     ) -> torch.Tensor:
-        """Embeddings of the next tokens [R, W, H], states [R, W, H * indices] -> what the head reads, [R, W, H]."""
+        """Embeddings of the next tokens [R, W, H], states [R, W, H * indices] -> inputs of the head [R, W, H]."""
         states = self.fc(states)
         rotary = self.rotary(states, position_ids)
         return self.norm(self.midlayer(embeddings, states, position_embeddings=rotary, cu_seqlens=cu_seqlens))
@@ -257,7 +257,7 @@ class PredictionHead(nn.Module):
     def forward(
         self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: CuSeqlens | None
     ) -> torch.Tensor:
-        """Embeddings of the next tokens [R, W, H], states [R, W, H] -> what the head reads, [R, W, H]."""
+        """Embeddings of the next tokens [R, W, H], states [R, W, H] -> inputs of the head [R, W, H]."""
         if self.masks_first:
             embeddings = embeddings * (position_ids > 0)[..., None]
         states = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(states)], dim=-1))
@@ -293,16 +293,12 @@ class PolicyStates:
 # -- training
 
 
-@dataclass(frozen=True)
 class LearningTask(HeadTask):
     """A task of the policy. After it, in the same pass, the draft learns from the policy's states."""
 
-    task: HeadTask
-    draft: DraftTrainer
-
-    num_values = property(lambda self: self.task.num_values)
-    dtype = property(lambda self: self.task.dtype)
-    columns = property(lambda self: self.task.columns)
+    def __init__(self, task: HeadTask, draft: DraftTrainer) -> None:
+        self.task, self.draft = task, draft
+        self.num_values, self.dtype, self.columns = task.num_values, task.dtype, task.columns
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         outputs = self.task(model, states, batch)
@@ -426,7 +422,7 @@ def against(head: OutputHead, ours: torch.Tensor, policy: torch.Tensor) -> tuple
 
     The sums over rows are the cross-entropy of the draft's distribution under the policy's, the policy's probability of
     the draft's likeliest token (how often it would be accepted), and the number of rows. Both distributions have the
-    temperature of sampling. `ours`, `policy`: [n, H], what the head reads.
+    temperature of sampling. `ours`, `policy`: [n, H], inputs of the head.
     """
     assert head.transform.softcap is None and head.transform.scale == 1.0 and head.group is None
     wanted = whole_logits(policy, head).softmax(dim=-1)

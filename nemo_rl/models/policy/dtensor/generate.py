@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import DynamicCache
 
@@ -81,10 +80,6 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
 
 class GeneratingPolicyWorker(GeneratingWorker, DTensorPolicyWorker):
     """A `DTensorPolicyWorker` that draws completions too."""
-
-    @property
-    def decoding_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.tensor.get_group() if self.mesh.tensor is not None else None
 
     def decoding(self) -> AbstractContextManager[None]:
         [stage] = self.stages

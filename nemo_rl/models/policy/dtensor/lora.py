@@ -157,7 +157,14 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
     targets = {name for name in linears if any(matches(name, entry) for entry in cfg.target_modules)}
     wanted = (layers.keys() if cfg.match_all_linear else targets) - excluded
     if refused := sorted(wanted - layers.keys()):
-        raise ValueError(_head_refused(refused[0], hf, cfg))
+        name, key = refused[0], cfg.key("target_modules")
+        if is_scalar(hf.config):
+            raise ValueError(f"{key} takes in {name}, the head, which is trained whole; name other layers")
+        tied = " and is tied to the embeddings here" if hf.config.get_text_config().tie_word_embeddings else ""
+        raise ValueError(
+            f"{key} takes in {name}, the output head, which cannot be adapted: logprobs are computed from its weight "
+            f"in parts{tied}. Name other layers, or add {name} to {cfg.key('exclude_modules')}"
+        )
     chosen = {name: layers[name] for name in layers if name in wanted}
     if not chosen:
         raise ValueError(f"{cfg.key('exclude_modules')} leaves no layer to adapt; there are {available}")
@@ -169,16 +176,6 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
             f"{cfg.key('dim')}={smallest} or less, or add them to {cfg.key('exclude_modules')}"
         )
     return chosen
-
-
-def _head_refused(name: str, hf: PreTrainedModel, cfg: LoRAConfig) -> str:
-    if is_scalar(hf.config):
-        return f"{cfg.key('target_modules')} takes in {name}, the head, which is trained whole; name other layers"
-    tied = " and is tied to the embeddings here" if hf.config.get_text_config().tie_word_embeddings else ""
-    return (
-        f"{cfg.key('target_modules')} takes in {name}, the output head, which cannot be adapted: logprobs are computed "
-        f"from its weight in parts{tied}. Name other layers, or add {name} to {cfg.key('exclude_modules')}"
-    )
 
 
 # -- values and switches
@@ -238,7 +235,7 @@ def adapters_disabled(*parts: nn.Module) -> Iterator[None]:
 
 
 def cast_frozen(hf: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen parameters, before they are sharded, in `dtype`: without updates, that of the computation will do."""
+    """Keep frozen parameters, before they are sharded, in `dtype`, which passes compute in: nothing updates them."""
     for parameter in hf.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -24,16 +24,19 @@ class ParallelMesh:
     Attributes:
         fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel), or 2-D after the copies (HSDP).
         tensor, context, pipeline: 1-D meshes, or None if the size is 1.
+        pipeline_group, context_group, tensor_group: their ranks, or None.
         expert: 1-D mesh of the ranks that share experts, or None.
         expert_fsdp: ranks that shard each expert's parameters, 1-D, or 2-D after the copies; without `expert`: `fsdp`.
         data_group: the ranks that hold different samples and have equal coordinates otherwise.
+        is_first_of_data_rank: whether this is the first of the ranks that work on the same samples.
+        is_first_of_last_stage: whether this is the first of the ranks that get the outputs of the same samples.
     """
 
     def __init__(self, device_type: str, sizes: ParallelSizes) -> None:
         assert sizes.world_size == dist.get_world_size()
         self.sizes = sizes
         self.world = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
-        # Context ranks hold other positions of the same samples. Their gradients are summed like those of other
+        # Context ranks hold other positions of the same samples. Their gradients are summed like gradients of other
         # samples, so parameters are sharded over both.
         shard = self.world["dp_shard", "context_parallel"]._flatten("fsdp_shard")
         copies = self.world["dp_replicate"]
@@ -43,11 +46,15 @@ class ParallelMesh:
         data = self.world["dp_replicate", "dp_shard"]._flatten("data_parallel")
         self.data_group = data.get_group()
         self.data_rank: int = data.get_local_rank()
-        self.tensor, self.context, self.pipeline = (
-            self.world[axis] if self.world[axis].size() > 1 else None
-            for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel")
+        meshes = [self.world[f"{axis}_parallel"] for axis in ("pipeline", "context", "tensor")]
+        self.pipeline, self.context, self.tensor = (mesh if mesh.size() > 1 else None for mesh in meshes)
+        self.pipeline_group, self.context_group, self.tensor_group = (
+            mesh.get_group() if mesh.size() > 1 else None for mesh in meshes
         )
-        self.context_rank: int = self.world["context_parallel"].get_local_rank()
+        stage, self.context_rank, tensor_rank = (mesh.get_local_rank() for mesh in meshes)
+        is_first = self.context_rank == tensor_rank == 0
+        self.is_first_of_data_rank = is_first and stage == 0
+        self.is_first_of_last_stage = is_first and stage == sizes.pipeline_parallel - 1
         self.expert, self.expert_fsdp = None, self.fsdp
         # The same ranks in another arrangement: the ranks that share experts see different tokens, so they come out of
         # the axes that shard parameters elsewhere.
@@ -59,19 +66,3 @@ class ParallelMesh:
             self.expert = experts["expert_parallel"]
             axes = ("expert_shard",) if sizes.dp_replicate == 1 else ("dp_replicate", "expert_shard")
             self.expert_fsdp = experts[axes]
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup | None:
-        return self.pipeline.get_group() if self.pipeline is not None else None
-
-    @property
-    def is_first_of_data_rank(self) -> bool:
-        """Whether this is the first of the ranks that work on the same samples."""
-        axes = (self.tensor, self.context, self.pipeline)
-        return all(mesh is None or mesh.get_local_rank() == 0 for mesh in axes)
-
-    @property
-    def is_first_of_last_stage(self) -> bool:
-        """Whether this is the first of the ranks that get the outputs of the same samples."""
-        is_first = all(mesh is None or mesh.get_local_rank() == 0 for mesh in (self.tensor, self.context))
-        return is_first and (self.pipeline is None or self.pipeline.get_local_rank() == self.pipeline.size() - 1)

@@ -80,8 +80,7 @@ def build_stages(
             logger.info("%s has no %s, as a language model: drawn from seed %d", own.model_path, drawn, own.seed)
         stages.append(stage)
     if lora_cfg.adapter_path is not None:
-        parts, directory = [stage.hf for stage in stages], Path(lora_cfg.adapter_path)
-        peft_format.load_peft(parts, lora_cfg, directory, config.model_name, pipeline=mesh.pipeline_group)
+        peft_format.load_peft([stage.hf for stage in stages], Path(lora_cfg.adapter_path))
     return stages
 
 
@@ -103,10 +102,8 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
         kind = VisionLogprobModel
     stage = kind(
         hf,
+        sampling,
         chunk_tokens=config.logprob_chunk_size,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
         tensor=mesh.tensor,
         context=mesh.context,
     )
@@ -147,7 +144,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
         divisible_by=math.lcm(*multiples),
         context_size=mesh.sizes.context_parallel,
         context_rank=mesh.context_rank,
-        context_group=mesh.context.get_group() if mesh.context is not None else None,
+        context_group=mesh.context_group,
         own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
         shares_prompts=config.shares_prompts and can_share_prompts(hf_config),
     )

@@ -37,7 +37,7 @@ def build_scheduler(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
 
 
 def _construct(path: str, base: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    """An object of the class at the import path. ValueError, under its YAML key, for what the class does not accept."""
+    """An object of the class at the import path. ValueError, under its YAML key, for arguments that it refuses."""
     try:
         cls = import_object(path, f"{key}.name")
     except (ImportError, ValueError) as error:

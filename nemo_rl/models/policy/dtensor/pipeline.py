@@ -76,14 +76,13 @@ def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrai
     stage, final norm and head on the last. Names of parameters do not change.
 
     Raises:
-        ValueError: for a model that is not embeddings, a list of layers and a norm, or has fewer layers than stages.
+        ValueError: for a model that is not embeddings, a list of layers and a norm.
     """
     # On the meta device copies need no memory.
     copies = [hf, *(copy.deepcopy(hf) for _ in range(config.pipeline.stages_per_rank - 1))]
     for turn, part in enumerate(copies):
         base, norm = _parts(part, config)
-        num_layers = len(base.layers)
-        num_stages = _num_stages(type(hf).__name__, num_layers, config)
+        num_layers, num_stages = len(base.layers), config.pipeline_parallel_size * config.pipeline.stages_per_rank
         index = rank + turn * config.pipeline_parallel_size
         for number in set(range(num_layers)) - set(layers_of_stages(num_layers, num_stages)[index]):
             base.layers[number] = _Identity(base.layers[number])
@@ -115,23 +114,18 @@ def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[Any, str]:
     return base, norms[0]
 
 
-def _num_stages(name: str, num_layers: int, config: DTensorConfig) -> int:
-    num_stages = config.pipeline_parallel_size * config.pipeline.stages_per_rank
-    if num_layers < num_stages:
-        raise ValueError(
-            f"{config.key('pipeline_parallel_size')} x pipeline.stages_per_rank = {num_stages} stages, but {name} "
-            f"has {num_layers} layers; use at most {num_layers} stages"
-        )
-    return num_stages
-
-
 def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
     """ValueError, naming a remedy, unless the model of `config` can be split so. Needs no weights and no ranks."""
     size = dtensor_cfg.pipeline_parallel_size
     if size == 1:
         return
     text = config.get_text_config()
-    _num_stages(f"the {config.model_type} model", text.num_hidden_layers, dtensor_cfg)
+    num_layers, num_stages = text.num_hidden_layers, size * dtensor_cfg.pipeline.stages_per_rank
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{dtensor_cfg.key('pipeline_parallel_size')} x pipeline.stages_per_rank = {num_stages} stages, but the "
+            f"{config.model_type} model has {num_layers} layers; use at most {num_layers} stages"
+        )
     if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
         raise ValueError(
             f"{dtensor_cfg.key('pipeline_parallel_size')}={size}: this {config.model_type} model shares one matrix "
@@ -295,7 +289,7 @@ class PipelineRunner:
     """A `MicroBatchRunner` over the stages of all pipeline ranks.
 
     Args:
-        stages: those of this rank, in order; sharded already.
+        stages: this rank's, in order; sharded already.
         pipeline: 1-D mesh of the pipeline ranks.
     """
 

@@ -47,39 +47,15 @@ def check_tensor_parallel(config: PretrainedConfig, settings: DTensorConfig) -> 
         ValueError: the ranks do not divide heads or matrices (says what would work); no plan is known for the
             architecture (says how to write one); the user's plan cannot be imported or is no plan.
     """
-    if settings.tensor_parallel_size > 1:
-        hf = build_on_meta(config, torch.bfloat16)
-        _check_divisible(hf, styles(hf, settings), settings)
-
-
-def apply_tensor_parallel(hf: PreTrainedModel, mesh: DeviceMesh, settings: DTensorConfig) -> None:
-    """Split `hf`, on the meta device, over the 1-D `mesh`, in place.
-
-    Afterwards its parameters are DTensors (except those of experts and routers) under unchanged names, and
-    `hf.base_model(...)` returns plain hidden states [R, W, H], equal on every rank. The head must not be called: its
-    weight is Shard(0), split by vocabulary. With sequence parallelism, W must be a multiple of the ranks, and a
-    pipeline stage without embeddings takes, one without final norm returns, this rank's positions only:
-    [R, W / size, H].
-
-    Raises:
-        ValueError: as `check_tensor_parallel`.
-    """
-    plan = styles(hf, settings)
-    _check_divisible(hf, plan, settings)
-    embeddings, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    is_tied = embeddings is not None and head is not None and head.weight is embeddings.weight
-    parallelize_module(hf, mesh, dict(plan), src_data_rank=None)
-    if is_tied:  # each module got a DTensor of its own
-        assert embeddings is not None and head is not None
-        head.weight = embeddings.weight
-
-
-def _check_divisible(hf: PreTrainedModel, plan: Plan, settings: DTensorConfig) -> None:
-    config, size = hf.config.get_text_config(), settings.tensor_parallel_size
+    size = settings.tensor_parallel_size
+    if size == 1:
+        return
+    hf = build_on_meta(config, torch.bfloat16)
+    config = hf.config.get_text_config()
     sizes = config.to_dict()
     heads = (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key/value heads"))
     asked = {f"{sizes[key]} {what}": sizes[key] for key, what in heads if sizes.get(key)}
-    for name, style in plan.items():
+    for name, style in styles(hf, settings).items():
         module = hf.get_submodule(name)
         if isinstance(module, nn.Linear) and module is not hf.get_output_embeddings():
             if isinstance(style, Colwise):
@@ -94,6 +70,23 @@ def _check_divisible(hf: PreTrainedModel, plan: Plan, settings: DTensorConfig) -
         )
 
 
+def apply_tensor_parallel(hf: PreTrainedModel, mesh: DeviceMesh, settings: DTensorConfig) -> None:
+    """Split `hf`, on the meta device, over the 1-D `mesh`, in place.
+
+    Afterwards its parameters are DTensors (except in experts and routers) under unchanged names, and
+    `hf.base_model(...)` returns plain hidden states [R, W, H], equal on every rank. The head must not be called: its
+    weight is Shard(0), split by vocabulary. With sequence parallelism, W must be a multiple of the ranks, and a
+    pipeline stage without embeddings takes, one without final norm returns, this rank's positions only:
+    [R, W / size, H]. `check_tensor_parallel` says what cannot be split.
+    """
+    embeddings, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    is_tied = embeddings is not None and head is not None and head.weight is embeddings.weight
+    parallelize_module(hf, mesh, dict(styles(hf, settings)), src_data_rank=None)
+    if is_tied:  # each module got a DTensor of its own
+        assert embeddings is not None and head is not None
+        head.weight = embeddings.weight
+
+
 # -- Styles: how one module is split.
 #
 # Modules exchange plain local tensors, with one exception: `Region` passes hidden states to its module as a replicated
@@ -102,7 +95,7 @@ def _check_divisible(hf: PreTrainedModel, plan: Plan, settings: DTensorConfig) -
 
 
 def place_parameters(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Turn the module's own parameters into DTensors. Nothing is sent: every rank keeps its part of what it has."""
+    """Turn the module's own parameters into DTensors. Nothing is sent: every rank cuts its part from its copy."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert name in placements, f"{type(module).__name__}.{name} has no placement in tensor parallelism"
         placed = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)

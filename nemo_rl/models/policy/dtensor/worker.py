@@ -29,15 +29,13 @@ from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.residency import Residency, SwappedReference
+from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE, PolicyWorkerSettings
 from nemo_rl.models.policy.vision.model import VisionInputs
 from nemo_rl.models.policy.weight_loading import local_part
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
-
-WHOLE_GRADIENT_SHARE = 0.1
-"""Part of a device's memory that gradients may take while they wait to be reduced."""
 
 
 class DTensorPolicyWorker(PolicyWorker):
@@ -65,7 +63,7 @@ class DTensorPolicyWorker(PolicyWorker):
         self.layout = row_layout(config, hf_config, self.mesh)
         self.vision = None
         if settings.blank_image is not None:
-            self.vision = VisionInputs.of(hf_config, settings.blank_image)
+            self.vision = VisionInputs(hf_config, settings.blank_image)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:

@@ -26,8 +26,6 @@ from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 TEACHER_TOPK = "teacher_topk"
 TEACHER_STATES = "teacher_states"
 
-_EXACT_INTEGERS = 2**24  # float32, with 24 bits of mantissa, holds every integer up to here
-
 
 @dataclass(frozen=True)
 class TopKLogits(HeadTask):
@@ -44,10 +42,7 @@ class TopKLogits(HeadTask):
         return 2 * self.k
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
-        assert self.vocab_size <= _EXACT_INTEGERS
-        values, indices = topk_logits(
-            states, model.output_head(), self.k, vocab_size=self.vocab_size, chunk_tokens=model.chunk_tokens
-        )
+        values, indices = topk_logits(states, model.output_head(), self.k, vocab_size=self.vocab_size)
         return torch.cat([values, indices.to(values.dtype)], dim=1)
 
 
@@ -57,19 +52,16 @@ class TopKLogprobs(HeadTask):
 
     k: int
 
+    columns = (TEACHER_TOPK,)
+
     @property
     def num_values(self) -> int:
         return self.k + 1
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (TEACHER_TOPK,)
-
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         # Exact, though the ids travelled as float32; see `TopKLogits`.
         indices = batch.columns[TEACHER_TOPK][:, self.k :].to(torch.int64)
-        assert indices.shape[1] == self.k
-        logprobs, entropy = linear_topk_logprobs(states, model.output_head(), indices, chunk_tokens=model.chunk_tokens)
+        logprobs, entropy = linear_topk_logprobs(states, model.output_head(), indices)
         return torch.cat([logprobs, entropy[:, None]], dim=1)
 
 
@@ -164,13 +156,8 @@ class FullKL(HeadTask):
     teacher: StoredHead
     vocab_size: int
 
-    @property
-    def num_values(self) -> int:
-        return 2
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (TEACHER_STATES,)
+    num_values = 2
+    columns = (TEACHER_STATES,)
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         head = model.output_head()
@@ -183,6 +170,5 @@ class FullKL(HeadTask):
         )
         # Undoes the packing of `LastStates`: the same bits in the dtype of the teacher.
         teacher_states = batch.columns[TEACHER_STATES].view(weight.dtype)
-        size, rows = self.vocab_size, model.chunk_tokens
-        kl = linear_kl(states, head, teacher_states, teacher_head, vocab_size=size, chunk_tokens=rows)
+        kl = linear_kl(states, head, teacher_states, teacher_head, vocab_size=self.vocab_size)
         return torch.stack(kl, dim=1)

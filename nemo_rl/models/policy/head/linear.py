@@ -3,7 +3,7 @@
     hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: sums of exponentials, own logits
 
 Forward keeps a few sums per token. Backward computes each tile again, turns it into its gradient in place and adds that
-to the gradients of states and head. The idea is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
+to the gradients of states and head. The idea comes from Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
 Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return
 a summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
 """
@@ -11,7 +11,6 @@ a summed loss; policy gradients need every token's logprob, under the sampled di
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,22 +26,18 @@ def linear_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
-    chunk_tokens: int | None = None,
-    tile_bytes: int | None = None,
 ) -> torch.Tensor:
     """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
 
     Gradients take the set that top-k and top-p keep as constant. The gradient of the states is complete on every rank
-    of the group; the gradients of weight and bias are those of this rank's rows. No tensor of N x V elements is made.
+    of the group; the gradients of weight and bias cover this rank's rows. No tensor of N x V elements is made.
     Inputs of float64 are computed, and returned, in float64.
 
     Args:
         states: [N, H] of the weight's dtype, equal on all ranks of the group.
         targets: int64 [N], token ids in the whole vocabulary, equal on all ranks of the group.
-        chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
-        tile_bytes: memory of one tile of logits, None: by the device; with top-k or top-p four times as much.
     """
-    options = TileOptions.of(head, chunk_tokens, tile_bytes, top_k, top_p)
+    options = TileOptions(head, top_k=top_k, top_p=top_p)
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
     logprobs = _LinearLogprobs.apply(states, head.weight, head.bias, targets, options)
     assert isinstance(logprobs, torch.Tensor)
@@ -51,32 +46,19 @@ def linear_logprobs(
 
 @torch.no_grad()
 def topk_logits(
-    states: torch.Tensor,
-    head: OutputHead,
-    k: int,
-    *,
-    vocab_size: int | None = None,
-    chunk_tokens: int | None = None,
-    tile_bytes: int | None = None,
+    states: torch.Tensor, head: OutputHead, k: int, *, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest logits of every row, descending: values float32 [N, k] and token ids int64 [N, k].
+    """The k largest of the first `vocab_size` logits of every row, descending: float32 [N, k], token ids int64 [N, k].
 
     After the transform of the head and its temperature; equal on all ranks of the group, and without gradient.
-
-    Args:
-        vocab_size: only token ids below it count; None: all of the head's.
-
-    Raises:
-        ValueError: k is larger than the vocabulary.
     """
-    options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
-    if not 1 <= k <= options.vocab_size:
-        raise ValueError(f"k={k}: the vocabulary has {options.vocab_size} logits; use a k from 1 to that")
+    options = TileOptions(head, vocab_size=vocab_size)
+    assert 1 <= k <= vocab_size
     tiles = Tiles(states, head.weight, head.bias, options)
     values = tiles.buffer.new_full((len(states), k), float("-inf"))
     indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
     for rows, columns, _, tile in tiles:
-        # A tile can hold fewer than k columns; `_keep_largest` joins what the tiles have.
+        # A tile can hold fewer than k columns; `_keep_largest` joins them.
         found, where = tile.topk(min(k, columns.stop - columns.start), dim=1)
         where += head.start + columns.start
         _keep_largest(values[rows], indices[rows], found, where)
@@ -85,7 +67,7 @@ def topk_logits(
         all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
         dist.all_gather_into_tensor(all_values, values, group=head.group)
         dist.all_gather_into_tensor(all_indices, indices, group=head.group)
-        # Start over: the gathered logits include those of this rank. All ranks merge in the order of ranks, so that
+        # Start over: the gathered logits include this rank's own. All ranks merge in the order of ranks, so that
         # they agree on ties.
         values.fill_(float("-inf"))
         for found, where in zip(all_values.split(len(states)), all_indices.split(len(states)), strict=True):
@@ -101,12 +83,7 @@ def _keep_largest(values: torch.Tensor, indices: torch.Tensor, found: torch.Tens
 
 
 def linear_topk_logprobs(
-    states: torch.Tensor,
-    head: OutputHead,
-    indices: torch.Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    tile_bytes: int | None = None,
+    states: torch.Tensor, head: OutputHead, indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of K token ids per row, float32 [N, K], and the entropy of p in nats, float32 [N].
 
@@ -115,7 +92,7 @@ def linear_topk_logprobs(
     """
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
     assert indices.ndim == 2 and len(indices) == len(states)
-    options = TileOptions.of(head, chunk_tokens, tile_bytes)
+    options = TileOptions(head)
     logprobs, entropy = _LinearTopK.apply(states, head.weight, head.bias, indices, options)
     return logprobs, entropy
 
@@ -127,8 +104,6 @@ def linear_kl(
     teacher_head: OutputHead,
     *,
     vocab_size: int,
-    chunk_tokens: int | None = None,
-    tile_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL(teacher || student) and KL(student || teacher) in nats of every row, float32 [N] each.
 
@@ -140,12 +115,11 @@ def linear_kl(
         states: [N, H] of the student, equal on all ranks of `head.group`.
         teacher_states: [N, H'] of the same tokens, equal on all ranks of `head.group`.
         teacher_head: the rows of the teacher's head from `head.start` on, at least as many as this rank's share of the
-            first `vocab_size`. Its `group` is not used.
+            first `vocab_size`, in tiles of the same size. Its `group` is not used.
     """
     assert states.dtype == head.weight.dtype and teacher_states.dtype == teacher_head.weight.dtype
     assert len(states) == len(teacher_states) and head.start == teacher_head.start
-    options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
-    teacher_options = TileOptions.of(teacher_head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
+    options, teacher_options = (TileOptions(one, vocab_size=vocab_size) for one in (head, teacher_head))
     # Forward and backward each make the teacher's tiles, so that their buffer does not live between the two.
     teacher = partial(Tiles, teacher_states.detach(), teacher_head.weight.detach(), teacher_head.bias, teacher_options)
     forward, reverse = _LinearKL.apply(states, head.weight, head.bias, teacher, options)
@@ -163,7 +137,7 @@ class _LinearLogprobs(torch.autograd.Function):
         options: TileOptions,
     ) -> torch.Tensor:
         tiles = Tiles(states, weight, bias, options)
-        sums = Sums.empty(tiles.buffer, len(states))
+        sums = Sums(tiles.buffer, len(states))
         kept = tiles.buffer.new_empty(len(states) if options.is_filtered else 0)
         for rows, columns, _, tile in tiles:
             index, is_here = tiles.find(targets[rows], columns)
@@ -223,7 +197,7 @@ class _Chosen:
         place = (row % height * width_here + column % width).flatten()
         # Sorted by tile once. Looking for the ids in every tile would compare N x K ids as often as there are tiles.
         order = number.argsort(stable=True)
-        # The only wait for the device. Ids of other ranks lie behind those of the last tile, where nothing reads them.
+        # The only wait for the device. Ids of other ranks lie behind the last tile, where nothing reads them.
         sizes = torch.bincount(number, minlength=num_tiles + 1).tolist()
         self.entries = order.split(sizes)
         self.places = place[order].split(sizes)
@@ -245,7 +219,7 @@ class _LinearTopK(torch.autograd.Function):
         options: TileOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tiles = Tiles(states, weight, bias, options)
-        sums = Sums.empty(tiles.buffer, *indices.shape)
+        sums = Sums(tiles.buffer, *indices.shape)
         chosen = _Chosen(indices, tiles)
         for rows, columns, _, tile in tiles:
             # Before `add`, which overwrites the logits.
@@ -297,18 +271,15 @@ class _LinearTopK(torch.autograd.Function):
         return *sums.result(options.head.group, weight.dtype), None, None
 
 
-@dataclass
 class _PairSums:
     """Running sums over tiles for the KLs of student and teacher, [2, N] each: student, teacher."""
 
-    maxima: torch.Tensor  # subtracted in the exponents, so that none overflows
-    totals: torch.Tensor  # sum of e = exp(logit - maximum)
-    crossed: torch.Tensor  # sum of e ((logit - maximum) - (the other's logit - the other's maximum))
-
-    @classmethod
-    def empty(cls, like: torch.Tensor, n: int) -> _PairSums:
-        # The lowest finite number instead of -inf, because -inf - -inf is NaN.
-        return cls(like.new_full((2, n), torch.finfo(like.dtype).min), like.new_zeros(2, n), like.new_zeros(2, n))
+    def __init__(self, like: torch.Tensor, n: int) -> None:
+        # Subtracted in the exponents, so that none overflows. Not -inf at first, because -inf - -inf is NaN.
+        self.maxima = like.new_full((2, n), torch.finfo(like.dtype).min)
+        self.totals = like.new_zeros(2, n)  # sum of e = exp(logit - maximum)
+        # Sum of e ((logit - maximum) - (the other's logit - the other's maximum)).
+        self.crossed = like.new_zeros(2, n)
 
     def add(self, rows: slice, student: torch.Tensor, teacher: torch.Tensor, difference: torch.Tensor) -> None:
         """Add a tile of logits of each; all three tensors are overwritten."""
@@ -325,7 +296,7 @@ class _PairSums:
 
     def _raise_maxima(self, rows: slice, maxima: torch.Tensor) -> None:
         # All earlier terms had a smaller maximum in their exponents: rescale them to the new one.
-        # The difference inside `crossed` loses the rise of its own maximum and gains that of the other one.
+        # The difference inside `crossed` loses the rise of its own maximum and gains the rise of the other one.
         rise = maxima - self.maxima[:, rows]
         factor = rise.neg().exp()
         self.crossed[:, rows] = factor * (self.crossed[:, rows] + (rise.flip(0) - rise) * self.totals[:, rows])
@@ -363,7 +334,7 @@ class _LinearKL(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tiles, others = Tiles(states, weight, bias, options), teacher()
         assert others.dtype == tiles.dtype and others.num_columns == tiles.num_columns
-        sums = _PairSums.empty(tiles.buffer, len(states))
+        sums = _PairSums(tiles.buffer, len(states))
         spare = torch.empty_like(tiles.buffer)
         for (rows, _, _, tile), (_, _, _, other) in zip(tiles, others, strict=True):
             sums.add(rows, tile, other, spare[: tile.numel()].view_as(tile))

@@ -11,7 +11,7 @@ needs no float32 copy of its whole gradient. With top-k or top-p a tile has whol
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ class OutputHead:
         temperature: logits are divided by it, after `transform`.
         group: the ranks that hold the vocabulary together; None when it is whole here.
         vocab_size: rows over all ranks.
+        chunk_tokens: the most tokens whose logits are in memory at a time; None: by `tile_bytes` alone.
+        tile_bytes: memory of one tile of logits, None: by the device; with top-k or top-p four times as much.
     """
 
     weight: torch.Tensor
@@ -57,6 +59,8 @@ class OutputHead:
     group: dist.ProcessGroup | None = None
     start: int = 0
     vocab_size: int
+    chunk_tokens: int | None = None
+    tile_bytes: int | None = None
 
 
 def tile_bytes_on(device: torch.device, *, is_equal: bool) -> int:
@@ -74,46 +78,20 @@ def tile_bytes_on(device: torch.device, *, is_equal: bool) -> int:
     return min(max(least, int(free * _FREE_SHARE)), most)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TileOptions:
-    """How the logits of `head` are computed. Only the first `vocab_size` token ids count."""
+    """How the logits of `head` are computed. Only the first `vocab_size` token ids count; None: all."""
 
-    head: OutputHead
-    vocab_size: int
-    chunk_tokens: int | None
-    tile_bytes: int
-    top_k: int | None  # None if it filters nothing
-    top_p: float
-
-    @classmethod
-    def of(
-        cls,
-        head: OutputHead,
-        chunk_tokens: int | None,
-        tile_bytes: int | None,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        *,
-        vocab_size: int | None = None,
-    ) -> TileOptions:
-        """`vocab_size` None: the whole vocabulary counts; `tile_bytes` None: by the device."""
+    def __init__(
+        self, head: OutputHead, *, top_k: int | None = None, top_p: float = 1.0, vocab_size: int | None = None
+    ) -> None:
         assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
         assert vocab_size is None or 0 < vocab_size <= head.vocab_size
-        if tile_bytes is None:
-            is_filtered = top_k is not None or top_p < 1.0
-            tile_bytes = tile_bytes_on(head.weight.device, is_equal=is_filtered and head.group is not None)
-        return cls(
-            head=head,
-            vocab_size=head.vocab_size if vocab_size is None else vocab_size,
-            chunk_tokens=chunk_tokens,
-            tile_bytes=tile_bytes,
-            top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
-            top_p=top_p,
-        )
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k is not None or self.top_p < 1.0
+        self.head, self.top_p = head, top_p
+        self.vocab_size = head.vocab_size if vocab_size is None else vocab_size
+        self.top_k = top_k if top_k is not None and top_k < head.vocab_size else None  # None if it filters nothing
+        self.is_filtered = self.top_k is not None or top_p < 1.0
+        is_equal = (top_k is not None or top_p < 1.0) and head.group is not None
+        self.tile_bytes = head.tile_bytes or tile_bytes_on(head.weight.device, is_equal=is_equal)
 
     def rows_per(self, num_bytes: int, itemsize: int) -> int:
         """Whole rows of logits that fit into `num_bytes` on the rank with the largest share of the vocabulary.
@@ -126,7 +104,7 @@ class TileOptions:
     def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
         """Rows and columns of a tile, out of `num_rows` tokens and this rank's `num_columns` of the vocabulary."""
         rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else _MAX_ROWS
-        rows = rows if self.chunk_tokens is None else min(rows, self.chunk_tokens)
+        rows = rows if self.head.chunk_tokens is None else min(rows, self.head.chunk_tokens)
         rows = -(-num_rows // max(1, -(-num_rows // rows)))  # equal blocks
         if self.is_filtered:
             return rows, num_columns
@@ -218,27 +196,22 @@ class Tiles:
 
 def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Logits [N, V_local] of `states` [N, H] after transform and temperature, computed as in training."""
-    tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, None))
+    tiles = Tiles(states, head.weight, head.bias, TileOptions(replace(head, chunk_tokens=None)))
     logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
     for rows, columns, _, tile in tiles:
         logits[rows, columns] = tile
     return logits
 
 
-@dataclass
 class Sums:
     """Running sums over the tiles of each row; exponents are relative to `maximum`, so that none overflows."""
 
-    maximum: torch.Tensor  # [N]
-    total: torch.Tensor  # [N]; sum of e = exp(logit - maximum)
-    spread: torch.Tensor  # [N]; sum of -e (logit - maximum)
-    chosen: torch.Tensor  # [N, K]; logits of the targets, 0 until their tile comes
-
-    @classmethod
-    def empty(cls, like: torch.Tensor, n: int, k: int = 1) -> Sums:
+    def __init__(self, like: torch.Tensor, n: int, k: int = 1) -> None:
         # The lowest finite number instead of -inf, because -inf - -inf is NaN.
-        lowest = torch.finfo(like.dtype).min
-        return cls(like.new_full((n,), lowest), like.new_zeros(n), like.new_zeros(n), like.new_zeros(n, k))
+        self.maximum = like.new_full((n,), torch.finfo(like.dtype).min)  # [N]
+        self.total = like.new_zeros(n)  # [N]; sum of e = exp(logit - maximum)
+        self.spread = like.new_zeros(n)  # [N]; sum of -e (logit - maximum)
+        self.chosen = like.new_zeros(n, k)  # [N, K]; logits of the targets, 0 until their tile comes
 
     def add(self, rows: slice, tile: torch.Tensor, *, with_entropy: bool) -> None:
         """Add a tile of logits, which becomes exp(logit - maximum so far)."""
@@ -374,13 +347,9 @@ def smallest_kept(
     # Ties count towards the mass of the set, and `best` may lack some of them.
     is_kept = logits >= best[:, -1:]
     total = torch.where(is_kept, logits - best[:, :1], float("-inf")).exp_().sum(dim=1)
-    return _nucleus(best, (best - best[:, :1]).exp_(), top_p * _sum(total, group)[:, None])
-
-
-def _nucleus(descending: torch.Tensor, mass: torch.Tensor, needed: torch.Tensor | float) -> torch.Tensor:
-    """The smallest logit [N] of the nucleus. A token is in it while the tokens before it do not reach `needed`."""
-    before = F.pad(mass.cumsum(dim=-1)[:, :-1], (1, 0))
-    return torch.where(before < needed, descending, float("inf")).amin(dim=-1)
+    # A token is in the nucleus while the mass of the tokens before it does not reach `top_p` of the total.
+    before = F.pad((best - best[:, :1]).exp_().cumsum(dim=-1)[:, :-1], (1, 0))
+    return torch.where(before < top_p * _sum(total, group)[:, None], best, float("inf")).amin(dim=-1)
 
 
 def _sum(partial: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -23,6 +23,7 @@ from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, w
 from nemo_rl.models.policy.head.scalar import check_scalar_head, is_scalar, others_with_weights, output_module
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.weight_loading import local_part
+from nemo_rl.types import SamplingParams
 
 # What an architecture does to its logits after the head: setting of the configuration -> model types.
 _SOFTCAPS = {
@@ -54,7 +55,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     scale, softcap = 1.0, None
     for name, value in text.to_dict().items():
         is_of_the_head = name in _OF_THE_HEAD or ("logit" in name and name not in _NOT_OF_THE_HEAD)
-        # A factor of 1 changes nothing, whatever it is applied to.
+        # A factor of 1 changes nothing.
         if not is_of_the_head or value is None or value == 1.0:
             continue
         if kind in _SOFTCAPS.get(name, "").split():
@@ -83,12 +84,6 @@ def _check_head(hf: PreTrainedModel) -> None:
             f"({', '.join(others) or type(head).__name__}); use a causal language model with a plain head, such as "
             "Llama, Qwen or Gemma"
         )
-    # Logprobs read the weight itself, so an adapter beside it would be left out without an error.
-    if len(list(head.parameters())) != 1 + (head.bias is not None):
-        raise ValueError(
-            "the output head has adapters, which logprobs do not pass through; leave it out of "
-            "dtensor_cfg.lora_cfg.target_modules"
-        )
 
 
 def put_in_rows(scored: torch.Tensor, batch: ModelBatch, context: dist.ProcessGroup | None) -> torch.Tensor:
@@ -108,34 +103,27 @@ class LogprobModel(nn.Module):
     Args:
         hf: the model of transformers; without an output head if a later pipeline stage has it.
         chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
-        temperature, top_k, top_p: the sampling parameters, applied to logprobs too.
+        sampling: its temperature, top-k and top-p are applied to logprobs too.
         tensor: mesh of the ranks that may share the vocabulary (they do when the head's weight is a DTensor sharded on
             dim 0); each of them has whole hidden states.
         context: mesh of the ranks that share every sequence.
 
     Raises:
-        ValueError: the architecture does something unknown to its logits, or the head has adapters.
+        ValueError: the architecture does something unknown to its logits.
     """
 
     def __init__(
         self,
         hf: PreTrainedModel,
+        sampling: SamplingParams,
         *,
         chunk_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
         tensor: DeviceMesh | None = None,
         context: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        self.hf = hf
-        self.chunk_tokens = chunk_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-        self.tensor = tensor
-        self.context = context
+        self.hf, self.sampling, self.chunk_tokens = hf, sampling, chunk_tokens
+        self.tensor, self.context = tensor, context
         if output_module(hf) is not None:
             (check_scalar_head if is_scalar(hf.config) else _check_head)(hf)
         self.transform = LogitTransform() if is_scalar(hf.config) else logit_transform(hf.config)
@@ -196,8 +184,9 @@ class LogprobModel(nn.Module):
             weight=local_part(weight),
             bias=None if bias is None else local_part(bias),
             transform=self.transform,
-            temperature=self.temperature,
+            temperature=self.sampling.temperature,
             group=group,
             start=start,
             vocab_size=len(weight),
+            chunk_tokens=self.chunk_tokens,
         )

@@ -14,20 +14,17 @@ import torch
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.linear import linear_logprobs
 from nemo_rl.models.policy.head.logit_tiles import OutputHead
+from nemo_rl.types import SamplingParams
 
 
 class HeadModel(Protocol):
     """The model, as a task uses it.
 
     Attributes:
-        chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
-        temperature, top_k, top_p: the sampling parameters.
+        sampling: how its completions are drawn.
     """
 
-    chunk_tokens: int | None
-    temperature: float
-    top_k: int | None
-    top_p: float
+    sampling: SamplingParams
 
     def output_head(self) -> OutputHead:
         """This rank's rows of the head of a language model."""
@@ -41,20 +38,14 @@ class HeadModel(Protocol):
 class HeadTask(ABC):
     """A function of hidden states. It runs inside the model's forward, where FSDP has gathered the head. Picklable."""
 
-    @property
-    def num_values(self) -> int | None:
-        """Numbers per token, C; None: one, without a dimension of its own."""
-        return None
+    num_values: int | None = None
+    """Numbers per token, C; None: one, without a dimension of its own."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the output."""
-        return torch.float32
+    dtype: torch.dtype = torch.float32
+    """Of the output."""
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Row columns it needs, as `ModelBatch.columns`."""
-        return ()
+    columns: tuple[str, ...] = ()
+    """Row columns it needs, as `ModelBatch.columns`."""
 
     @abstractmethod
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
@@ -73,10 +64,8 @@ class Logprobs(HeadTask):
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         # The engine samples from the filtered distribution, so ratios of probabilities have to use it as well.
-        top_k, top_p = (model.top_k, model.top_p) if self.filtered else (None, 1.0)
-        return linear_logprobs(
-            states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=model.chunk_tokens
-        )
+        top_k, top_p = (model.sampling.top_k, model.sampling.top_p) if self.filtered else (None, 1.0)
+        return linear_logprobs(states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p)
 
 
 @dataclass(frozen=True)

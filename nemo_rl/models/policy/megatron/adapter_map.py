@@ -1,4 +1,4 @@
-"""Which of Megatron's linear layers get low-rank adapters, and their names and shapes in a layer and in files.
+"""The linear layers of Megatron that get low-rank adapters, and their names and shapes in a layer and in files.
 
     linear_qkv.weight [q + k + v, in]  ->  lora_A [r, in], one for all three; lora_B [q + k + v, r], sharded like it
     files                              ->  {q,k,v}_proj.lora_B, and the lora_A of the first of them

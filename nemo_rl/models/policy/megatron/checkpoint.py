@@ -30,13 +30,14 @@ from nemo_rl.models.policy.checkpoint import ModelSaveFormat, require_finite
 from nemo_rl.models.policy.megatron.files import Counters, check_optimizer
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, Shape, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
+from nemo_rl.refit.shard_plan import slices_of_range
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronPolicy:
-    """What a rank saves and loads. `parameters` as for `weights.load_weights`."""
+    """The state that a rank saves and loads. `parameters` as for `weights.load_weights`."""
 
     parameters: Mapping[str, torch.Tensor]
     weights: WeightMap
@@ -292,24 +293,11 @@ def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Itera
         yield (0,) * len(shape), values
         return
     assert values.shape == (len(flat),), f"{tuple(values.shape)} is not {len(flat)} elements"
-    if len(shape) == 1:
-        yield (flat.start,), values
-        return
-    size = math.prod(shape[1:])
-    at = 0
-    while at < len(values):  # the rest of a row, whole rows, the beginning of a row
-        # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.
-        row, first = divmod(flat.start + at, size)
-        left = len(values) - at
-        if first == 0 and left >= size:
-            rows = left // size
-            yield (row, *(0,) * (len(shape) - 1)), values[at : at + rows * size].view(rows, *shape[1:])
-            at += rows * size
-            continue
-        length = min(left, size - first)
-        for offset, view in _rectangles(shape[1:], values[at : at + length], range(first, first + length)):
-            yield (row, *offset), view[None]
-        at += length
+    # The distributed optimizer cuts flat buffers anywhere, but files hold rectangles.
+    for low, high in slices_of_range(shape, flat.start, flat.stop):
+        size = [stop - start for start, stop in zip(low, high, strict=True)]
+        part, values = values.split([math.prod(size), len(values) - math.prod(size)])
+        yield tuple(low), part.view(size)
 
 
 def _save_chunks(chunks: Mapping[str, Chunks], directory: Path, group: dist.ProcessGroup | None) -> None:

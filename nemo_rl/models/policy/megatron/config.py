@@ -67,10 +67,10 @@ class MegatronOptimizerConfig(StrictModel):
     """Keep main parameters and moments in the dtypes below (Transformer Engine's Adam)."""
 
     exp_avg_dtype: Literal["float32", "bfloat16", "float16", "uint8"] = "float32"
-    """Of Adam's first moments, with the precision-aware optimizer."""
+    """Data type of Adam's first moments, with the precision-aware optimizer."""
 
     exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16", "uint8"] = "float32"
-    """Of Adam's second moments, with the precision-aware optimizer."""
+    """Data type of Adam's second moments, with the precision-aware optimizer."""
 
     clip_grad: float | None = Field(default=None, gt=0)
     """Largest norm of the gradient over all ranks; null: `policy.max_grad_norm`."""
@@ -221,7 +221,7 @@ class Fp8Config(StrictModel):
     """Format: e4m3 everywhere, or e5m2 for gradients (hybrid)."""
 
     fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"] = "blockwise"
-    """What shares a scale: blocks of 128 (Hopper) or whole tensors; `delayed` takes the scales of past steps."""
+    """One scale per block of 128 (Hopper) or per tensor; `delayed` takes the scales of past steps."""
 
     fp8_param: bool = False
     """Keep the parameters of linear layers in FP8 too, which is not supported yet."""
@@ -276,7 +276,7 @@ class MegatronConfig(StrictModel):
     """`full`: whole layers; `selective`: `recompute_modules` of each layer. null: full."""
 
     recompute_modules: list[Recomputed] = Field(default_factory=lambda: ["core_attn"])
-    """What selective recomputation computes again."""
+    """Modules that selective recomputation computes again."""
 
     empty_unused_memory_level: Literal[0, 1, 2] = 1
     """Return unused device memory: 0 never, 1 after a training step, 2 after logprob passes too."""

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
@@ -27,17 +25,18 @@ from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, trained_m
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.manager import CheckpointError
-from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits, saved_tensors
+from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits, load_tensors, saved_tensors
 
 logger = logging.getLogger(__name__)
 
 MARKER = "megatron.json"
+_BATCH_BYTES = 4 << 30
 _FORMAT = "nemo_rl megatron checkpoint 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a checkpoint records besides its tensors."""
+    """The values that a checkpoint records besides its tensors."""
 
     optimizer: str | None = None  # megatron_cfg.optimizer.optimizer; None: no optimizer was saved
     optimizer_steps: int | None = None  # counted by Adam
@@ -121,33 +120,28 @@ def check_optimizer(directory: Path, counters: Counters, optimizer: str) -> None
     )
 
 
-def read_tensors(
-    weights: Path, names: list[str], *, dtype: torch.dtype | None = None, max_bytes: int = 4 << 30
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) in the order of `names`, as saved or in `dtype`. Holds `max_bytes`, or one larger tensor.
+def read_tensors(weights: Path, names: list[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) in the order of `names`, as saved or in `dtype`. Holds 4 GiB, or one larger tensor.
 
     Works in one process, without a process group. CheckpointError if they cannot be read.
     """
     saved = saved_tensors(weights)
-    batch: dict[str, Any] = {}
+    batch: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name in names:
         wanted = dtype if dtype is not None and saved[name].properties.dtype.is_floating_point else None
         tensor = torch.empty(saved[name].size, dtype=wanted or saved[name].properties.dtype)
-        if batch and num_bytes + tensor.nbytes > max_bytes:
-            yield from _read(weights, batch)
+        if batch and num_bytes + tensor.nbytes > _BATCH_BYTES:
+            yield from _filled(batch, weights)
             num_bytes = 0
         batch[name] = tensor
         num_bytes += tensor.nbytes
     if batch:
-        yield from _read(weights, batch)
+        yield from _filled(batch, weights)
 
 
-def _read(weights: Path, batch: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        dcp.load(dict(batch), checkpoint_id=str(weights), no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{weights} could not be read: {error}") from error
+def _filled(batch: dict[str, torch.Tensor], weights: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    load_tensors(batch, weights)
     while batch:  # frees each tensor when the caller is done with it
         name = next(iter(batch))
         yield name, batch.pop(name)

@@ -23,6 +23,7 @@ from nemo_rl.models.policy.generate import Sequences
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.head.logprobs import put_in_rows
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.types import SamplingParams
 
 
 @dataclass
@@ -66,9 +67,7 @@ class PolicyGPTModel(GPTModel):
     transform: LogitTransform
     true_vocab_size: int  # without the padding rows for tensor parallelism
     chunk_tokens: int | None
-    temperature: float
-    top_k: int | None
-    top_p: float
+    sampling: SamplingParams
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S(, C)]."""
@@ -114,7 +113,8 @@ class PolicyGPTModel(GPTModel):
 
     def score_weight(self) -> torch.Tensor:
         """[1, H], the head of a reward or value model, which is a `PolicyScalarModel`."""
-        raise TypeError("a language model has no score")
+        weight: Any = self.output_layer.weight
+        return weight
 
     def output_head(self) -> OutputHead:
         """This rank's shard of the head."""
@@ -127,10 +127,11 @@ class PolicyGPTModel(GPTModel):
             # Without padding rows, which would take part in the softmax.
             weight=weight[: self.true_vocab_size - start],
             transform=self.transform,
-            temperature=self.temperature,
+            temperature=self.sampling.temperature,
             group=group if group.size() > 1 else None,
             start=start,
             vocab_size=self.true_vocab_size,
+            chunk_tokens=self.chunk_tokens,
         )
 
 
@@ -157,12 +158,6 @@ class PolicyScalarModel(PolicyGPTModel):
         super().__init__(config, *args, **kwargs | {"share_embeddings_and_output_weights": False})
         if self.post_process:
             self.output_layer = ScalarHead(config)
-
-    def output_head(self) -> OutputHead:
-        raise TypeError("a reward or value model has no logits")
-
-    def score_weight(self) -> torch.Tensor:
-        return self.output_layer.weight
 
 
 # -- generation: static batches of equally long prompts, with Megatron's KV cache

@@ -68,8 +68,6 @@ class Adapter(nn.Module):
         self.group = group
         self.shards_positions = linear.config.sequence_parallel and group.size() > 1
         if self.shards_positions:
-            # A matrix that is whole on every rank sees only the positions of its rank, so Megatron has to add up its
-            # gradients.
             replicated: Any = self.lora_B if self.is_row_parallel else self.lora_A
             replicated.sequence_parallel = True
 
@@ -79,7 +77,6 @@ class Adapter(nn.Module):
         return F.linear(self._reduce(narrow), self.lora_B)
 
     def _reduce(self, narrow: torch.Tensor) -> torch.Tensor:
-        # The adapter changes layouts as its layer does, but with tensors of r features in place of whole hidden states.
         if self.is_row_parallel and self.shards_positions:
             return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
         if self.is_row_parallel:
@@ -127,7 +124,6 @@ class Adapters:
         self._by_weight = {layer.weight.template: layer for layer in self.layers}
         parameters = parameters_by_name(stages)
         for parameter in parameters.values():
-            # The optimizer takes what requires a gradient, and Megatron makes buffers for that alone.
             parameter.requires_grad_(False)
         for entry in trained_head(weights):
             if entry.template in parameters:

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors a Megatron tensor is made of, per architecture, and which slices of them a rank holds.
+"""The Hugging Face tensors that make up a Megatron tensor, per architecture, and the slices that a rank holds.
 
     decoder.layers.3.self_attention.linear_qkv.weight  <->  model.layers.3.self_attn.{q,k,v}_proj.weight
     decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight
@@ -125,7 +125,6 @@ class MappedTensor:
 
     def shard(self, sources: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """Shard `rank` of `size`, copied from the whole Hugging Face tensors. Padding rows are zeros."""
-        # Padding rows of the vocabulary stay zeros, as `load_weights` leaves them.
         shard = sources[0].new_zeros(self.shard_shape(size))
         for part in self.slices(rank, size):
             source = sources[part.source].narrow(part.dim, part.start, part.length)
@@ -299,7 +298,7 @@ class Family:
     Attributes:
         has_output_gate: each feature of attention is multiplied by a gate, which the projection of queries computes.
         has_mixers: layers of type "linear_attention" are those of transformers.
-        body: how names on disk begin, except that of the head.
+        body: the beginning of all names on disk except the head's.
         has_biases: attention, routers and experts have biases everywhere.
         has_sinks: every head of attention has a score for a key without a value.
         has_post_norms: the outputs of attention and feed-forward layers have a norm too.
@@ -588,7 +587,7 @@ class Layout(ABC):
 
     @abstractmethod
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
-        """What rank `rank` holds, in the order of its shard. ValueError if the tensor does not divide evenly."""
+        """The slices of rank `rank`, in the order of its shard. ValueError if the tensor does not divide evenly."""
 
 
 class Replicated(Layout):

@@ -10,13 +10,11 @@ from nemo_rl.models.policy.layout import MegatronSizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 
-_TIMEOUT_MINUTES = 60
-
 parallel_state: Any = megatron_state  # its types say int | None, also of values that are always set
 
 
 class MegatronMesh:
-    """Creates Megatron's process groups and names those of this rank. Implements `WorkerMesh`. Collective.
+    """Creates the process groups of Megatron and names the groups of this rank. Collective.
 
     Attributes:
         data_group: the ranks that differ from this one only in their samples.
@@ -33,7 +31,7 @@ class MegatronMesh:
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-            distributed_timeout_minutes=_TIMEOUT_MINUTES,
+            distributed_timeout_minutes=60,
         )
         # Megatron keeps a second generator, for what tensor-parallel ranks must draw differently.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -86,7 +86,7 @@ def build_stages(
         stage.transform = logit_transform(model)
         stage.true_vocab_size = text.vocab_size
         stage.chunk_tokens = policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size
-        stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
+        stage.sampling = sampling
         for mlp in stage.modules():
             if type(mlp) is MLP and mlp.activation_func is silu:
                 # Megatron then gives this function gate and up projections together.

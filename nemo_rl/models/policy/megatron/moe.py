@@ -36,7 +36,6 @@ are 0 without such tokens."""
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` highest scores [..., E], highest first, the lower index first among equals: int64."""
-    # torch.topk breaks ties differently on other devices and shapes, and a token's experts would change with its batch.
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
 from nemo_rl.models.policy.megatron.mapping import FAMILIES, heads_of, is_latent, is_moe_layer
 from nemo_rl.models.policy.pretrained import DTYPES
 
@@ -49,7 +49,7 @@ def transformer_config(
     """
     config, settings = model.get_text_config(), policy.megatron_cfg
     moe_layers = [int(is_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)]
-    values = _dense_layers(config) | _training(policy) | fp8_fields(settings, has_experts=any(moe_layers))
+    values = _dense_layers(config) | _training(policy) | _fp8(settings.fp8_cfg, has_experts=any(moe_layers))
     values |= _experts(config, settings, moe_layers) if any(moe_layers) else {}
     values["persist_layer_norm"] = use_transformer_engine
     if values["activation_func"] is F.silu and not use_transformer_engine and not settings.bias_activation_fusion:
@@ -308,13 +308,11 @@ def set_frequencies(stage: Any, model: PretrainedConfig, device: torch.device) -
 # DeepSeek-V3, arXiv 2412.19437, section 3.3.
 
 
-def fp8_fields(settings: MegatronConfig, *, has_experts: bool) -> dict[str, Any]:
-    """Fields of Megatron's `TransformerConfig`; none without FP8."""
-    fp8 = settings.fp8_cfg
-    if not fp8.enabled:
+def _fp8(settings: Fp8Config, *, has_experts: bool) -> dict[str, Any]:
+    if not settings.enabled:
         return {}
     padded = {"moe_router_padding_for_quantization": True} if has_experts else {}
-    return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, **padded}
+    return {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe, **padded}
 
 
 def width_multiple(settings: MegatronConfig) -> int:

@@ -89,7 +89,6 @@ def local_shards(
     """
     value = value or parameters.__getitem__
     shards = []
-    # A tied matrix is one tensor on disk and in the engine, so the first stage alone sends it.
     held = weight_map.on_rank(ranks, with_tied_output=False)
     for name, entry in ((name, entry) for name, entry in held.items() if name in parameters):
         # A fused matrix, such as linear_qkv, becomes the tensors it was made of.
@@ -130,8 +129,7 @@ def export_weights(
     """
     own = [(shard.name, shard.dtype, shard.keeps_dtype, (shard.dim, shard.start, shard.stop)) for shard in shards]
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    # Once for all gathers.
-    dist.all_gather_object(of_ranks, own)
+    dist.all_gather_object(of_ranks, own)  # once for all gathers
     dtypes: dict[str, tuple[torch.dtype, bool]] = {}
     holders: dict[str, dict[tuple[int, int, int], int]] = defaultdict(dict)  # name -> (dim, start, stop) -> rank
     for rank, held in enumerate(of_ranks):

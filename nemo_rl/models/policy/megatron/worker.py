@@ -90,7 +90,6 @@ class MegatronPolicyWorker(PolicyWorker):
             grouped_experts=self.megatron.moe_grouped_gemm,
         )
         self.parameters = parameters_by_name(self.stages)
-        # By these marks the norm of the gradient counts replicated parameters once.
         mark_shards(self.parameters, self.weight_map, self.mesh.ranks)
         self._load_weights()
         self.adapters = None
@@ -247,10 +246,6 @@ class MegatronGeneratingWorker(GeneratingWorker, MegatronPolicyWorker):
     """A worker that trains with Megatron Core and generates with the same weights."""
 
     needs_equal_lengths = True  # all rows of a static batch are at the same position
-
-    @property
-    def decoding_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.tensor_group
 
     def decoding(self) -> AbstractContextManager[None]:
         assert not any(module.training for stage in self.stages for module in stage.modules())

@@ -8,14 +8,14 @@ from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
 VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = PARTS = ("vision_tower", "projector", "language_model")
-"""What `policy.freeze` names. The projector turns what the tower sees into states of the language model."""
+"""The names in `policy.freeze`. The projector turns the tower's features into states of the language model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionFamily:
     """How models of one `model_type` take images."""
 
-    tower: tuple[str, ...]  # prefixes of parameters inside the base model; those of the projector come first
+    tower: tuple[str, ...]  # prefixes of parameters inside the base model; `projector` has precedence
     projector: tuple[str, ...]
     has_grid_positions: bool = False  # rotary positions of an image count its rows and columns
     pixels_dim: int = 0  # the dimension of the pixels along which images follow one another
@@ -87,7 +87,7 @@ def name_in_model(name: str, config: PretrainedConfig) -> str:
 
 
 def stored_name(name: str, config: PretrainedConfig) -> str:
-    """The name that a tensor of the model of `config` has in what is written, and in engines."""
+    """The name of a tensor of the model of `config` in files that are written, and in engines."""
     family = FAMILIES.get(config.model_type)
     for stored, known in family.stored_prefixes[:1] if family is not None else ():
         if name.startswith(known):
@@ -104,7 +104,7 @@ def part_of(name: str, family: VisionFamily) -> str:
 
 
 def language_modules(model: nn.Module, config: PretrainedConfig) -> dict[str, nn.Module]:
-    """The modules of the model of `config` by name, without those of a tower and its projector."""
+    """The modules of the model of `config` by name, without a tower and its projector."""
     family = FAMILIES.get(config.model_type)
     return {
         name: module

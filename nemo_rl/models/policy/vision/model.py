@@ -10,7 +10,6 @@ is text, also if it is the one that stands for images. An image that several row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,12 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel
-from nemo_rl.models.policy.vision.families import FAMILIES, VisionFamily
+from nemo_rl.models.policy.vision.families import FAMILIES
 from nemo_rl.types import PREVIEW, ImageSpan, Pixels
 
 # -- the images of a micro-batch
 
 
-@dataclass(frozen=True, kw_only=True)
 class VisionInputs:
     """Builds the `ImageBatch` of micro-batches of one model.
 
@@ -34,16 +32,9 @@ class VisionInputs:
     ranks pass the same sharded layers and every weight of the tower gets a gradient, if only zero.
     """
 
-    family: VisionFamily
-    image_token_id: int
-    merge_size: int  # patches of one token along one side of an image
-    blank: Pixels
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, blank: Pixels) -> VisionInputs:
-        family = FAMILIES[config.model_type]
-        merge = config.vision_config.spatial_merge_size if family.has_grid_positions else 1
-        return cls(family=family, image_token_id=config.image_token_id, merge_size=merge, blank=blank)
+    def __init__(self, config: PretrainedConfig, blank: Pixels) -> None:
+        self.config, self.blank = config, blank
+        self.family = FAMILIES[config.model_type]
 
     def build(
         self, layout: RowLayout, token_ids: Sequence[torch.Tensor], images: Sequence[Sequence[tuple[ImageSpan, Pixels]]]
@@ -57,9 +48,8 @@ class VisionInputs:
             feature = torch.full((len(ids),), -1)
             spans.append([])
             for span, made in own:
-                stands_for = (
-                    span.start + (ids[span.start : span.start + span.length] == self.image_token_id).nonzero()[:, 0]
-                )
+                inside = ids[span.start : span.start + span.length]
+                stands_for = span.start + (inside == self.config.image_token_id).nonzero()[:, 0]
                 if span.digest not in pixels:
                     pixels[span.digest], first[span.digest] = made, num_features
                     num_features += len(stands_for)
@@ -68,21 +58,19 @@ class VisionInputs:
                     spans[-1] += _runs(stands_for)
             features.append(feature)
             positions.append(self.positions(len(ids), own))
+        distinct = list(pixels.values()) or [self.blank]
+        joined = {
+            name: np.concatenate([image[name] for image in distinct], axis=self.family.pixels_dim)
+            for name in distinct[0]
+            if name != PREVIEW
+        }
         return ImageBatch(
-            pixels=self._joined(list(pixels.values()) or [self.blank]),
+            pixels={name: torch.from_numpy(values) for name, values in joined.items()},
             features=layout.place(features, fill=-1),
             positions=layout.place(positions, fill=0).permute(2, 0, 1).contiguous(),
             num_distinct=len(pixels),
             whole_spans=layout.whole_spans([len(ids) for ids in token_ids], spans),
         )
-
-    def _joined(self, images: list[Pixels]) -> dict[str, torch.Tensor]:
-        dim = self.family.pixels_dim
-        return {
-            name: torch.from_numpy(np.concatenate([image[name] for image in images], axis=dim))
-            for name in images[0]
-            if name != PREVIEW
-        }
 
     def positions(self, length: int, images: Sequence[tuple[ImageSpan, Pixels]]) -> torch.Tensor:
         """Rotary positions of a sequence: int64 [T, 3], of time, height and width (Wang et al. 2024, arXiv 2409.12191).
@@ -92,12 +80,13 @@ class VisionInputs:
         """
         if not self.family.has_grid_positions:
             return torch.arange(length)[:, None].expand(-1, 3)
+        merge = self.config.vision_config.spatial_merge_size  # patches of one token along one side of an image
         pieces, at, next_position = [], 0, 0
         for span, made in images:
             pieces.append(_text_positions(next_position, span.start - at))
             next_position += span.start - at
             frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
-            grid = (frames, rows // self.merge_size, columns // self.merge_size)
+            grid = (frames, rows // merge, columns // merge)
             place = torch.stack(torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij"), dim=-1)
             pieces.append(place.flatten(0, 2) + next_position)
             next_position += max(grid[1:])
@@ -139,19 +128,15 @@ class VisionLogprobModel(LogprobModel):
                 "visual_pos_masks": is_image,
                 "deepstack_visual_embeds": [embedding(index, _flat_features(layer)) for layer in deep],
             }
-        positions = images.positions if self.has_grid_positions else images.positions[0]
+        has_grid_positions = FAMILIES[self.hf.config.model_type].has_grid_positions
         return model.get_decoder()(
             inputs_embeds=embedded,
-            position_ids=positions,
+            position_ids=images.positions if has_grid_positions else images.positions[0],
             use_cache=False,
             cu_seqlens=batch.cu_seqlens,
             whole_spans=images.whole_spans,
             **further,
         ).last_hidden_state
-
-    @property
-    def has_grid_positions(self) -> bool:
-        return FAMILIES[self.hf.config.model_type].has_grid_positions
 
 
 def _flat_features(features: Any) -> torch.Tensor:

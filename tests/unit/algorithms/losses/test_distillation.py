@@ -35,7 +35,7 @@ def random_logits(num_rows: int, seed: int) -> tuple[Tensor, Tensor, Distillatio
 def head_outputs(
     student: Tensor, teacher: Tensor, inputs: DistillationInputs, mode: Mode
 ) -> tuple[Tensor, DistillationInputs]:
-    """What the heads of student and teacher say, in the student's dtype."""
+    """The outputs of the student's head, and inputs with the teacher's, in the student's dtype."""
     log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
     if mode == "whole":
         kls = (log_q.exp() * (log_q - log_p)).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1)

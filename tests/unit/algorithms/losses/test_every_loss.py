@@ -1,4 +1,4 @@
-"""What every loss owes the trainer: independence from splits, masks and padding, and no bad value that is hidden."""
+"""Every loss is independent of splits, masks and padding, and hides no bad value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

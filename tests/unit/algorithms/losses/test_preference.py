@@ -8,7 +8,11 @@ import torch
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs, PreferenceLoss
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config
+from nemo_rl.config.rules import StrictModel
 from tests.loss_invariance import global_counts
+from tests.tables import cases, pattern
 from tests.unit.algorithms.losses.batches import pair_of, random_pairs, random_scores
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -96,6 +100,44 @@ def test_a_policy_equal_to_the_reference(name: str, expected: float):
     assert metrics["preference_loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["accuracy"] == 0.0, "equal rewards are not a preference"
 
+
+# -- configuration
+
+
+class Master(StrictModel):
+    dpo: DPOLossConfig
+
+
+def build(*values: str) -> DPOLossConfig:
+    return build_config(Master, {"dpo": {}}, [f"+dpo.{value}" for value in values]).dpo
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_sft_term_is_averaged_when_the_preferences_are(average: bool):
+    preferences = f"preference_average_log_probs={average}"
+    assert build(preferences).sft_average_log_probs is average
+    assert build(preferences, "sft_average_log_probs=false").sft_average_log_probs is False
+
+
+REFUSED = """
+preference_loss=robust -> dpo.label_smoothing ... e.g. 0.1
+preference_loss=ipo & label_smoothing=0.1 -> dpo.label_smoothing ... preference_loss=sigmoid
+preference_loss=hinge & label_smoothing=0.1 -> dpo.label_smoothing ... set it to 0
+label_smoothing=0.5 -> dpo.label_smoothing ... less than 0.5
+preference_loss_weight=0 -> dpo.preference_loss_weight ... nothing would be learned
+reference_policy_kl_penalty=0 -> dpo.reference_policy_kl_penalty ... nothing would be learned
+reference_policy_kl_penalty=0 & preference_loss=ipo & sft_loss_weight=1.0
+    -> dpo.reference_policy_kl_penalty ... ipo divides by
+"""
+
+
+@pytest.mark.parametrize(("values", "told"), cases(REFUSED))
+def test_what_cannot_work_is_refused_by_its_key(values: tuple[str, ...], told: str):
+    with pytest.raises(ConfigError, match=pattern(told)):
+        build(*values)
+
+
+# -- reward models
 
 PLAIN, MARGIN = (PreferenceLoss(RewardModelLossConfig(use_margin=use_margin)) for use_margin in (False, True))
 

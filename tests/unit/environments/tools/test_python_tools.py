@@ -17,6 +17,7 @@ from nemo_rl.environments.code.tools import (
 )
 from nemo_rl.environments.config import OURS
 from nemo_rl.utils.task_formats import CALCULATOR, PYTHON, function_spec
+from tests.conversations import answered
 
 
 def shout(arguments, state) -> str:
@@ -26,7 +27,6 @@ def shout(arguments, state) -> str:
     return arguments["text"].upper() + "!" * state["shouts"]
 
 
-TOOL_SPECS = {"calculator": CALCULATOR, "python": PYTHON}
 SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
 
 
@@ -47,25 +47,21 @@ def play(environment: PythonToolEnvironment, turns: list[str]) -> list[list]:
     metadata: list = [{"ground_truth": "12"}]
     told = []
     for turn in turns:
-        result = environment.step(
-            [[{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]], metadata
-        )
+        result = environment.step([answered(turn)], metadata)
         metadata = json.loads(json.dumps(result.metadata))  # it travels, and holds nothing but data
         told.append((result.observations[0]["content"], result.rewards.item(), bool(result.terminateds[0])))
     return [list(column) for column in zip(*told, strict=True)]
 
 
 def test_an_episode_of_calls_and_an_answer(environment) -> None:
-    seen, rewards, ends = play(
-        environment,
-        [
-            call("calculator", expression="5+7"),
-            "Let me see.\n" + call("python", code="x = 5\nx + 7"),
-            call("python", code="print(x * 2)"),
-            call("shout", text="hey") + call("shout", text="ho"),
-            "It is \\boxed{12}.",
-        ],
-    )
+    turns = [
+        call("calculator", expression="5+7"),
+        "Let me see.\n" + call("python", code="x = 5\nx + 7"),
+        call("python", code="print(x * 2)"),
+        call("shout", text="hey") + call("shout", text="ho"),
+        "It is \\boxed{12}.",
+    ]
+    seen, rewards, ends = play(environment, turns)
     assert seen[:4] == ["12", "12", "10", "[1] HEY!\n[2] HO!!"]
     assert rewards == [0, 0, 0, 0, 1]
     assert ends == [False, False, False, False, True]
@@ -90,11 +86,12 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
 
 
 def test_calls_are_found_in_several_styles() -> None:
+    specs = {"calculator": CALCULATOR, "python": PYTHON}
     assert find_calls("nothing") == []
     assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
     assert find_calls("```tool_code\nprint(1)\n```") == [ToolCall("python", {"code": "print(1)\n"})]
-    assert problem_of(find_calls('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>')[0], TOOL_SPECS)
-    assert problem_of(ToolCall("calculator", {"expression": "1", "more": "2"}), TOOL_SPECS) != ""
+    assert problem_of(find_calls('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>')[0], specs)
+    assert problem_of(ToolCall("calculator", {"expression": "1", "more": "2"}), specs)
 
 
 def test_unknown_tools_are_refused_before_the_run() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from examples.converters import convert_dcp_to_hf, convert_megatron_to_hf
+from examples.converters import convert_megatron_to_hf
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.models.policy.megatron.checkpoint import _rectangles
@@ -129,20 +129,6 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
     assert all(torch.equal(got[name], want[name]) and torch.equal(model[name], want[name]) for name in want)
     convert_checkpoint(step, tmp_path / "half", "bfloat16")  # what evaluation calls
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
-
-
-def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
-    step, _ = saved
-    with pytest.raises(ValueError, match=r"use examples/converters/convert_megatron_to_hf\.py"):
-        convert_checkpoint(step, tmp_path / "hf", by_megatron=False)
-    monkeypatch.setattr("sys.argv", ["x", "--checkpoint", str(step), "--hf-ckpt-path", str(tmp_path / "hf")])
-    assert convert_dcp_to_hf.main() == 2
-    assert "convert_megatron_to_hf.py" in capsys.readouterr().err
-    copy = tmp_path / "step_1"
-    shutil.copytree(step, copy)
-    (copy / "policy" / MARKER).unlink()
-    with pytest.raises(ValueError, match=r"use examples/converters/convert_dcp_to_hf\.py"):
-        convert_checkpoint(copy, tmp_path / "hf", by_megatron=True)
 
 
 def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):

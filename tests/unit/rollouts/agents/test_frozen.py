@@ -1,18 +1,17 @@
-"""A frozen model's tokens and logprobs, beside those of transformers."""
+"""A frozen model gives the tokens and logprobs of transformers."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
-from nemo_rl.types import GenerationRequest, SamplingParams, StopReason
-from tests.unit.rollouts.engines import in_loop
+from nemo_rl.types import SamplingParams, StopReason
+from tests.unit.rollouts.engines import in_loop, request_of
 
 EOS = 1
 
@@ -27,16 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def request_of(prompt: list[int], seed: int = 0, **sampling: Any) -> GenerationRequest:
-    sampling_params = SamplingParams(stop_token_ids=(EOS,), **sampling)
-    return GenerationRequest(prompt_token_ids=prompt, sampling=sampling_params, seed=seed)
-
-
 @in_loop
 async def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
     frozen, model = FrozenModel(str(folder)), AutoModelForCausalLM.from_pretrained(folder).eval()
     requests = [
-        request_of(prompt, seed, max_new_tokens=n, temperature=t)
+        request_of(prompt, seed, max_new_tokens=n, temperature=t, stop_token_ids=(EOS,))
         for seed, (prompt, n, t) in enumerate((([3, 4, 5, 6, 7], 6, 0), ([2], 3, 1), ([8, 9], 4, 1)))
     ]
     for request, found in zip(requests, await asyncio.gather(*map(frozen.generate, requests)), strict=True):

@@ -1,4 +1,4 @@
-"""Agents play episodes over real HTTP, with a made-up engine: what they see, what is recorded, how they may end."""
+"""Agents play episodes over real HTTP, with a made-up engine: their conversations, their samples, their ends."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -39,6 +39,8 @@ from nemo_rl.types import (
     SamplingParams,
     StopReason,
 )
+from tests.conversations import assistant, user
+from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.environments.http_servers import served
 from tests.unit.rollouts.engines import in_loop
 from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, settings, spelled, tokens
@@ -70,11 +72,7 @@ class Engine:
 
 def handle_of(runner: AgentRunner) -> Any:
     """The handle of a runner, without Ray."""
-    methods = {
-        "run": runner.run,
-        "verify": runner.verify,
-        "stop": lambda url: asyncio.ensure_future(runner.stop(url)),
-    }
+    methods = {"run": runner.run, "verify": runner.verify, "stop": lambda url: asyncio.ensure_future(runner.stop(url))}
     return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
 
@@ -84,7 +82,7 @@ def play(
     max_calls: int = 5,
     max_tokens: int | None = None,
     judge: Any = None,
-    roles: Any = None,
+    roles: Any = MappingProxyType({}),
     credit: Any = "shared",
     discount: float = 1.0,
     **runner: Any,
@@ -100,9 +98,7 @@ def play(
         credit=credit,
         discount=discount,
     )
-    [message] = get_formatted_message_log(
-        [{"role": "user", "content": "1+2"}], TOKENIZER, TaskDataSpec(), add_generation_prompt=True
-    )
+    [message] = get_formatted_message_log([user("1+2")], TOKENIZER, TaskDataSpec(), add_generation_prompt=True)
     runners = [AgentRunner({"run": f"{__name__}:asks_twice", **runner}) for _ in agents] or [AgentRunner(runner)]
     for own, agent in zip(runners, agents, strict=False):
         own.agent = agent
@@ -146,7 +142,7 @@ async def posted(task: AgentTask, url: str, **body: Any) -> int:
 
 async def asks_twice(task: AgentTask) -> float:
     first = await ask(task, task.messages, temperature=0.0, seed=1)
-    await ask(task, [*task.messages, {"role": "assistant", "content": first}, {"role": "user", "content": "and?"}])
+    await ask(task, [*task.messages, assistant(first), user("and?")])
     return 0.5
 
 
@@ -218,7 +214,7 @@ async def branches_with_rewards(task: AgentTask) -> float:
     """Two calls of different prompts; the second is rewarded by itself."""
     await ask(task, task.messages)
     async with client_of(task) as client:
-        second = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "7"}])
+        second = await client.chat.completions.create(model="any", messages=[user("7")])
     assert await posted(task, task.reward_url, reward=2.0, answer=second.id) == 200
     assert await posted(task, task.reward_url, reward=2.0, answer="unknown") == 404
     return 0.5
@@ -289,10 +285,8 @@ def test_a_command_finds_its_session_in_its_environment(monkeypatch: pytest.Monk
     sample = command(COMMAND)
     assert sample.meta.failure is None and sample.meta.reward == 0.75 and sample.meta.num_turns == 1
     assert time.monotonic() - started < 50
-    for failed, reason in (
-        (command(COMMAND, env_vars={"FAIL": "1"}), "status 1: no tool"),
-        (command(GREEDY, memory_mib=128), "MemoryError"),
-    ):
+    failing, greedy = command(COMMAND, env_vars={"FAIL": "1"}), command(GREEDY, memory_mib=128)
+    for failed, reason in ((failing, "status 1: no tool"), (greedy, "MemoryError")):
         assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
 
 
@@ -301,8 +295,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path):
     child = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); "
     hung = command(child + "time.sleep(60)", paths=[str(tmp_path)], time_limit_s=4)
     assert hung.meta.status is SampleStatus.AGENT_HUNG
-    state = Path(f"/proc/{pid.read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert eventually(lambda: not alive(int(pid.read_text())))
 
 
 CURIOUS = """
@@ -349,11 +342,8 @@ def test_a_command_does_not_read_the_folder_of_temporary_files_wherever_it_is(tm
 
 def test_a_service_is_posted_its_task():
     tasks: list[AgentTask] = []
-    answers = [
-        web.json_response({"reward": 0.25}),
-        web.json_response({"points": 1}),
-        web.Response(status=409, text="it cannot begin anew"),
-    ]
+    rewarded, pointed = web.json_response({"reward": 0.25}), web.json_response({"points": 1})
+    answers = [rewarded, pointed, web.Response(status=409, text="it cannot begin anew")]
 
     async def service(request: web.Request) -> web.Response:
         tasks.append(AgentTask(**await request.json()))
@@ -402,13 +392,12 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
     async def asks_everywhere(task: AgentTask) -> float:
         root = task.base_url.partition("/s/")[0]
         async with client_of(task, f"{root}/v1") as client:
-            items: Any = [{"role": "user", "content": "1+2"}]
+            items: Any = [user("1+2")]
             first: Any = await client.chat.completions.create(model="any", messages=items)
-            items.append({"role": "assistant", "content": first.choices[0].message.content})
-            items.append({"role": "user", "content": "and?"})
+            items += [assistant(first.choices[0].message.content), user("and?")]
             stream: Any = await client.chat.completions.create(model="any", messages=items, stream=True)
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            items += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+            items += [assistant(said), user("so?")]
         async with aiohttp.ClientSession() as http:
             for key, status in ((task.api_key, 200), ("guess", 401), ("\ud800", 401), ([], 401)):
                 body = {"input": items, "metadata": {"nemo_rl_key": key}}
@@ -464,9 +453,8 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
     roles = {"white": None, "black": None, "opponent": says_nine}
     [sample, failed] = play(plays, asks_and({"rewards": {"red": 1.0}}), roles=roles)
     assert [(row.meta.role, row.meta.own_reward) for row in sample.rows] == [("black", -1.0), ("white", 1.5)]
-    assert sample.meta.reward == 0.5 and not any(
-        text_of(row.token_ids[row.token_mask][:-1]) == "9" for row in sample.rows
-    )
+    assert sample.meta.reward == 0.5
+    assert "9" not in [text_of(row.token_ids[row.token_mask][:-1]) for row in sample.rows]
     assert failed.meta.status is SampleStatus.AGENT_CRASHED and "'red'" in str(failed.meta.failure)
 
 

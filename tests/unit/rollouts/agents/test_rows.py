@@ -21,6 +21,7 @@ from nemo_rl.report.recorder import chosen_rows
 from nemo_rl.report.run_files import read_index
 from nemo_rl.rollouts.show_records import RecordedGroup, show_group
 from nemo_rl.types import GroupHandle, PlannedSample, RankPlan, RolloutGroup, Sample
+from tests.conversations import answered
 from tests.unit.rollouts.recorded import sample
 
 GRPO = GRPOConfig.model_validate(
@@ -52,14 +53,14 @@ def group(*episodes: Sample, name: str = "g") -> RolloutGroup:
 
 
 def advantages(scored: ScoredGroup) -> list[float]:
-    return scored.of_rows(compute_advantages(scored.for_estimator(), GRPO.adv_estimator).advantages)
+    return scored.row_advantages(compute_advantages(scored.compared_rewards(), GRPO.adv_estimator).advantages)
 
 
 def test_rows_share_the_advantage_of_their_episode_whatever_their_number():
     played = group(episode("a", 1.0, [3, 4, 5]), episode("b", 0.0, [2]))
     [scored] = score_groups([handle_of(played)], GRPO)
-    assert scored.for_estimator()[0].rewards == [1.0, 0.0], "episodes are compared, not rows"
-    assert scored.for_estimator()[0].num_loss_tokens == [12, 2]
+    assert scored.compared_rewards()[0].rewards == [1.0, 0.0], "episodes are compared, not rows"
+    assert scored.compared_rewards()[0].num_loss_tokens == [12, 2]
     # In the order of `rows`: the first row of each episode, then the others.
     assert advantages(scored) == [0.5, -0.5, 0.5, 0.5] and scored.row_masks == [1.0] * 4
     played.samples[0].meta.branches[1].credit = 0.5
@@ -99,11 +100,10 @@ def test_every_row_is_planned_once_and_only_copies_fill_up(sizes: list[list[int]
 
 
 def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
-    """The report, the record and what is printed of a validation have all rows, not the first alone."""
+    """The report, the record and the printed validation have all rows, not the first alone."""
     played = group(episode("g/0", 0.0, [3, 4, 5]), episode("g/1", 1.0, [2, 2]), episode("g/2", 0.5, [2]))
-    question = {"role": "user", "content": "2+2?"}
     for number, row in enumerate(played.samples[0].rows):
-        row.messages = [question, {"role": "assistant", "content": f"said in row {number}"}]
+        row.messages = answered(f"said in row {number}", asked="2+2?")
     handle = handle_of(played)
     planned = [
         PlannedSample(group=0, index=i, lengths=(meta.length,), advantage=0.0, mask=1.0)

@@ -16,6 +16,7 @@ from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from tests.conversations import assistant, user
 from tests.unit.rollouts.agents.test_play import ANSWERS, text_of
 from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, spelled, tokens
 
@@ -83,7 +84,7 @@ def test_every_sampled_token_is_trained_once_with_its_logprob_and_version(seed, 
         assert branch.token_mask.any(), "a row without a token of its own is useless"
         assert branch.token_mask.argmax() == branch.num_prompt_tokens
         assert sum(turn.num_generated_tokens for turn in branch.turns) == branch.token_mask.sum()
-        # Each turn's tokens are those of one request, at the place where the client saw them.
+        # Each turn's tokens come from one request, at the place where the client saw them.
         for call in branch.trained:
             end = call.length
             begin = end - len(call.completion.token_ids)
@@ -144,7 +145,7 @@ async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str
 
     async def ask(client: openai.AsyncOpenAI, messages: list[Any]) -> None:
         answer = await client.chat.completions.create(model="tiny", messages=messages)
-        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        said = assistant(answer.choices[0].message.content or "")
         seen[TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + said["content"]] += 1
         known.append([*messages, said])
 
@@ -157,9 +158,9 @@ async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str
                 if kind < 0.2:
                     before = before[2:]
                 elif kind < 0.5:
-                    before[-1] = {"role": "assistant", "content": rng.choice(("3", "edited"))}
+                    before[-1] = assistant(rng.choice(("3", "edited")))
                 num_continued += 0.5 <= kind < 1
-                asks.append(ask(client, [*before, {"role": "user", "content": rng.choice("12")}]))
+                asks.append(ask(client, [*before, user(rng.choice("12"))]))
             await asyncio.gather(*asks)
     return seen, num_continued
 
@@ -167,7 +168,7 @@ async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_rows_decode_to_what_the_client_saw_and_have_what_was_sampled(seed):
-    """Through HTTP, chat template and tokenizer: a token is what was sampled, by its weights, trained once."""
+    """Through HTTP, chat template and tokenizer, each sampled token is trained once, with its weight version."""
 
     async def main() -> tuple[Session, Counter[str], int]:
         session = Session(

@@ -1,0 +1,16 @@
+"""Messages of conversations."""
+
+from typing import Any
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def answered(answer: str, asked: str = "1+1") -> list[dict[str, Any]]:
+    """One turn, as environments see it."""
+    return [user(asked), assistant(answer)]
