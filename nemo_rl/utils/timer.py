@@ -2,10 +2,21 @@
 
 import math
 import re
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "min": min,
+    "max": max,
+    "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
+    "sum": sum,
+    "count": lambda values: float(len(values)),
+}
 
 
 class Timer:
@@ -13,35 +24,60 @@ class Timer:
 
         with timer.time("generation"):
             ...
-        timer.totals()   # {"generation": 1.25}
+        timer.get_timing_metrics("sum")   # {"generation": 1.25}
 
     `clock` returns seconds and never decreases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._measured_s: dict[str, list[float]] = {}  # by label, oldest first
+        self._started: dict[str, float] = {}
+        self._elapsed_s: dict[str, list[float]] = {}
+
+    def start(self, label: str) -> None:
+        """Raises ValueError if `label` is already running."""
+        if label in self._started:
+            raise ValueError(f"timer {label!r} is running already; stop it before it is started again")
+        self._started[label] = self._clock()
+
+    def stop(self, label: str) -> float:
+        """Seconds since `start(label)`. Raises ValueError if `label` is not running."""
+        if label not in self._started:
+            raise ValueError(f"timer {label!r} is not running; start it before it is stopped")
+        elapsed_s = self._clock() - self._started.pop(label)
+        self._elapsed_s.setdefault(label, []).append(elapsed_s)
+        return elapsed_s
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Time the body."""
-        began = self._clock()
+        self.start(label)
         try:
             yield
         finally:
-            self._measured_s.setdefault(label, []).append(self._clock() - began)
+            self.stop(label)
 
-    def last(self, label: str) -> float:
-        """The latest measurement of `label`. Raises KeyError if there is none."""
-        return self._measured_s[label][-1]
+    def get_elapsed(self, label: str) -> list[float]:
+        """The measurements of `label`, oldest first. Raises KeyError if there are none."""
+        if label not in self._elapsed_s:
+            raise KeyError(f"timer {label!r} has no measurement; there are: {', '.join(self._elapsed_s) or 'none'}")
+        return list(self._elapsed_s[label])
 
-    def totals(self) -> dict[str, float]:
-        """The sum of the measurements of each label."""
-        return {label: sum(measured) for label, measured in self._measured_s.items()}
+    def reduce(self, label: str, op: str = "mean") -> float:
+        """One number for `label`; `op` is a key of `REDUCTIONS`."""
+        if op not in REDUCTIONS:
+            raise ValueError(f"unknown reduction {op!r}; there are: {', '.join(REDUCTIONS)}")
+        return REDUCTIONS[op](self.get_elapsed(label))
 
-    def reset(self) -> None:
-        """Drop all measurements."""
-        self._measured_s.clear()
+    def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
+        """The reduced value of each label. A mapping gives the reduction of each label; the default is the mean."""
+        ops = dict.fromkeys(self._elapsed_s, reduction_op) if isinstance(reduction_op, str) else reduction_op
+        return {label: self.reduce(label, ops.get(label, "mean")) for label in self._elapsed_s}
+
+    def reset(self, label: str | None = None) -> None:
+        """Drop the measurements of `label`, or of all labels, including those that are running."""
+        for name in [*self._started, *self._elapsed_s] if label is None else [label]:
+            self._started.pop(name, None)
+            self._elapsed_s.pop(name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +129,22 @@ class TimeoutChecker:
     """Decides when a job with a time limit must write its last checkpoint.
 
     `timeout` is "DD:HH:MM:SS" from construction, or None for no limit. `check_save` returns True once: as soon as one
-    more iteration of mean length and a checkpoint of the longest duration so far would exceed the limit.
+    more iteration of mean length and, with `fit_last_save_time`, a checkpoint of the longest duration so far would
+    exceed the limit.
     """
 
-    def __init__(self, timeout: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout: str | None = "00:03:45:00",
+        fit_last_save_time: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_s = math.inf if timeout is None else parse_duration_s(timeout)
         self._clock = clock
         self._born = clock()
         self._iteration_started: float | None = None
         self._iterations_s: list[float] = []  # of finished iterations
+        self._fit_last_save_time = fit_last_save_time
         self._longest_save_s = 0.0
         self._has_fired = False
 
@@ -118,7 +161,8 @@ class TimeoutChecker:
 
     def note_save(self, seconds: float) -> None:
         """Report the duration of a checkpoint, from the first byte to the last."""
-        self._longest_save_s = max(self._longest_save_s, seconds)
+        if self._fit_last_save_time:
+            self._longest_save_s = max(self._longest_save_s, seconds)
 
     def check_save(self) -> bool:
         if self._has_fired:

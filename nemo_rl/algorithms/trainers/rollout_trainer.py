@@ -224,7 +224,7 @@ class RolloutTrainer(Trainer):
         num_tokens = sum(row.length for row in trained)
         self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
 
-        seconds = self.timer.totals()
+        seconds = self.timer.get_timing_metrics("sum")
         seconds["total_step_time"] = step_s = sum(seconds.values())
         num_training = run.training_cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
@@ -289,7 +289,7 @@ class RolloutTrainer(Trainer):
         )
         training, generation = self.run.training_cluster.num_workers, self.run.generation_cluster.num_workers
         layout = Layout.of(self.run.policy, training, generation, sum(lengths))
-        timed = self.timer.totals()
+        timed = self.timer.get_timing_metrics("sum")
         for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
             phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
             self.record("performance", {f"{name}/{phase}": s for phase, s in phases.items() if phase in timed})

@@ -131,7 +131,7 @@ class SupervisedTrainer(Trainer):
         self.record("train", self._left_out(rows, "this step"))
         lengths = [length for row in rows if row.problem is None for length in row.lengths]
         self.record("train", {"total_num_tokens": sum(lengths)})
-        seconds = self.timer.totals()
+        seconds = self.timer.get_timing_metrics("sum")
         total, training, workers = sum(seconds.values()), seconds["policy_training"], self.run.cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
         self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})

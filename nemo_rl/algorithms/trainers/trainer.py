@@ -121,7 +121,7 @@ class Trainer(ABC):
         self.validated_at = -1  # step after which the last validation ran
         self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
         self.pending_save: PendingSave | None = None
-        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
+        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
     @abstractmethod
     def step(self) -> None:
@@ -222,7 +222,7 @@ class Trainer(ABC):
         self.record("validation", metrics)
         self.validated_at = self.state.total_steps
         self._update_early_stopping(metrics)
-        self.record("timing/validation", {"total_validation_time": self.timer.last("validation")})
+        self.record("timing/validation", {"total_validation_time": self.timer.get_elapsed("validation")[-1]})
 
     def _update_early_stopping(self, metrics: Mapping[str, float]) -> None:
         settings, state = self.loop.early_stopping, self.state
@@ -245,7 +245,7 @@ class Trainer(ABC):
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
-        self.record("timing/train", self.timer.totals())
+        self.record("timing/train", self.timer.get_timing_metrics("sum"))
         self.timer.reset()
         if self.tools.recorder is not None:
             self.record("performance", {"report_s": self.tools.recorder.take_seconds()})

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from nemo_rl.environments.client import EnvironmentStep, Outcome, as_return, split_return
+from nemo_rl.environments.client import Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import MathEnvironmentConfig, PythonToolsEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.math.environment import MathEnvironment, MathMetadata
-from nemo_rl.types import LLMMessageLogType
+from nemo_rl.types import EnvironmentStep, LLMMessageLogType
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import CALCULATOR, PYTHON
 

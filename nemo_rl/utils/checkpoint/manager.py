@@ -160,7 +160,7 @@ class CheckpointManager:
         logger.info("saved %s (%s)", path, size_text(num_bytes))
         return path
 
-    def remove_old_checkpoints(self) -> None:
+    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Keep the best `keep_top_k` by `metric_name` and the latest; keep all if `keep_top_k` is None.
 
         On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
@@ -168,8 +168,11 @@ class CheckpointManager:
         if self.keep_top_k is None:
             return
         ranked = self._best_first()
-        for step in ranked[self.keep_top_k :]:
-            if step != max(ranked):
+        kept = set(ranked[: self.keep_top_k])
+        if exclude_latest and ranked:
+            kept.add(max(ranked))
+        for step in ranked:
+            if step not in kept:
                 # A process that dies while deleting leaves no half checkpoint called step_N.
                 remove_tree(self._path(step).rename(self._tmp_path(step)))
                 logger.info("removed %s", self._path(step))

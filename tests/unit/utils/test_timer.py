@@ -9,10 +9,26 @@ def test_measurements_add_up_by_label():
     for seconds in (1.0, 3.0):
         with timer.time("train"), timer.time("train/forward"):
             now += seconds
-    assert timer.last("train") == 3.0
-    assert timer.totals() == {"train/forward": 4.0, "train": 4.0}
+    timer.start("refit")
+    now += 0.5
+    assert timer.stop("refit") == 0.5
+    assert timer.get_elapsed("train") == [1.0, 3.0]
+    assert timer.get_timing_metrics("sum") == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
+    assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
     timer.reset()
-    assert timer.totals() == {}
+    assert timer.get_timing_metrics() == {}
+
+
+def test_misuse_is_an_error():
+    timer = Timer()
+    timer.start("a")
+    with pytest.raises(ValueError, match="'a' is running already"):
+        timer.start("a")
+    timer.stop("a")
+    with pytest.raises(ValueError, match="'a' is not running"):
+        timer.stop("a")
+    with pytest.raises(KeyError, match="no measurement"):
+        timer.get_elapsed("b")
 
 
 def test_durations():
@@ -25,7 +41,7 @@ def test_durations():
 
 def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
     now = 0.0
-    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     now = 20.0
     checker.start_iterations()
     told = []
@@ -36,7 +52,7 @@ def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
     # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
     assert told == [False, False, True, False]
     now = 0.0
-    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     checker.start_iterations()
     now = 25.0
     checker.mark_iteration()

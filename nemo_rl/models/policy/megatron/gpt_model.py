@@ -114,6 +114,7 @@ class PolicyGPTModel(GPTModel):
     def score_weight(self) -> torch.Tensor:
         """[1, H], the head of a reward or value model, which is a `PolicyScalarModel`."""
         weight: Any = self.output_layer.weight
+        assert len(weight) == 1, "a language model has no score"
         return weight
 
     def output_head(self) -> OutputHead:
