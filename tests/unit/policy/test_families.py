@@ -36,6 +36,15 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return random_model(family), ours
 
 
+@cache
+def double_models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """`models` in float64, in which rounding hides no leak: in float32 some tokens amplify it to 1e-5."""
+    pair = models.__wrapped__(family)
+    for model in pair:
+        model.double().set_experts_implementation("eager")  # torch multiplies groups of matrices in float32 at most
+    return pair
+
+
 @pytest.mark.parametrize("family", NEW)
 @settings(max_examples=4, deadline=None)
 @given(
@@ -45,12 +54,12 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     padding_free=st.booleans(),
 )
 def test_states_are_those_of_each_sequence_alone(family: str, lengths: list[int], padding_free: bool):
-    alone, ours = models(family)
+    alone, ours = double_models(family)
     lengths = [2, *lengths]  # the first has a token to predict
     with torch.no_grad():
         expected = states_alone(alone, lengths)
         actual = states_together(ours, RowLayout(padding_free=padding_free, divisible_by=16).build(sequences(lengths)))
-    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-6 * expected.abs().max()  # norms and delta nets are float32
 
 
 @pytest.mark.parametrize("family", NEW)
