@@ -92,3 +92,4 @@ class SlowStartWorker:
 class StoppedWorker:
     def __init__(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # the main thread takes the signal; until it gets a core, this one would go on
