@@ -4,6 +4,9 @@ uv run examples/diagnose.py results/grpo/step_100                       # a chec
 uv run examples/diagnose.py path/to/model --config examples/configs/grpo_math_1B.yaml      # a Hugging Face folder
 uv run --extra cpu examples/diagnose.py results/grpo_cpu/step_10 policy.generation.temperature=0.7
 
+A checkpoint has to come from GRPO. Convert one of PPO or distillation to a Hugging Face folder first
+(examples/converters/convert_dcp_to_hf.py).
+
 The exit status is 0 if they agree to the rounding of their kernels, and 1 if a cause is named.
 """
 
@@ -21,9 +24,12 @@ CONFIGS = Path(__file__).parent / "configs"
 
 def main() -> int:
     arguments = sys.argv[1:]
+    if arguments[:1] == ["--help"]:
+        sys.stdout.write(str(__doc__))
+        return 0
     if not arguments or arguments[0].startswith("-"):
         sys.stderr.write(f"{__doc__}\nerror: the first argument is a checkpoint or the folder of a model\n")
-        return 0 if arguments[:1] == ["--help"] else 2
+        return 2
     folder, rest = Path(arguments[0]), arguments[1:]
     is_checkpoint = (folder / "training_info.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():

@@ -151,7 +151,7 @@ class AllTaskProcessedDataset:
 
 
 def get_keys_from_message_log(message_log: LLMMessageLogType, keys: list[str]) -> LLMMessageLogType:
-    """The messages with those of `keys` that they have."""
+    """The messages, each reduced to the `keys` that it has."""
     return [{key: message[key] for key in keys if key in message} for message in message_log]
 
 

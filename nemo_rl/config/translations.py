@@ -164,7 +164,7 @@ DIFFERENCES = {
     ),
     "env.math_multi_reward": (
         "env.math_multi_reward",
-        "each reward is 1 or 0, that of the format too, of which NeMo RL gives a part for each tag",
+        "each reward is 1 or 0; for the format NeMo RL gives a part for each tag",
     ),
     "loss_fn.truncated_importance_sampling_type=seq-mask-tis": (
         "loss_fn.truncated_importance_sampling_type",

@@ -23,7 +23,7 @@ MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies a bucke
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 DRAFT_PREFIX = "draft."
-"""Begins the names of the tensors of a draft model, which travel beside those of the policy."""
+"""Begins the names of the tensors of a draft model, which travel beside the policy's tensors."""
 
 Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
 
@@ -308,7 +308,7 @@ def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scal
 
 @dataclass(frozen=True, kw_only=True)
 class WeightComparison:
-    """Weights of generation against those of the policy."""
+    """Generation's weights against the policy's."""
 
     num_tensors: int = 0  # compared
     different: Mapping[str, float] = field(default_factory=dict)  # by tensor: the largest difference of a value

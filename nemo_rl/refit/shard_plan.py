@@ -51,7 +51,7 @@ class Move(NamedTuple):
 
     It begins at `local` (index per dimension) of the source's shard and has `size` elements per dimension. In its
     message it is contiguous from byte `at`. In the receiver's bucket its first element is at byte `offset`, and
-    `strides` (in elements) are those of the receiver's tensor.
+    `strides` (in elements) describe the receiver's tensor.
     """
 
     tensor: int

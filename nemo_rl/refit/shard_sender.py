@@ -2,7 +2,7 @@
 
 `WeightSender` gathers each tensor on every rank. Here the ranks agree once on a plan (`shard_plan`), and a bucket then
 costs one exchange: ranks with a buffer receive the bytes of their bucket, and no rank ever holds a whole tensor. The
-layout, the buckets and the fingerprints are the same as those of `WeightSender`.
+layout, the buckets and the fingerprints are the same as in `WeightSender`.
 
 An exchange is one `all_to_all_single` (or several, if the plan says so) between two staging buffers that are allocated
 once. A source writes the slices that a receiver needs one after the other into its message, in their wire dtype, and

@@ -81,7 +81,7 @@ class PendingGroup:
 
 
 class TokenizerPool:
-    """`num_workers` tokenizer workers on CPU worker slots of one node, reserved separately from those of training.
+    """`num_workers` tokenizer workers on CPU worker slots of one node, reserved separately from the slots of training.
 
     Handles live as long as their workers. A worker that dies is restarted, and its groups of the batch are made again.
     """

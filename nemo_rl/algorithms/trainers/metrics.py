@@ -70,7 +70,7 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
     turn_{n}/reward                 mean reward that the environment gave for it
     turn_{n}/gen_tokens             mean sampled tokens of it
 
-    The turns of an agent's sample are those of all its rows, row by row.
+    The turns of an agent's sample are the turns of all its rows, row by row.
     Shares and means are over the samples with a reward unless said; NaN if there are none. `reward` and `gen_tokens` of
     a turn that no sample had are left out.
     """
@@ -337,7 +337,7 @@ def by_task(
     names: Collection[str] | None = None,
 ) -> dict[str, float]:
     """For each task: the number of its samples and, if it has some, its metrics, or only those in `names`."""
-    if len(tasks) < 2:  # the metrics of the run are those of its only task
+    if len(tasks) < 2:  # the run's metrics are already its only task's
         return {}
     metrics: dict[str, float] = {}
     for task in tasks:

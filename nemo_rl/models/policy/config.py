@@ -280,7 +280,7 @@ class PolicyConfig(StrictModel):
     """The tokenizer."""
 
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values that replace those of the model's config.json, in training and in generation."""
+    """Values that replace values of the model's config.json, in training and in generation."""
 
     train_global_batch_size: int = Field(default=512, ge=1)
     """Samples of one optimizer step, over all ranks."""

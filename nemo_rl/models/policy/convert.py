@@ -315,7 +315,7 @@ def _adapted_layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
     """Names of the adapted layers. ValueError unless both matrices of each exist and fit a weight of the base model."""
     if f"base_model.model.{HEAD_WEIGHT}" in adapter.shapes:
         raise ValueError(
-            f"the adapter in {adapter.directory} is that of a reward model, whose head is no part of the base model; "
+            f"the adapter in {adapter.directory} belongs to a reward model, whose head is no part of the base model; "
             "train with checkpointing.save_consolidated=true, which writes the merged model, or merge it with PEFT "
             "(AutoModelForSequenceClassification, PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
         )

@@ -227,7 +227,7 @@ def _check_files(model: str, directory: Path) -> None:
 def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
     """Check that the headers in a model directory name the tensors of the model of `config`, with its shapes.
 
-    `has_score`: config.json is that of a reward model, whose head must exist; a language model may lack it. A directory
+    `has_score`: config.json describes a reward model, whose head must exist; a language model may lack it. A directory
     with unknown names only is left to transformers, which knows the names of older models.
     """
     name, key, overrides = policy.model_name, policy.key("model_name"), policy.key("hf_config_overrides")

@@ -112,7 +112,7 @@ def check_checkpoint_fits(
 def shape_differences(
     found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
 ) -> tuple[list[str], list[str]]:
-    """Name -> shape of tensors: the names that are missing in `found`, and those of another shape, with both shapes."""
+    """Name -> shape of tensors: the names that `found` lacks, and the names with another shape, with both shapes."""
     differing = [
         f"{name} {list(found[name])} instead of {list(shape)}"
         for name, shape in wanted.items()

@@ -246,7 +246,7 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(
     before = scores_of(base)
     adapted = PeftModel.from_pretrained(base, str(adapter))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
-    with pytest.raises(ValueError, match=r"that of a reward model.*save_consolidated=true"):
+    with pytest.raises(ValueError, match=r"belongs to a reward model.*save_consolidated=true"):
         merge_adapter(adapter, str(path), str(path), tmp_path / "merged")
     for scores in (scores_of(adapted), scores_of(whole)):
         assert scores == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-5, abs=1e-5)

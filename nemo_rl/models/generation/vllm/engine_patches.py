@@ -246,8 +246,8 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`RMSNorm.forward` of float32 `x` or, with `residual`, of their sum, which is the second result.
 
-    The operators are those of vLLM's own method and of transformers, so that training computes the same bits. vLLM's
-    kernel for CPUs adds in another order.
+    The operators are the same as in vLLM's own method and in transformers, so that training computes the same bits.
+    vLLM's kernel for CPUs adds in another order.
     """
     if x.dtype != torch.float32 or not self.has_weight or self.variance_size_override is not None:
         return self.forward_native(x, residual)

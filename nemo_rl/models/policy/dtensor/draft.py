@@ -6,7 +6,7 @@
 Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Layout and names follow vLLM's `LlamaForCausalLMEagle3`. A
 prediction head (multi-token prediction, DeepSeek-AI 2024, arXiv:2412.19437) is one more block of the policy's own kind
 over its last hidden states; it comes from the policy's checkpoint, of which transformers reads the other blocks. A
-draft has neither embeddings nor an output head of its own: it reads those of the policy, which therefore always fit.
+draft has neither embeddings nor an output head of its own: it reads the policy's, which therefore always fit.
 
 The draft learns inside the training pass (`LearningTask`) from states that are cut off from the policy's graph, with an
 optimizer of its own. So losses and gradients of the policy are the same bits with and without it.

@@ -310,7 +310,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup) -> torch.Tensor:
         """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""
         dim = owner.partition_dim if group.size() > 1 and owner.tensor_model_parallel else -1
-        if dim >= 0:  # singular values are those of the whole matrix, not of a shard
+        if dim >= 0:  # singular values belong to the whole matrix, not to a shard
             parts = [torch.empty_like(matrix) for _ in range(group.size())]
             dist.all_gather(parts, matrix.contiguous(), group=group)
             matrix = torch.cat(parts, dim=dim)

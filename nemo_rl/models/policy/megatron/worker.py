@@ -169,7 +169,7 @@ class MegatronPolicyWorker(PolicyWorker):
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
         for router in self.routers:
-            # The counts are those of one optimizer step.
+            # The counts belong to one optimizer step.
             router.step_choices = None
 
     def _model_metrics(self) -> dict[str, float]:
