@@ -1,5 +1,4 @@
-import json
-
+import datasets
 import pytest
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
@@ -21,102 +20,85 @@ def data_config(*train, validation=None, **kwargs):
     return DataConfig(train=list(train), validation=validation, **{"max_input_seq_length": 64, **kwargs})
 
 
-@pytest.fixture
-def rows():
-    return [{"question": f"{i}+{i}", "solution": str(2 * i), "level": i % 3} for i in range(20)]
+ROWS = [{"question": f"{i}+{i}", "solution": str(2 * i), "level": i % 3} for i in range(20)]
 
 
 @pytest.fixture
-def jsonl(tmp_path, rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
+def jsonl(write):
+    return write(ROWS)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_local_files_of_every_format_give_the_same_rows(tmp_path, rows, suffix):
-    import datasets
-
-    path = tmp_path / f"rows.{suffix}"
-    table = datasets.Dataset.from_list(rows)
-    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
-    loaded, held_out = load_rows(dataset(data_path=str(path), **COLUMNS))
-    assert held_out is None
-    assert len(loaded) == 20
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_local_files_of_every_format_give_the_same_rows(tmp_path, suffix):
+    path = str(tmp_path / f"rows.{suffix}")
+    getattr(datasets.Dataset.from_list(ROWS), f"to_{suffix}")(path)
+    loaded, held_out = load_rows(dataset(data_path=path, **COLUMNS))
+    assert held_out is None and loaded[1]["level"] == 1
     assert [(row["problem"], row["expected_answer"]) for row in loaded] == [(f"{i}+{i}", str(2 * i)) for i in range(20)]
-    assert loaded[1]["level"] == 1
 
 
-def test_a_folder_with_splits_and_a_file_as_dataset_name(tmp_path, jsonl, rows):
-    (tmp_path / "copy").mkdir()
+def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
     for split in ("train", "test"):
-        (tmp_path / "copy" / f"{split}.jsonl").write_text(jsonl.read_text())
-    assert len(load_rows(dataset(dataset_name=str(jsonl), **COLUMNS))[0]) == 20
-    assert len(load_rows(dataset(data_path=str(tmp_path / "copy"), split="test", **COLUMNS))[0]) == 20
+        write(ROWS, f"copy/{split}.jsonl")
+    assert len(load_rows(dataset(dataset_name=write(ROWS), **COLUMNS))[0]) == 20
+    folder = {"data_path": str(tmp_path / "copy"), **COLUMNS}
+    assert len(load_rows(dataset(**folder, split="test"))[0]) == 20
     with pytest.raises(ValueError, match="no split 'dev'; it has train, test"):
-        load_rows(dataset(data_path=str(tmp_path / "copy"), split="dev", **COLUMNS))
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-@pytest.mark.parametrize("section", [ExampleDatasetConfig, DatasetConfig])
-def test_a_file_has_no_splits(tmp_path, suffix, section):
-    path = tmp_path / f"rows.{suffix}"
-    path.write_text('{"input": "a", "output": "b"}\n' if suffix == "jsonl" else "input,output\na,b\n")
-    keys = {"data_path": str(path), "processor": "p"} | ({"env_name": "math"} if section is DatasetConfig else {})
-    assert len(load_rows(section(**keys, split="train"))[0]) == 1
-    with pytest.raises(ValueError, match=r"rows\.\w+' has no split 'validation'.*another file.*split_validation_size"):
-        load_rows(section(**keys, split="validation"))
-    with pytest.raises(ValueError, match=r"has no subset 'main'.*subset=null"):
-        load_rows(section(**keys, subset="main"))
+        load_rows(dataset(**folder, split="dev"))
+    (tmp_path / "rows.csv").write_text("input,output\na,b\n")
+    for make, keys in ((ExampleDatasetConfig, {"processor": "p"}), (DatasetConfig, DEFAULTS)):
+        keys = {**keys, "data_path": str(tmp_path / "rows.csv")}
+        assert len(load_rows(make(**keys, split="train"))[0]) == 1
+        with pytest.raises(ValueError, match=r"rows\.csv' has no split 'validation'.*another file.*split_validation_s"):
+            load_rows(make(**keys, split="validation"))
+        with pytest.raises(ValueError, match=r"has no subset 'main'.*subset=null"):
+            load_rows(make(**keys, subset="main"))
 
 
 def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
-    cfg = dataset(data_path=str(jsonl), **COLUMNS, split_validation_size=0.25, seed=3)
-    train, held_out = load_rows(cfg)
-    again = load_rows(cfg)[1]
-    texts = [row["problem"] for row in train], [row["problem"] for row in held_out]
-    assert len(texts[1]) == 5
-    assert sorted(texts[0] + texts[1]) == sorted(f"{i}+{i}" for i in range(20))
-    assert texts[1] == [row["problem"] for row in again]
-    assert texts[1] != [row["problem"] for row in load_rows(cfg.model_copy(update={"seed": 4}))[1]]
+    def texts(**keys):
+        return [
+            None if rows is None else [row["problem"] for row in rows]
+            for rows in load_rows(dataset(data_path=jsonl, **COLUMNS, **keys))
+        ]
+
+    train, held_out = texts(split_validation_size=0.25, seed=3)
+    assert len(held_out) == 5 and sorted(train + held_out) == sorted(row["question"] for row in ROWS)
+    assert [train, held_out] == texts(split_validation_size=0.25, seed=3)
+    assert held_out != texts(split_validation_size=0.25, seed=4)[1]
+    train, held_out = texts(max_samples=7, split_validation_size=3)
+    assert len(train) == 4 and sorted(train + held_out) == [f"{i}+{i}" for i in range(7)]
+    assert len(texts(max_samples=100)[0]) == 20
 
 
-def test_numbers_of_rows(jsonl):
-    keys = {"data_path": str(jsonl), **COLUMNS}
-    train, held_out = load_rows(dataset(**keys, max_samples=7, split_validation_size=3))
-    assert sorted(row["problem"] for row in [*train, *held_out]) == [f"{i}+{i}" for i in range(7)]
-    assert (len(train), len(held_out)) == (4, 3)
-    assert len(load_rows(dataset(**keys, max_samples=100))[0]) == 20
-
-
-ROWS = {"data_path": "rows.jsonl", **COLUMNS}
+OF_ROWS = {"data_path": "rows.jsonl", **COLUMNS}
 
 
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
+        ({"data_path": "rows.jsonl", "split": "dev"}, ValueError, "'rows.jsonl' has no split 'dev'"),
         ({"data_path": "rows.jsonl"}, ValueError, r"no column 'input' \(input_key\); its .* are: question, solution"),
         ({"data_path": "nowhere.jsonl"}, FileNotFoundError, r"nowhere\.jsonl"),
         ({"data_path": "empty.jsonl"}, ValueError, "is empty"),
         ({"dataset_name": "GSM8k"}, ValueError, "did you mean gsm8k"),
         ({"dataset_name": "json:nothing"}, ValueError, "has no 'nothing'"),
         ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, ValueError, "takes no kwargs"),
-        ({**ROWS, "split_validation_size": 20}, ValueError, "of 20 rows leaves 20 for validation and 0"),
-        ({**ROWS, "split_validation_size": 0.01}, ValueError, "leaves 0 for validation"),
-        ({**ROWS, "split_validation_size": 1.5}, ValueError, "a fraction below 1, or a whole number of rows"),
+        ({**OF_ROWS, "split_validation_size": 20}, ValueError, "of 20 rows leaves 20 for validation and 0"),
+        ({**OF_ROWS, "split_validation_size": 0.01}, ValueError, "leaves 0 for validation"),
+        ({**OF_ROWS, "split_validation_size": 1.5}, ValueError, "a fraction below 1, or a whole number of rows"),
     ],
 )
-def test_mistakes_are_named_with_what_there_is(jsonl, monkeypatch, keys, error, message):
-    monkeypatch.chdir(jsonl.parent)
-    (jsonl.parent / "empty.jsonl").touch()
+def test_mistakes_are_named_with_what_there_is(jsonl, tmp_path, monkeypatch, keys, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
     with pytest.raises(error, match=message):
         load_rows(dataset(**keys))
 
 
-def test_a_local_copy_of_a_named_dataset(tmp_path):
-    dapo = tmp_path / "dapo.jsonl"
-    dapo.write_text(json.dumps({"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}))
-    rows, _ = load_rows(dataset(dataset_name="DAPOMath17K", data_path=str(dapo)))
+def test_a_local_copy_of_a_named_dataset(write):
+    path = write([{"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}])
+    rows, _ = load_rows(dataset(dataset_name="DAPOMath17K", data_path=path))
     assert list(rows) == [{"problem": "Q", "expected_answer": "34"}]
 
 
@@ -135,7 +117,7 @@ def test_datasets_by_registration_and_import_path(monkeypatch):
 
 
 def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
-    keys = {"data_path": str(jsonl), **COLUMNS}
+    keys = {"data_path": jsonl, **COLUMNS}
     cfg = data_config(
         dataset(dataset_name="arithmetic", kwargs={"num_samples": 5}),
         dataset(**keys, repeat=2, env_name="other", split_validation_size=0.1),
@@ -143,13 +125,11 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
         validation=[dataset(dataset_name="arithmetic", split="validation")],
     )
     setup = setup_data(cfg)
-    assert len(setup.train) == 5 + 2 * 18 + 20
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
-    assert ids[0] == "arithmetic:0"
-    assert (ids[5], ids[5 + 18]) == ("rows:0", "rows:0/1"), "a repetition draws samples of its own"
-    assert ids[-1] == "rows#2:19"
-    assert setup.train[len(setup.train) - 1].task_name == "rows#2"
+    assert len(setup.train) == len(ids) == 5 + 2 * 18 + 20
+    assert [ids[i] for i in (0, 5, 5 + 18, -1)] == ["arithmetic:0", "rows:0", "rows:0/1", "rows#2:19"]
+    assert setup.train[len(ids) - 1].task_name == "rows#2"
     assert {prompt.task_name for prompt in setup.validation} == {"rows", "arithmetic"}
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
@@ -179,8 +159,7 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
     assert datum["extra_env_info"] == {"ground_truth": "12"}
     assert (datum["length"], datum["loss_multiplier"], datum["idx"], datum["task_name"]) == (6, 1.0, 7, "arithmetic")
     stub = PromptProcessor(setup.tasks, tokenizer, 5)(prompt)
-    assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0)
-    assert len(stub["message_log"][0]["token_ids"]) <= 5
+    assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0) and len(stub["message_log"][0]["token_ids"]) <= 5
     same = process(made_of({"messages": answered("12", asked="5+7")}, 7))
     assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
     assert same["extra_env_info"] == datum["extra_env_info"]

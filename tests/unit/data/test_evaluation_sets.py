@@ -1,14 +1,9 @@
 """Rows of evaluation sets in the columns they have on the hub, through a local copy of each."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind, load_problem_table
-from nemo_rl.data.interfaces import Rows
 
 GPQA = {
     "Record ID": "rec1", "Question": "Which one?", "Correct Answer": "right\n", "Incorrect Answer 1": "w1",
@@ -24,60 +19,46 @@ AIME = {"id": 60, "problem": "Find n.", "solution": "So 204.", "answer": "204", 
 MATH = {"problem": "Half of one?", "level": "Level 1", "type": "Algebra", "solution": r"It is \boxed{\frac{1}{2}}."}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-
-
-def rows_of(name: str, rows: list[dict[str, Any]], folder: Path, seed: int = 42) -> Rows:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = DatasetConfig(dataset_name=name, data_path=str(path), seed=seed, processor="", env_name="")
-    return EVAL_DATASETS[name].load(cfg)
+def rows_of(name, path, seed=42):
+    return EVAL_DATASETS[name].load(
+        DatasetConfig(dataset_name=name, data_path=path, seed=seed, processor="", env_name="")
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "problem", "answer"),
+    ("name", "row", "asked", "answer", "kind"),
     [
-        ("aime2024", AIME, "Find n.", "204"),
-        ("aime2025", {"question": "Find m.", "answer": "70"}, "Find m.", "70"),
-        ("math500", {**MATH, "answer": r"\frac{1}{2}", "unique_id": "t/1.json"}, "Half of one?", r"\frac{1}{2}"),
-        ("math", MATH, "Half of one?", r"\frac{1}{2}"),
-        ("gsm8k", {"question": "How many?", "answer": "2*512 = 1,024\n#### 1,024"}, "How many?", "1024"),
-    ],
-)
-def test_problems(tmp_path, name, row, problem, answer):
-    (found,) = list(rows_of(name, [row], tmp_path))  # pyright: ignore[reportArgumentType]
-    assert (found["problem"], found["expected_answer"]) == (problem, answer)
-    assert answer_kind(name) == "math"
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "options", "answer", "kind"),
-    [
+        ("aime2024", AIME, "Find n.", "204", "math"),
+        ("aime2025", {"question": "Find m.", "answer": "70"}, "Find m.", "70", "math"),
+        ("math500", {**MATH, "answer": r"\frac{1}{2}", "unique_id": "t/1"}, "Half of one?", r"\frac{1}{2}", "math"),
+        ("math", MATH, "Half of one?", r"\frac{1}{2}", "math"),
+        ("gsm8k", {"question": "How many?", "answer": "2*512 = 1,024\n#### 1,024"}, "How many?", "1024", "math"),
         ("mmlu", MMLU, {"A": "3", "B": "4", "C": "5", "D": "6"}, "B", "english_multichoice"),
         ("mmlu", MMLU | {"answer": 0}, {"A": "3", "B": "4", "C": "5", "D": "6"}, "A", "english_multichoice"),
         ("mmlu_pro", MMLU_PRO, dict(zip("ABCDEFGHIJ", MMLU_PRO["options"], strict=True)), "J", "english_multichoice"),
         ("mmlu_DE-DE", MMMLU, {"A": "a", "B": "b", "C": "c", "D": "d"}, "C", "multilingual_multichoice"),
     ],
 )
-def test_multiple_choice(tmp_path, name, row, options, answer, kind):
-    found = rows_of(name, [row], tmp_path)[0]
-    assert (found["options"], found["expected_answer"]) == (options, answer)
-    assert answer_kind(name) == kind and EVAL_DATASETS[name].kind == kind
+def test_problems_and_options(write, name, row, asked, answer, kind):
+    (found,) = list(rows_of(name, write([row])))
+    assert (found["problem" if kind == "math" else "options"], found["expected_answer"]) == (asked, answer)
+    assert answer_kind(name) == EVAL_DATASETS[name].kind == kind
 
 
-def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(tmp_path):
+def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(write):
     questions = [GPQA | {"Question": f"Which of {n}?"} for n in range(60)]
-    answers = []
-    for row in rows_of("gpqa_diamond", questions, tmp_path):
-        assert row["options"][row["expected_answer"]] == "right"
-        assert sorted(row["options"].values()) == ["right", "w1", "w2", "w3"] and list(row["options"]) == list("ABCD")
-        answers.append(row["expected_answer"])
-    assert len(set(answers)) == 4, "no letter is always right"
-    backwards = [row["expected_answer"] for row in rows_of("gpqa_diamond", questions[::-1], tmp_path)]
-    assert backwards == answers[::-1], "place in the file plays no part"
-    assert [row["expected_answer"] for row in rows_of("gpqa_diamond", questions, tmp_path, seed=1)] != answers
+
+    def answers(questions, **seed):
+        rows = list(rows_of("gpqa_diamond", write(questions), **seed))
+        for options, answer in ((row["options"], row["expected_answer"]) for row in rows):
+            assert options[answer] == "right" and list(options) == list("ABCD")
+            assert sorted(options.values()) == ["right", "w1", "w2", "w3"]
+        return [row["expected_answer"] for row in rows]
+
+    first = answers(questions)
+    assert len(set(first)) == 4, "no letter is always right"
+    assert answers(questions[::-1]) == first[::-1], "place in the file plays no part"
+    assert answers(questions, seed=1) != first
 
 
 @pytest.mark.parametrize(
@@ -94,9 +75,9 @@ def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(tmp_path):
         ("mmlu_DE-DE", MMMLU | {"Answer": "E"}, r"row 1 has the answer 'E' in column 'Answer'"),
     ],
 )
-def test_a_row_without_an_answer_is_named(tmp_path, name, row, told):
+def test_a_row_without_an_answer_is_named(write, name, row, told):
     good = {"aime2024": AIME, "math": MATH, "gpqa": GPQA, "mmlu": MMLU, "mmlu_pro": MMLU_PRO, "mmlu_DE-DE": MMMLU}[name]
-    rows = rows_of(name, [good, row], tmp_path)
+    rows = rows_of(name, write([good, row]))
     assert rows[0]["expected_answer"]
     with pytest.raises(ValueError, match=told):
         rows[1]

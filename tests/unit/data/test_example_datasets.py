@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
-from nemo_rl.data.datasets.examples import chat_row, helpsteer3_row, squad_row, tree_conversations, trees_of_messages
+from nemo_rl.data.datasets.examples import chat_row, helpsteer3_row, squad_row, trees_of_messages
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import BAD_ROW
 from tests.conversations import assistant, user
@@ -20,13 +19,8 @@ def dpo(**kwargs):
     return PreferenceDatasetConfig(**{"processor": "preference_processor", **kwargs})
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        (tmp_path / name).write_text("\n".join(json.dumps(row) for row in rows))
-        return str(tmp_path / name)
-
-    return write
+def rows_of(path, section=sft, **keys):
+    return list(load_rows(section(data_path=path, **keys))[0])
 
 
 def test_squad():
@@ -37,17 +31,13 @@ def test_squad():
 
 
 def test_mathematics_has_the_answer_and_the_solution(write):
-    row = {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "x"}
-    path = write([row])
-    (found,) = load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path))[0]
+    path = write([MATH])
+    (found,) = rows_of(path, dataset_name="OpenMathInstruct-2")
     assert (found["problem"], found["expected_answer"]) == ("1+1?", "2")
     assert found["messages"] == [user("1+1?"), assistant("It is 2.")]
-    (found,) = load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path, output_key="expected_answer"))[0]
+    (found,) = rows_of(path, dataset_name="OpenMathInstruct-2", output_key="expected_answer")
     assert found["messages"][1] == assistant("2")
-    with pytest.raises(ValueError, match=r"no column 'solution' \(output_key\)"):
-        load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path, output_key="solution"))
-    gsm8k = write([{"question": "How many?", "answer": "Many.\n#### 1,024"}])
-    (found,) = load_rows(sft(dataset_name="gsm8k", data_path=gsm8k))[0]
+    (found,) = rows_of(write([{"question": "How many?", "answer": "Many.\n#### 1,024"}]), dataset_name="gsm8k")
     assert (found["expected_answer"], found["messages"][1]) == ("1024", assistant("Many.\n#### 1,024"))
 
 
@@ -65,31 +55,20 @@ TREE_MESSAGES = [
 ]
 
 
-def oasst_table():
-    keys = ("message_id", "parent_id", "role", "text", "rank")
-    return [{**dict(zip(keys, row, strict=True)), "lang": "en", "deleted": False} for row in TREE_MESSAGES]
+KEYS = ("message_id", "parent_id", "role", "text", "rank")
+TREES = [{**dict(zip(KEYS, row, strict=True)), "lang": "en", "deleted": False} for row in TREE_MESSAGES]
 
 
 def test_open_assistant_trees(write):
-    trees = list(trees_of_messages(oasst_table()))
     best = [user("question"), assistant("best"), user("further"), assistant("final")]
-    assert tree_conversations(trees[0], best_only=True) == [best]
-    assert tree_conversations(trees[0], best_only=False) == [best, [user("question"), assistant("second best")]]
-    assert tree_conversations(trees[2], best_only=True) == []
-    table = write(oasst_table())
-    rows, _ = load_rows(sft(dataset_name="open_assistant", data_path=table))
-    assert [row["messages"] for row in rows] == [best, [user("another tree"), assistant("its answer")]]
-    nested = write([{"message_tree_id": tree["message_id"], "prompt": tree} for tree in trees[:2]], "trees.jsonl")
-    assert load_rows(sft(dataset_name="open_assistant", data_path=nested))[0] == rows
-    everything = sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "all"})
-    assert len(load_rows(everything)[0]) == 3
-    for kwargs, message in (
-        ({"lang": "de"}, "is empty"),
-        ({"paths": "some"}, "paths: Input should be 'best' or 'all'"),
-        ({"path": "all"}, "kwargs takes paths, lang"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs=kwargs))
+    other = [user("another tree"), assistant("its answer")]
+    table = write(TREES)
+    assert [row["messages"] for row in rows_of(table, dataset_name="open_assistant")] == [best, other]
+    everything = [row["messages"] for row in rows_of(table, dataset_name="open_assistant", kwargs={"paths": "all"})]
+    assert everything == [best, [user("question"), assistant("second best")], other]
+    nested = [{"message_tree_id": tree["message_id"], "prompt": tree} for tree in trees_of_messages(TREES)]
+    found = rows_of(write(nested[:2], "trees.jsonl"), dataset_name="open_assistant")
+    assert [row["messages"] for row in found] == [best, other]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
@@ -147,26 +126,25 @@ def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
         return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {argument: "x"}}}]}
 
     rows = [{"messages": [user("a"), call(n, a)], "tools": [tool(n, a)]} for n, a in (("f", "p"), ("g", "q"))]
-    path = write(rows)
-    expected = [(row["tools"], row["messages"][1]["tool_calls"]) for row in rows]
-    loaded, _ = load_rows(sft(dataset_name="openai_format", data_path=path))
-    assert [(row["tools"], row["messages"][1]["tool_calls"]) for row in loaded] == expected
-    parquet = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(str(parquet))
-    loaded, _ = load_rows(sft(dataset_name="openai_format", data_path=str(parquet)))
-    assert [(row["tools"], row["messages"][1]["tool_calls"]) for row in loaded] == expected
+    parquet = str(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    for path in (write(rows), parquet):
+        loaded = rows_of(path, dataset_name="openai_format")
+        assert [row["tools"] for row in loaded] == [row["tools"] for row in rows]
+        assert [row["messages"][1]["tool_calls"] for row in loaded] == [
+            row["messages"][1]["tool_calls"] for row in rows
+        ]
 
 
 def test_files_of_columns_conversations_and_tokens(write):
     columns = write([{"question": "1+1", "answer": 2, "sys": "s", "level": 3}])
-    (row,) = load_rows(sft(data_path=columns, input_key="question", output_key="answer", system_key="sys"))[0]
+    (row,) = rows_of(columns, input_key="question", output_key="answer", system_key="sys")
     assert row["messages"] == [{"role": "system", "content": "s"}, user("1+1"), assistant("2")]
     assert row["level"] == 3
-    chats = write([{"chat": [user("a")]}])
-    (row,) = load_rows(sft(dataset_name="ResponseDataset", data_path=chats, chat_key="chat"))[0]
+    (row,) = rows_of(write([{"chat": [user("a")]}]), dataset_name="ResponseDataset", chat_key="chat")
     assert row["messages"] == [user("a")]
     tokens = {"input_ids": [5, 6], "labels": [-100, 6]}
-    assert list(load_rows(sft(data_path=write([tokens])))[0]) == [tokens]
+    assert rows_of(write([tokens])) == [tokens]
 
 
 CHATS = [{"messages": [user("a"), assistant("b")]}, {"messages": [], "functions": []}]
@@ -174,11 +152,17 @@ SQUAD = [{"context": "c", "question": "q", "answers": {"text": ["a"]}}]
 PAIRS = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
 COLUMNS = [{"question": "1+1", "answer": 2}]
 QUESTIONS = {"input_key": "question", "output_key": "answer"}
+MATH = {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "x"}
+OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "bad": "3", "margin": 2}]
 
 
 @pytest.mark.parametrize(
     ("section", "rows", "keys", "message"),
     [
+        (sft, [MATH], {"dataset_name": "OpenMathInstruct-2", "output_key": "a"}, r"no column 'a' \(output_key\)"),
+        (sft, TREES, OASST | {"kwargs": {"lang": "de"}}, "is empty"),
+        (sft, TREES, OASST | {"kwargs": {"paths": "some"}}, "paths: Input should be 'best' or 'all'"),
+        (sft, TREES, OASST | {"kwargs": {"path": "all"}}, "kwargs takes paths, lang"),
         (sft, CHATS, {"tool_key": "tool"}, r"no column 'tool' \(tool_key\)"),
         (sft, COLUMNS, {}, r"no column 'input' \(input_key\); its columns are: question, answer"),
         (sft, COLUMNS, {**QUESTIONS, "system_key": "nowhere"}, r"no column 'nowhere' \(system_key\)"),
@@ -189,20 +173,22 @@ QUESTIONS = {"input_key": "question", "output_key": "answer"}
         (sft, [{"prompt": "a", "completion": "b"}], {}, r"did you mean input_key=prompt output_key=completion\?"),
         (sft, SQUAD, {"dataset_name": "squad", "output_key": "a"}, "output_key=a is set but the dataset has columns"),
         (dpo, PAIRS, {"prompt_key": "question"}, r"no column 'question' \(prompt_key\)"),
+        (dpo, BINARY, {}, r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"),
+        (sft, BINARY, {"dataset_name": "PreferenceDataset"}, "'PreferenceDataset' holds preferences"),
+        (dpo, [], {"dataset_name": "squad", "data_path": None}, "'squad' holds no preferences"),
+        (
+            *(dpo, [], {"dataset_name": "arithmetic_preference", "chosen_key": "good", "data_path": None}),
+            "chosen_key=good is set but the dataset is generated",
+        ),
     ],
 )
-def test_column_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
+def test_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
     with pytest.raises(ValueError, match=message):
         load_rows(section(**{"data_path": write(rows), **keys}))
 
 
-def test_keys_of_a_few_rows_and_of_generated_ones(write):
-    assert len(load_rows(sft(data_path=write(CHATS[:1] * 40 + CHATS[1:]), tool_key="functions"))[0]) == 41
-    with pytest.raises(ValueError, match="chosen_key=good is set but the dataset is generated"):
-        load_rows(dpo(dataset_name="arithmetic_preference", chosen_key="good"))
-
-
 def test_rows_that_cannot_be_converted_are_marked(write):
+    assert len(rows_of(write(CHATS[:1] * 40 + CHATS[1:]), tool_key="functions")) == 41, "a key of a few rows will do"
     good = {"input": "a", "output": "b"}
     path = write([good, {"input": "a"}, {"input": 1, "output": None}, *[good] * 32])
     with open(path, "a") as file:
@@ -224,8 +210,8 @@ def test_helpsteer3(preference, chosen, write):
     assert (found["prompt"], found["chosen"], found["margin"]) == (context, chosen, float(abs(preference)))
     assert {found["chosen"], found["rejected"]} == {"one", "two"} and "tie" not in found
     assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
-    (plain,) = load_rows(sft(dataset_name="HelpSteer3", data_path=write([row])))[0]
-    assert plain == {"messages": [*context, assistant(chosen)], "expected_answer": chosen}
+    plain = {"messages": [*context, assistant(chosen)], "expected_answer": chosen}
+    assert rows_of(write([row]), dataset_name="HelpSteer3") == [plain]
 
 
 def test_preference_files(write):
@@ -233,34 +219,8 @@ def test_preference_files(write):
         "context": [user("q")],
         "completions": [{"rank": 0, "completion": [assistant("g")]}, {"rank": 1, "completion": [assistant("b")]}],
     }
-    (row,) = load_rows(dpo(dataset_name="PreferenceDataset", data_path=write([ranked])))[0]
-    assert row == {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistant("b")]}
-    binary = write([{"q": "1+1", "good": "2", "bad": "3", "margin": 2}])
+    pair = {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistant("b")]}
+    assert rows_of(write([ranked]), dpo, dataset_name="PreferenceDataset") == [pair]
     keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
-    (row,) = load_rows(dpo(dataset_name="BinaryPreferenceDataset", data_path=binary, **keys))[0]
-    assert row == {"prompt": "1+1", "chosen": "2", "rejected": "3", "margin": 2}
-    with pytest.raises(ValueError, match=r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"):
-        load_rows(dpo(data_path=binary))
-    with pytest.raises(ValueError, match="'PreferenceDataset' holds preferences"):
-        load_rows(sft(dataset_name="PreferenceDataset", data_path=binary))
-    with pytest.raises(ValueError, match="'squad' holds no preferences"):
-        load_rows(dpo(dataset_name="squad"))
-
-
-def test_generated_preferences():
-    options = {"num_samples": 400, "margins": True}
-    cfg = dpo(dataset_name="arithmetic_preference", kwargs=options, split_validation_size=0.1)
-    train, held_out = load_rows(cfg)
-    again, _ = load_rows(cfg)
-    assert list(train) == list(again)
-    mistakes = []
-    for row in train:
-        right, wrong = (int(row[key].removeprefix("\\boxed{").removesuffix("}")) for key in ("chosen", "rejected"))
-        assert right == eval(row["prompt"])
-        mistakes.append(wrong - right)
-        assert row["margin"] == abs(wrong - right)
-    assert set(mistakes) == {-3, -2, -1, 1, 2, 3}
-    assert 0.45 < np.mean(np.array(mistakes) == 1) < 0.7
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    plain, _ = load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"num_samples": 2}))
-    assert "margin" not in plain[0]
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3", "margin": 2}
+    assert rows_of(write(BINARY), dpo, dataset_name="BinaryPreferenceDataset", **keys) == [pair]
