@@ -10,7 +10,14 @@ from tests.unit.generation.configs import generation_config
 from tests.unit.policy.models import save_model
 
 CASES = """
-policy.train_global_batch_size=512 -> fine
+policy.dynamic_batching={enabled: false, train_mb_tokens: 5} & loss_fn.force_on_policy_ratio=true & grpo.val_period=5
+    & checkpointing.save_period=10 & checkpointing.checkpoint_must_save_by='00:03:45:00' & GENERATION.top_k=-1
+    & checkpointing.metric_name=train:reward & +env.code={} & grpo.env_step_timeout_s=11 & +env.it={type: composit}
+    & policy.scheduler=[{name: a.B},{name: a.C},{milestones: [5]}] -> fine
+policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true & loss_fn.reference_policy_kl_penalty=0
+    & grpo.skip_reference_policy_logprobs_calculation=true & grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true
+    & checkpointing.metric_name=train:filtered_reward & +policy.draft.enabled=true & EAGLE3}
+    & +env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
 policy.train_global_batch_size=500 -> these would: 16, 32, 64, 128, 256, 512
 policy.train_global_batch_size=2 & GPUS=4 & policy.train_micro_batch_size=1
     -> 2 cannot be shared by 4 training ranks; these would: 4, 8, 16
@@ -37,16 +44,12 @@ policy.sequence_packing={enabled: true, train_mb_tokens: 500}
     -> policy.sequence_packing.train_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 policy.dynamic_batching={enabled: true, logprob_mb_tokens: 500}
     -> policy.dynamic_batching.logprob_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
-policy.dynamic_batching={enabled: false, train_mb_tokens: 5} -> fine
-policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true -> fine
 GENERATION.max_new_tokens=1024 -> 1024 is more than policy.max_total_sequence_length=512
 data.max_input_seq_length=600 -> use at most that
 loss_fn.force_on_policy_ratio=true & policy.train_global_batch_size=128
     -> loss_fn.force_on_policy_ratio ... set policy.train_global_batch_size=512
-loss_fn.force_on_policy_ratio=true -> fine
 loss_fn.ratio_clip_c=1.1 -> must be above 1 + ratio_clip_max = 1.2
 grpo.skip_reference_policy_logprobs_calculation=true -> set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
-grpo.skip_reference_policy_logprobs_calculation=true & loss_fn.reference_policy_kl_penalty=0 -> fine
 GENERATION.temperature=0 -> needs a temperature above 0
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
     -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
@@ -55,7 +58,6 @@ grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
     -> fine
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
-grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true -> fine
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
 data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null -> fine
@@ -64,35 +66,26 @@ policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens:
 grpo.val_period=0 -> checkpointing.metric_name ... val:accuracy needs validation
 grpo.val_period=0 & checkpointing.enabled=false -> fine
 grpo.val_period=4 & checkpointing.save_period=10 -> checkpointing.save_period ... for val_period use 1, 2, 5, 10
-grpo.val_period=5 & checkpointing.save_period=10 -> fine
 grpo.val_period=4 & checkpointing.keep_top_k=null -> fine
 checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this configuration
 checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2 -> fine
 checkpointing.metric_name=accuracy -> must be "val:<metric>"
 checkpointing.metric_name=val:acuracy -> did you mean val:accuracy?
-checkpointing.metric_name=train:reward -> fine
-checkpointing.metric_name=train:filtered_reward & grpo.use_dynamic_sampling=true -> fine
 checkpointing.metric_name=val:pass_at_4 -> grpo.val_num_generations_per_prompt decides
 checkpointing.metric_name=val:pass_at_4 & grpo.val_num_generations_per_prompt=6 -> fine
 checkpointing.metric_name=val:best_of_6 & grpo.val_num_generations_per_prompt=6 -> fine
 checkpointing.checkpoint_must_save_by=3h -> 00:03:45:00
-checkpointing.checkpoint_must_save_by='00:03:45:00' -> fine
 grpo.replay_from=/nope & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null
     -> grpo.replay_from ... there is no folder '/nope'
 grpo.replay_from=/tmp & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null -> fine
 data.train.weight=3 -> one dataset has all the prompts
 +env.code={} & grpo.env_step_timeout_s=10 -> env.code.sandbox.time_limit_s ... below env_step_timeout_s=10
-+env.code={} & grpo.env_step_timeout_s=11 -> fine
 +env.python_tools={sandbox: {time_limit_s: 300}}
     -> env.python_tools.sandbox.time_limit_s ... 300 s must be below env_step_timeout_s=300
-+env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
 policy.scheduler=[{name: a.B},{name: a.C}] -> need one item {milestones: [...]} with 1
-policy.scheduler=[{name: a.B},{name: a.C},{milestones: [5]}] -> fine
 policy.scheduler=[{name: a.B},{name: a.C},{name: a.D},{milestones: [5,5]}] -> milestones must increase
 policy.scheduler=[{name: a.B},{milestones: [5]}] -> at least two schedulers
-GENERATION.top_k=-1 -> fine
 GENERATION.top_k=0 -> greater than or equal to 1
-+policy.draft.enabled=true & EAGLE3} -> fine
 +policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
 EAGLE3, model: a} -> fine
 EAGLE3} -> GENERATION.vllm_kwargs.speculative_config.model ... (policy.draft of a training run trains it)
@@ -139,7 +132,6 @@ SERVER & GPUS=2 & policy.precision=bfloat16 -> GENERATION.colocated.enabled=fals
 SERVER & ENGINE.http_server.port=70000 -> http_server.port
 SERVER & ENGINE.http_server_serving_chat_kwargs.tool_parser=pythonic -> tool_parser
 SERVER & ENGINE.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning_parser
-+env.it={type: composit} -> fine
 +env.it={type: composit} & DATASET=gsm8k -> env.it.type: no environment 'composit'; did you mean composite?
 +env.it={type: python_tools} & DATASET=gsm8k
     -> grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it
@@ -217,9 +209,8 @@ def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
 
 
 def test_k_values_of_validation() -> None:
-    assert build().grpo.val_k_values == []
-    assert build("grpo.val_num_generations_per_prompt=8").grpo.val_k_values == [1, 2, 4, 8]
-    assert build("grpo.val_num_generations_per_prompt=6").grpo.val_k_values == [1, 2, 4, 6]
+    for number, values in ((1, []), (8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])):
+        assert build(f"grpo.val_num_generations_per_prompt={number}").grpo.val_k_values == values
 
 
 def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> None:
@@ -238,9 +229,8 @@ def test_routing_replay_is_fine_with_vllm_and_has_metrics() -> None:
     names = {"moe/replayed_fraction", "moe/replay_agreement"}
     assert not names & build(*ON).train_metrics
     assert names <= build(*ON, REPLAY).train_metrics
-    build(
-        *ON, REPLAY, "cluster.gpus_per_node=0", "policy.generation.vllm_cfg.enable_prefix_caching=false"
-    )  # engines on CPUs have no cache
+    no_cache = "policy.generation.vllm_cfg.enable_prefix_caching=false"  # as engines on CPUs
+    build(*ON, REPLAY, "cluster.gpus_per_node=0", no_cache)
 
 
 def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:

@@ -67,6 +67,8 @@ checkpoint.enabled=true -> unknown key; the nearest valid key is checkpointing.e
 ~grpo.sed -> unknown key; the nearest valid key is grpo.seed
 env.mth.num_workers=1 -> no such entry, the nearest is env.math.num_workers; to add it, write +env.mth.num
 grpo.seed=1,2 -> one value at a time
+policy.train_micro_batch_size=x -> must be a valid integer (got x)
+policy=null -> must be a section with keys (got null)
 grpo.seed -> write section.key=value
 grpo.seed.x=1 -> unknown key
 +grpo.seed.x=1 -> goes through a value that is not a section

@@ -20,13 +20,11 @@ from nemo_rl.types import ExampleHandle, ExampleMeta
 
 
 def dataset(*sizes, weights=None):
-    weights = weights or [None] * len(sizes)
-    return PromptDataset(
-        [
-            NamedRows(name=f"d{i}", task_name="t", rows=[{"problem": f"p{row}"} for row in range(size)], weight=weight)
-            for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
-        ]
-    )
+    tables = []
+    for size, weight in zip(sizes, weights or [None] * len(sizes), strict=True):
+        rows = [{"problem": f"p{row}"} for row in range(size)]
+        tables.append(NamedRows(name=f"d{len(tables)}", task_name="t", rows=rows, weight=weight))
+    return PromptDataset(tables)
 
 
 def ids(batches):
@@ -74,18 +72,17 @@ def streamed(table, name, convert=dict):
 
 
 class FakePool:
-    """Makes handles without tokens; notes the batches begun and finished."""
+    """Makes handles without tokens; counts the batches begun and finished."""
 
-    def __init__(self):
-        self.started, self.finished = [], []
+    started = finished = 0
 
     def start(self, prompts):
-        self.started.append(ids([prompts])[0])
+        self.started += 1
         return prompts
 
     def finish(self, pending):
-        self.finished.append(ids([pending])[0])
-        metas = [ExampleMeta(prompt_id=i, index=0, lengths=(3,), num_loss_tokens=1) for i in self.finished[-1]]
+        self.finished += 1
+        metas = [ExampleMeta(prompt.prompt_id, 0, lengths=(3,), num_loss_tokens=1) for prompt in pending]
         return [ExampleHandle(ref=None, rows=[meta]) for meta in metas]
 
 
@@ -139,9 +136,9 @@ def test_interrupted_anywhere_a_source_continues_with_the_same_batches(kind):
 
 def test_the_next_batch_of_examples_is_begun_when_one_is_handed_out():
     loader = OfExamples(3, pool := FakePool())
-    assert pool.started == []
+    assert pool.started == 0
     loader.next()
-    assert (len(pool.started), len(pool.finished)) == (2, 1)
+    assert (pool.started, pool.finished) == (2, 1)
     list(loader)
     assert pool.started == pool.finished and loader.next() is None
 
@@ -176,22 +173,17 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "size", "message"),
     [
-        ("nowhere.order:Loader", "no module 'nowhere' can be imported from here"),
-        ("builtins:slice", "made a slice; it must make a subclass of"),
+        ("nowhere.order:Loader", 23, "no module 'nowhere' can be imported from here"),
+        ("builtins:slice", 23, "made a slice; it must make a subclass of"),
+        (None, 3, "to at most 3"),
+        (None, 0, "empty"),
     ],
 )
-def test_what_is_no_loader_is_refused(path, message):
+def test_what_is_no_loader_and_too_few_prompts_are_refused(path, size, message):
     with pytest.raises(ValueError, match=message):
-        prompt_loader(path, dataset(23), 4)
-
-
-def test_too_few_prompts_are_refused_with_the_fix():
-    with pytest.raises(ValueError, match="to at most 23"):
-        PromptDataLoader(dataset(23), 24)
-    with pytest.raises(ValueError, match="empty"):
-        PromptDataLoader(PromptDataset([]), 1)
+        prompt_loader(path, dataset(size), 4)
 
 
 def test_every_batch_has_its_share_exactly_and_each_dataset_comes_in_whole_passes():
@@ -248,11 +240,10 @@ def test_weights_are_for_all_training_datasets_or_for_none(train, validation, me
 def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
     source = StreamedPrompts([streamed(Rows(30), "a"), streamed(Rows(10), "b")], 5, shuffle_block=15)
     first, second = ([*chain(*ids(source))] for _ in range(2))
-    assert sorted(first) == sorted(second) == sorted([f"a:{i}" for i in range(30)] + [f"b:{i}" for i in range(10)])
+    a, b = [f"a:{i}" for i in range(30)], [f"b:{i}" for i in range(10)]
+    assert sorted(first) == sorted(second) == sorted(a + b)
     assert first != second and source.epoch == 2
-    assert first[:15] != [f"a:{i}" for i in range(15)]
-    assert sorted(first[:15]) == sorted(f"a:{i}" for i in range(15))
-    assert set(first[30:]) == {f"b:{i}" for i in range(10)}
+    assert first[:15] != a[:15] and sorted(first[:15]) == sorted(a[:15]) and set(first[30:]) == set(b)
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])

@@ -41,13 +41,16 @@ def prompt(row, prompt_id="rows:7"):
 
 def learned(example, tokenizer=TOKENIZER):
     """The runs of text whose tokens carry loss."""
-    runs, last = [], -2
-    for at in np.flatnonzero(example.token_mask):
-        if at != last + 1:
-            runs.append([])
-        runs[-1].append(int(example.token_ids[at]))
-        last = at
-    return [tokenizer.decode(run) for run in runs]
+    at = np.flatnonzero(example.token_mask)
+    runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+    return [tokenizer.decode(example.token_ids[run]) for run in runs]
+
+
+def assert_not_learned(examples, meta, ids):
+    assert [example.sample_id for example in examples] == ids
+    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
+    assert meta.num_loss_tokens == 0 and not any(example.token_mask.any() for example in examples)
+    assert all(1 <= length <= 4 for length in meta.lengths)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +64,11 @@ def learned(example, tokenizer=TOKENIZER):
 )
 def test_the_loss_mask_follows_the_roles(options, expected):
     (example,), meta = maker(**options)(prompt({"messages": CONVERSATION}))
-    assert learned(example) == expected
-    assert meta.problem is None
+    assert learned(example) == expected and meta.problem is None
     assert (example.sample_id, meta.prompt_id, meta.index) == ("rows:7", "rows:7", 0)
-    assert meta.lengths == (len(example.token_ids),)
-    assert meta.num_loss_tokens == example.token_mask.sum()
+    assert (meta.lengths, meta.num_loss_tokens) == ((len(example.token_ids),), example.token_mask.sum())
     assert (example.token_ids.dtype, example.token_mask.dtype) == (np.int32, np.bool_)
-    text = TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
-    assert TOKENIZER.decode(example.token_ids) == text
+    assert TOKENIZER.decode(example.token_ids) == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
 
 
 def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
@@ -100,16 +100,15 @@ ASKED, TWO, THREE = user("1+1"), assistant("2"), assistant("3")
 def test_pairs_share_the_prompt_and_learn_the_answers(row):
     (chosen, rejected), meta = maker("preference_processor")(prompt(row))
     assert (chosen.sample_id, rejected.sample_id) == ("rows:7/chosen", "rows:7/rejected")
-    assert learned(chosen) == ["2<|im_end|>"]
-    assert learned(rejected) == ["3<|im_end|>"]
+    assert (learned(chosen), learned(rejected)) == (["2<|im_end|>"], ["3<|im_end|>"])
     assert (chosen.margin, rejected.margin) == (2.0, 0.0)
-    assert meta.lengths == (len(chosen.token_ids), len(rejected.token_ids))
-    assert meta.num_loss_tokens == 4
+    assert (meta.lengths, meta.num_loss_tokens) == ((len(chosen.token_ids), len(rejected.token_ids)), 4)
     shared = int(np.flatnonzero(chosen.token_mask)[0])
     assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
 
 
 SFT, PAIRS = "sft_processor", "preference_processor"
+SAMPLES = {SFT: ["rows:7"], "pretokenized": ["rows:7"], PAIRS: ["rows:7/chosen", "rows:7/rejected"]}
 
 
 @pytest.mark.parametrize(
@@ -131,14 +130,9 @@ SFT, PAIRS = "sft_processor", "preference_processor"
 def test_rows_that_cannot_be_trained_on_are_named_and_cut_short(processor, row, options, kind, text):
     columns = {"chosen": "good", "rejected": "bad"}
     examples, meta = maker(processor, columns=columns, **options)(prompt(row))
-    assert meta.problem_kind == kind
+    assert meta.problem_kind == kind and re.search(text, meta.problem)
     assert re.match(r"row rows:7, column '\w+': ", meta.problem)
-    assert re.search(text, meta.problem)
-    assert len(examples) == (2 if processor == PAIRS else 1)
-    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
-    assert all(1 <= length <= 4 for length in meta.lengths)
-    assert meta.num_loss_tokens == 0
-    assert not any(example.token_mask.any() for example in examples)
+    assert_not_learned(examples, meta, SAMPLES[processor])
 
 
 @pytest.mark.parametrize(
@@ -166,12 +160,8 @@ def test_what_is_wrong_with_every_row_is_an_error_that_names_row_and_column(proc
     with pytest.raises(ValueError, match=message):
         make.make(prompt(row))
     examples, meta = make(prompt(row))
-    assert (meta.problem_kind, meta.num_loss_tokens) == ("bad_row", 0)
-    assert re.search(message, meta.problem)
-    ends = ["/chosen", "/rejected"] if processor == PAIRS else [""]
-    assert [example.sample_id for example in examples] == [f"rows:7{end}" for end in ends]
-    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
-    assert not any(example.token_mask.any() for example in examples)
+    assert meta.problem_kind == "bad_row" and re.search(message, meta.problem)
+    assert_not_learned(examples, meta, SAMPLES[processor])
 
 
 def dataset(*rows):
@@ -186,8 +176,7 @@ def test_datasets_are_tried_before_the_run(caplog):
     with caplog.at_level(logging.WARNING):
         check_examples(make, dataset(*[good] * 50, *[bad] * 50), "data.train")
     (record,) = caplog.records
-    said = "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row rows:"
-    assert said in record.message
+    assert "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row" in record.message
     with pytest.raises(ValueError, match=r"data.train: not one of the 3 rows tried .* \(2 ends_with_user, 1 empty_ans"):
         check_examples(make, dataset(bad, {"messages": [USER, {**ANSWER, "content": ""}]}, bad), "data.train")
     with pytest.raises(ValueError, match="row rows:99 has no column 'messages'"):
@@ -195,19 +184,18 @@ def test_datasets_are_tried_before_the_run(caplog):
 
 
 def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
-    make = maker()
-    larger = tokenizer_with(TEMPLATES["chatml"])
+    make, spec, larger = maker(), TaskDataSpec("t"), tokenizer_with(TEMPLATES["chatml"])
     larger.add_tokens(["more"])
-    spec = TaskDataSpec("t")
     spec.system_prompt = "x"
-    tokenizers = [{"tokenizer": tokenizer_with(TEMPLATES["llama3"])}, {"tokenizer": larger}]
-    tokens = [{"add_bos": False}, {"add_eos": True}, {"add_generation_prompt": False}]
-    rules = [{"max_input_seq_length": 7}, {"roles_to_train_on": "all"}, {"only_unmask_final": True}]
-    variants = [replace(make, **change) for change in (*tokenizers, *tokens, *rules)]
-    variants += [maker(spec=spec), maker("pretokenized"), maker(columns={"messages": "chat"})]
-    prints = [variant.fingerprint() for variant in [make, *variants]]
-    assert len(set(prints)) == len(prints)
-    assert pickle.loads(pickle.dumps(make)).fingerprint() == maker().fingerprint() == prints[0]
+    changes = [
+        {"tokenizer": tokenizer_with(TEMPLATES["llama3"])}, {"tokenizer": larger}, {"add_bos": False},
+        {"add_eos": True}, {"add_generation_prompt": False}, {"max_input_seq_length": 7},
+        {"roles_to_train_on": "all"}, {"only_unmask_final": True},
+    ]  # fmt: skip
+    variants = [maker(spec=spec), maker("pretokenized"), maker(columns={"messages": "chat"})]
+    prints = {variant.fingerprint() for variant in [make, *variants, *(replace(make, **change) for change in changes)]}
+    assert len(prints) == 1 + 3 + 8
+    assert pickle.loads(pickle.dumps(make)).fingerprint() == maker().fingerprint() == make.fingerprint()
 
 
 def test_own_processors(tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,15 +11,26 @@ from nemo_rl.data.chat.messages import (
     get_formatted_message_log,
     message_log_to_flat_messages,
 )
-from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.interfaces import TaskDataSpec, as_tools
+from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.conversations import assistant, user
-from tests.unit.data.templates import CHATML_HEADER, CHATML_ROLE, TEMPLATES, chat, render_chat, tokenizer_with
+from tests.conversations import answered, assistant, user
+from tests.unit.data.templates import (
+    CHATML_HEADER,
+    CHATML_ROLE,
+    IN_BRACKETS,
+    TEMPLATES,
+    chat,
+    render_chat,
+    tokenizer_with,
+)
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
-conversations = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents}), min_size=1, max_size=5
-).map(lambda turns: [user("start"), *turns])
+turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents})
+begin = st.sampled_from([[], [{"role": "system", "content": "sys"}]])
+conversations = st.builds(
+    lambda system, turns: [*system, user("start"), *turns], begin, st.lists(turn, min_size=1, max_size=5)
+)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -25,9 +38,8 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
     tokenizer = tokenizer_with(TEMPLATES[name])
 
     @settings(max_examples=40, deadline=None)
-    @given(conversations, st.booleans(), st.booleans())
-    def check(conversation, add_generation_prompt, with_system):
-        log = [{"role": "system", "content": "sys"}, *conversation] if with_system else conversation
+    @given(conversations, st.booleans())
+    def check(log, add_generation_prompt):
         formatted = get_formatted_message_log(
             log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=add_generation_prompt
         )
@@ -42,6 +54,7 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
 
 
 ASKED = user("1+1")
+TOOL_NAMES = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
 
 
 def written(log, tokenizer, **kwargs):
@@ -58,9 +71,8 @@ def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_e
     blocks, plain = tokenizer_with(TEMPLATES[f"{family}_blocks"]), tokenizer_with(TEMPLATES[family])
 
     @settings(max_examples=40, deadline=None)
-    @given(conversations, st.booleans())
-    def check(conversation, with_system):
-        log = [{"role": "system", "content": "sys"}, *conversation] if with_system else conversation
+    @given(conversations)
+    def check(log):
         theirs = blocks.apply_chat_template(log, return_dict=True, return_assistant_tokens_mask=True)
         headed = log[-1]["role"] != "assistant"
         for tokenizer in (blocks, plain):
@@ -88,25 +100,22 @@ def test_thoughts_that_a_template_shows_in_the_last_turn_only():
 
 
 def test_tool_calls_names_and_tools_reach_the_template():
-    template = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}" + TEMPLATES["thinking"]
-    template = template.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.name or '')")
+    template = TEMPLATES["thinking"].replace("'<|im_start|>' + m.role", "'<|im_start|>' + m.role + (m.name or '')")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     added = {"role": "tool", "content": "2", "name": "add"}
     log = [ASKED, assistant(None, tool_calls=[call], name=None), added, assistant("It is 2")]
-    tokenizer = tokenizer_with(template)
-    formatted = get_formatted_message_log(
-        log, tokenizer, TaskDataSpec(), add_eos_token=False, add_generation_prompt=True, tools=[{"name": "add"}]
-    )
+    tokenizer = tokenizer_with(TOOL_NAMES + template)
+    options = {"add_eos_token": False, "add_generation_prompt": True}
+    formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), **options, tools=[{"name": "add"}])
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
     assert [message["content"] for message in formatted] == [
         "add;<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n",
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n',
+        f"{called}\n",
         "<|im_start|>tooladd\n2<|im_end|>\n<|im_start|>assistant\n",
         "<think>\n\n</think>\nIt is 2<|im_end|>\n",
     ]
     assert formatted[1]["tool_calls"] == [call]
-    assert written(log, tokenizer, add_generation_prompt=True)[1] == (
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
-    )
+    assert written(log, tokenizer, add_generation_prompt=True)[1] == called
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
@@ -121,25 +130,24 @@ CALL_TEMPLATE = chat(
 def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
     """The header that a prompt gives ends with `<think>`, and the calls begin with the same two characters."""
     log = [ASKED, CALL, {"role": "tool", "content": "2"}, assistant("2")]
-    texts = written(log, tokenizer_with(CALL_TEMPLATE.replace("CALLS", calls)), add_generation_prompt=True)
-    assert texts[1].startswith("<tool_call>")
-    assert texts[1].endswith("}<|im_end|>") or texts[1].endswith("]<|im_end|>")
-    assert texts[2:] == ["<|im_start|>tool\n2<|im_end|>", "2<|im_end|>"]
+    _, call, *rest = written(log, tokenizer_with(CALL_TEMPLATE.replace("CALLS", calls)), add_generation_prompt=True)
+    assert call.startswith("<tool_call>") and call.endswith(("}<|im_end|>", "]<|im_end|>"))
+    assert rest == ["<|im_start|>tool\n2<|im_end|>", "2<|im_end|>"]
 
 
 def test_calls_and_tools_that_the_template_does_not_show_are_refused():
     """The name of the tool alone says nothing: the other part of the conversation has it as well."""
-    calls, tools = TEMPLATES["thinking"], "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
-    log, tool = [ASKED, CALL], {"name": "add"}
 
-    def formatted(template, tools=None):
-        return get_formatted_message_log(log, tokenizer_with(template), TaskDataSpec(), tools=tools)
+    def formatted(template):
+        return get_formatted_message_log(
+            [ASKED, CALL], tokenizer_with(template), TaskDataSpec(), tools=[{"name": "add"}]
+        )
 
-    assert len(formatted(tools + calls, [tool])) == 2
+    assert len(formatted(TOOL_NAMES + TEMPLATES["thinking"])) == 2
     with pytest.raises(ValueError, match=r"does not show the tool calls of message 1 .*chat_template"):
-        formatted(tools + TEMPLATES["chatml"], [tool])
+        formatted(TOOL_NAMES + TEMPLATES["chatml"])
     with pytest.raises(ValueError, match=r"does not show the tools: .*chat_template"):
-        formatted(calls, [tool])
+        formatted(TEMPLATES["thinking"])
 
 
 def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
@@ -172,3 +180,39 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
     assert batch["content"] == [["a", "b", "c"], ["d"]]
     add_loss_mask_to_message_log([log], only_unmask_final=True)
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
+
+
+# -- tools of rows
+
+TOOLS = "{%- for tool in tools or [] -%}{{- '[tool]' + (tool | tojson) -}}{%- endfor -%}"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ROW = {"problem": "1+1", "expected_answer": "2", "messages": answered("2")}
+
+
+def prompt(row, spec=None, processor=math_hf_data_processor):
+    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(chat(IN_BRACKETS, "[assistant]", TOOLS)), None, 0)
+    return "".join(message["content"] for message in datum["message_log"]), datum["extra_env_info"]
+
+
+@pytest.mark.parametrize("processor", [math_hf_data_processor, math_data_processor, conversation_processor])
+def test_tools_of_a_row_are_shown_to_the_model_and_handed_to_the_environment(processor):
+    for tools in ([TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}]):
+        text, metadata = prompt({**ROW, "tools": tools}, processor=processor)
+        assert text.startswith("[tool]{") and '"add"' in text and text.endswith("[user]1+1<eos>[assistant]")
+        assert metadata["tools"] == [TOOL]
+
+
+def test_rows_without_tools_have_those_of_the_file(tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+    spec = TaskDataSpec("t", tools_file=tmp_path / "tools.json")
+    text, metadata = prompt(ROW, spec)
+    assert '"add"' in text and metadata["tools"] == [TOOL]
+    other = {"type": "function", "function": {"name": "other"}}
+    text, metadata = prompt({**ROW, "tools": [other]}, spec)
+    assert '"add"' not in text and metadata["tools"] == [other]
+
+
+@pytest.mark.parametrize("wrong", ["{", ["add"], {"name": "add"}])
+def test_what_is_no_list_of_tools_is_refused(wrong):
+    with pytest.raises(ValueError, match="column 'tools'"):
+        as_tools(wrong, "column 'tools'")

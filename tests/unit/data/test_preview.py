@@ -1,5 +1,4 @@
 import io
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,12 +19,10 @@ def tokenizer():
 
 def shown(tokenizer, lengths, num_shown, note=""):
     def make(prompt):
-        length = lengths[prompt.idx]
-        problem = f"row {prompt.prompt_id}: column messages is too long" if length > 9 else None
+        name, length = prompt.prompt_id, lengths[prompt.idx]
+        long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"}
+        meta = ExampleMeta(name, 0, (length,), num_loss_tokens=1, **(long if length > 9 else {}))
         ids = np.array(tokenizer("11", add_special_tokens=False)["input_ids"])
-        meta = ExampleMeta(prompt_id=prompt.prompt_id, index=0, lengths=(length,), num_loss_tokens=1)
-        if problem is not None:
-            meta = replace(meta, problem=problem, problem_kind="too_long")
         return [Example(sample_id="d:0", token_ids=ids, token_mask=np.array([False, True]))], meta
 
     prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(len(lengths))]
@@ -56,5 +53,5 @@ def test_a_prompt_is_shown_as_the_rollouts_see_it(tokenizer):
     assert token_text(made, tokenizer, coloured=False).plain == "<|user|>|1|+|2|<eos>|<|assistant|>"
     assert (meta.lengths, meta.num_loss_tokens, meta.problem) == ((6,), 0, None)
     _, meta = preview(prompts[1])
-    assert meta.problem_kind == "too_long"
-    assert meta.problem == "row d:1 has 12 tokens, more than data.max_input_seq_length=8"
+    said = "row d:1 has 12 tokens, more than data.max_input_seq_length=8"
+    assert (meta.problem_kind, meta.problem) == ("too_long", said)

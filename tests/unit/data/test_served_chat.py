@@ -18,33 +18,27 @@ def one_by_one(tokenizer, text: str) -> list[int]:
     return [token for character in text for token in ids(tokenizer, character)]
 
 
-def played(name: str, answer: str, end: str) -> tuple[list[int], list[int], int, str]:
-    """(tokens up to the end of the first answer, tokens of the second prompt, retokenized, text of the second)."""
-    tokenizer = tokenizer_with(TEMPLATES[name])
+@pytest.mark.parametrize(
+    ("name", "end", "shown"),
+    [
+        ("plain", "<eos>", "<eos>"),
+        ("forgetful", "<eos>", "<eos>"),
+        ("thinking", "<|im_end|>", "<|im_end|>"),
+        ("llama3_blocks", "<|eot_id|>", "<|eot_id|>"),
+        ("thinking", "", "<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),  # it was cut
+        ("thinking", "=", "=<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),
+    ],
+)
+def test_an_answer_keeps_its_tokens_and_its_end_comes_once(name, end, shown):
+    tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>33")
     chat = ServedChat(tokenizer, {})
     first = chat.prompt(HELLO, None)
-    before = [*first.token_ids, *one_by_one(tokenizer, answer), *ids(tokenizer, end)]
-    message = assistant(answer)
+    before = [*first.token_ids, *one_by_one(tokenizer, message["content"]), *ids(tokenizer, end)]
     chat.remember(HELLO, None, message, before, first.retokenized)
     second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
-    return before, second.token_ids, second.retokenized, tokenizer.decode(second.token_ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [("plain", "<eos>"), ("forgetful", "<eos>"), ("thinking", "<|im_end|>"), ("llama3_blocks", "<|eot_id|>")],
-)
-def test_an_answer_keeps_its_tokens_and_its_end_comes_once(name: str, end: str):
-    before, second, retokenized, text = played(name, "<think>3?</think>33", end)
-    assert second[: len(before)] == before and len(second) > len(before) and retokenized == 0
-    assert "<think>3?</think>33" + end in text and end + end not in text and "and?" in text
-
-
-@pytest.mark.parametrize("end", ["", "="])
-def test_an_answer_that_was_cut_gets_its_end(end: str):
-    before, second, retokenized, text = played("thinking", "33", end)
-    assert second[: len(before)] == before and retokenized == 0
-    assert f"33{end}<|im_end|>\n<|im_start|>user\nand?<|im_end|>" in text
+    assert second.token_ids[: len(before)] == before and second.retokenized == 0
+    text = tokenizer.decode(second.token_ids)
+    assert message["content"] + shown in text and shown + shown not in text and "and?" in text
 
 
 def test_what_is_not_remembered_is_told():

@@ -25,31 +25,21 @@ def test_same_recipe_gives_the_same_bytes_whatever_the_surroundings(tmp_path):
     assert files_of(ensure_tiny_model(tmp_path / "c", replace(SHORT, seed=1))) != first
 
 
-def test_the_model_loads_as_a_small_float32_qwen2_with_its_own_tokenizer(tiny_model_dir):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    assert model.config.model_type == "qwen2"
-    assert model.dtype == torch.float32
-    assert sum(p.numel() for p in model.parameters()) < 1_000_000
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert len(tokenizer) == model.config.vocab_size
-    assert tokenizer.chat_template == CHAT_TEMPLATE
-    ids = tokenizer("<|user|>5+7<eos>\\boxed{1}")["input_ids"]
-    assert ids == build_tiny_tokenizer()("<|user|>5+7<eos>\\boxed{1}")["input_ids"]
-    assert len(ids) == 8
-
-
-def test_sampled_answers_are_right_in_a_third_to_a_half_of_the_problems(tiny_model_dir):
+def test_a_small_float32_qwen2_whose_answers_are_right_in_a_third_to_a_half_of_the_problems(tiny_model_dir):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir, padding_side="left")
+    assert (model.config.model_type, model.dtype) == ("qwen2", torch.float32)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template == CHAT_TEMPLATE
+    ids = tokenizer("<|user|>5+7<eos>\\boxed{1}")["input_ids"]
+    assert ids == build_tiny_tokenizer()("<|user|>5+7<eos>\\boxed{1}")["input_ids"] and len(ids) == 8
+
     space = arithmetic_space(max_operand=9, operators="+-", split="all") * 3
-    batch = tokenizer(
-        [f"<|user|>{problem}<eos><|assistant|>" for problem, _ in space], return_tensors="pt", padding=True
-    )
+    asked = [f"<|user|>{problem}<eos><|assistant|>" for problem, _ in space]
+    batch = tokenizer(asked, return_tensors="pt", padding=True)
     torch.manual_seed(0)
     sampled = model.generate(**batch, max_new_tokens=8, do_sample=True, temperature=1.0, top_k=0)
     texts = tokenizer.batch_decode(sampled[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -15,19 +15,13 @@ def write_run(folder: Path, num_steps: int = 12, **config: Any) -> Path:
     folder.mkdir(parents=True)
     rows: list[dict[str, Any]] = [{"step": 0, "validation/reward": 0.1, "validation/accuracy": 0.1}]
     for step in range(1, num_steps + 1):
-        row: dict[str, Any] = {
-            "step": step,
-            "train/reward": 1 - math.exp(-step / 4),
-            "train/loss": -0.01 * step,
-            "train/grad_norm": 2.0 / step,
-            "train/token_mult_prob_error": 1.0001,
-            "timing/train/generation": 0.5,
-            "timing/train/policy_training": 0.25,
-            "timing/train/total_step_time": 0.8,
-        }
+        reward = 1 - math.exp(-step / 4)
+        train = {"reward": reward, "loss": -0.01 * step, "grad_norm": 2.0 / step, "token_mult_prob_error": 1.0001}
+        times = {"generation": 0.5, "policy_training": 0.25, "total_step_time": 0.8}
+        rows.append({"step": step, **{f"train/{name}": value for name, value in train.items()}})
+        rows[-1] |= {f"timing/train/{name}": seconds for name, seconds in times.items()}
         if step % 5 == 0:
-            row["validation/reward"] = row["train/reward"] * 0.9
-        rows.append(row)
+            rows[-1]["validation/reward"] = reward * 0.9
     (folder / "metrics.jsonl").write_text("".join(files.dumps(row) + "\n" for row in rows))
     sections = {"grpo": {"max_num_steps": num_steps, "seed": 42, **config}, "policy": {"model_name": "tiny:arithmetic"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(sections))

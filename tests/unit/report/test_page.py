@@ -34,24 +34,23 @@ def browser(chrome: Browser):
     assert chrome.errors == []
 
 
-def data_of(path: Path) -> dict[str, Any]:
-    """The data of the runs in the page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
-    assert found is not None
-    return json.loads(found[1])
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "exp_000")
 
 
-def test_the_page_holds_every_metric_of_every_step(tmp_path):
+def test_the_page_holds_every_metric_of_every_step(run):
     """A value that is not finite is a text, and a line in the making is left out."""
-    run = write_run(tmp_path / "exp_000")
     append(run / "metrics.jsonl", **{"step": 13, "train/loss": "NaN"})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 14, "train/lo')
-    (found,) = data_of(write_report([run]))["runs"]
+    page = write_report([run]).read_text()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert data is not None
+    (found,) = json.loads(data[1])["runs"]
     assert found["steps"] == list(range(14)) and found["num_steps"] == 12 and found["algorithm"] == "grpo"
-    assert found["metrics"]["train/reward"][0] is None
-    assert found["metrics"]["train/reward"][12] == pytest.approx(0.9502129)
-    assert found["metrics"]["train/loss"][-1] == "nan"
+    rewards, losses = found["metrics"]["train/reward"], found["metrics"]["train/loss"]
+    assert rewards[0] is None and rewards[12] == pytest.approx(0.9502129) and losses[-1] == "nan"
 
 
 def test_json_in_a_script_ends_nothing():
@@ -60,24 +59,21 @@ def test_json_in_a_script_ends_nothing():
     assert json.loads(text)["answer"] == EVIL
 
 
-def test_a_browser_draws_the_curves_and_zooms(tmp_path, browser: Browser):
-    browser.open(write_report([write_run(tmp_path / "exp_000")]), "#curves")
+def test_a_browser_draws_the_curves_and_zooms(run, browser: Browser):
+    browser.open(write_report([run]), "#curves")
     browser.wait("document.querySelectorAll('#main-curves svg path.curve').length >= 5")
     box = browser.evaluate(f"(r => [r.left, r.top, r.width, r.height])({PLOTS}[0].getBoundingClientRect())")
     labels = f"[...{PLOTS}[2].querySelectorAll('text')].map(t => t.textContent).join(' ')"
     assert " 10" in browser.evaluate(labels)
-    middle = box[1] + box[3] / 2
-    browser.mouse("mousePressed", box[0] + 60, middle)
-    browser.mouse("mouseMoved", box[0] + box[2] * 0.3, middle)
-    browser.mouse("mouseMoved", box[0] + box[2] * 0.4, middle)
-    browser.mouse("mouseReleased", box[0] + box[2] * 0.4, middle)
+    for event, right in (("Pressed", 60), ("Moved", box[2] * 0.3), ("Moved", box[2] * 0.4), ("Released", box[2] * 0.4)):
+        browser.mouse(f"mouse{event}", box[0] + right, box[1] + box[3] / 2)
     browser.wait(f"!{labels}.includes(' 10')")  # all charts show the same steps
     browser.click("#unzoom")
     browser.wait(f"{labels}.includes(' 10')")
 
 
-def test_the_policy_of_the_page_stops_a_script_that_came_in(tmp_path, browser: Browser):
-    path = write_report([write_run(tmp_path / "exp_000")])
+def test_the_policy_of_the_page_stops_a_script_that_came_in(run, browser: Browser):
+    path = write_report([run])
     path.write_text(path.read_text().replace("</body>", "<script>document.title = 'taken'</script></body>"))
     browser.open(path)
     assert browser.evaluate("document.title") != "taken"
@@ -112,8 +108,7 @@ def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 5
                 (folder / block).write_text("".join(lines))
 
 
-def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
+def test_samples_are_sorted_filtered_paged_and_coloured(run, browser: Browser):
     write_samples(run, 12, 10)
     browser.open(write_report([run]), "#samples")
     browser.wait_for("#sample .tokens .t", 4)
@@ -133,8 +128,7 @@ def test_samples_are_sorted_filtered_paged_and_coloured(tmp_path, browser: Brows
     browser.wait("document.getElementById('pages').textContent.includes('12 samples')")
 
 
-def test_a_hundred_thousand_samples_are_sorted_at_once(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
+def test_a_hundred_thousand_samples_are_sorted_at_once(run, browser: Browser):
     write_samples(run, 1000, 100)
     path = write_report([run])
     assert path.stat().st_size < 1e6, "samples are loaded on demand"
@@ -166,28 +160,26 @@ def test_text_and_pictures_of_a_run_are_shown_and_never_run(tmp_path, browser: B
     assert browser.evaluate("document.title") == f"{tmp_path.name}/exp_000"
 
 
+TIMES = """
+phases: generation 0 5, policy_training 5 9
+generation-0: drain 0 9, prefill 0 2, decode 2 5, asleep 5 7, receive_bucket 7 9
+policy-0: train 5 7
+policy-1: train 5 9
+rollout-0: collect 0 5, environment 'math' 4 5
+"""
+
+
 def write_times(run: Path) -> None:
-    """Three steps of a second: generation, then training, in which rank 1 is 0.2 s slower."""
+    """Three steps of a second, in whose tenths TIMES are: generation, then training, in which rank 1 is slower."""
     for step in (1, 2, 3):
-        t = 1000.0 + step
-        workers = {
-            "generation-0": [
-                ["drain", t, t + 0.9],
-                ["prefill", t, t + 0.2],
-                ["decode", t + 0.2, t + 0.5],
-                ["asleep", t + 0.5, t + 0.7],
-                ["receive_bucket", t + 0.7, t + 0.9],
-            ],
-            "policy-0": [["train", t + 0.5, t + 0.7]],
-            "policy-1": [["train", t + 0.5, t + 0.9]],
-            "rollout-0": [["collect", t, t + 0.5], ["environment 'math'", t + 0.4, t + 0.5]],
-        }
-        phases = [["generation", t, t + 0.5], ["policy_training", t + 0.5, t + 0.9]]
-        append(run / "timeline.jsonl", step=step, phases=phases, workers=workers)
+        lanes = {}
+        for lane, spans in (line.split(": ") for line in TIMES.strip().splitlines()):
+            parts = [span.rsplit(" ", 2) for span in spans.split(", ")]
+            lanes[lane] = [[name, *(1000.0 + step + int(tenth) / 10 for tenth in tenths)] for name, *tenths in parts]
+        append(run / "timeline.jsonl", step=step, phases=lanes.pop("phases"), workers=lanes)
 
 
-def test_the_timeline_says_who_waited_for_whom(tmp_path, browser: Browser):
-    run = write_run(tmp_path / "exp_000")
+def test_the_timeline_says_who_waited_for_whom(run, browser: Browser):
     write_times(run)
     told = {"timing/train/weight_sync": 2.0, "performance/predicted_s/weight_sync": 1.5}
     append(run / "metrics.jsonl", step=13, **told, **{"performance/ideal_s/weight_sync": 0.5})
@@ -227,10 +219,9 @@ def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, m
     """SFT, for example, has no groups and no rewards; and a run may have just begun."""
     folder = tmp_path / "exp_000"
     folder.mkdir()
-    for step in (1, 2):
-        if metrics:
-            append(folder / "metrics.jsonl", step=step, **metrics)
     (folder / "metrics.jsonl").touch()
+    for step in (1, 2) if metrics else ():
+        append(folder / "metrics.jsonl", step=step, **metrics)
     append(folder / "events.jsonl", time=1.0, step=1, kind="error", text="disk full")
     path = write_report([folder])
     for tab in ("overview", "curves", "events"):

@@ -20,48 +20,44 @@ HEALTHY = {
 }
 
 
-def alarms_of(curves: dict[str, Callable[[int], float]], num_steps: int = 40, **cfg: float | None) -> list[str]:
+def jump(before: float, after: float, at: int = 20, until: int = 99) -> Callable[[int], float]:
+    return lambda step: after if at <= step < until else before
+
+
+def alarms_of(curves: dict[str, Callable[[int], float]], **cfg: float | None) -> list[str]:
     """Alarms of a run, `<step> <key>`; validations, where a curve has them, come every fifth step."""
     watch, found = LearningAlarms(AlarmsConfig(**cfg)), []
-    for step in range(1, num_steps + 1):
-        shown = {name for name in HEALTHY | curves if step % 5 == 0 or not name.startswith("validation")}
-        metrics = {name: curve(step) for name, curve in (HEALTHY | curves).items() if name in shown}
+    for step in range(1, 41):
+        shown = {name: curve for name, curve in (HEALTHY | curves).items() if step % 5 == 0 or name.startswith("train")}
+        metrics = {name: curve(step) for name, curve in shown.items()}
         found += [f"{step} {text.partition(':')[0]}" for text in watch.note(metrics)]
     return found
 
 
-WRONG = {
-    "entropy_collapse": ("train/approx_entropy", lambda step: 0.5 if step < 20 else 0.01, 22),
-    "length_explosion": ("train/mean_gen_tokens_per_sample", lambda step: 200.0 if step < 20 else 1000.0, 22),
-    "length_collapse": ("train/mean_gen_tokens_per_sample", lambda step: 200.0 if step < 20 else 10.0, 22),
-    "mixed_groups": ("train/baseline_reward/pct_mixed", lambda step: 0.7 if step < 20 else 0.0, 22),
-    "kl_blowup": ("train/kl_penalty", lambda step: 0.01 if step < 20 else 3.0, 22),
-    "gradient_spike": ("train/grad_norm", lambda step: 50.0 if step == 20 else 1.0, 20),
-    "clip_fraction": ("train/clip_fraction", lambda step: 0.1 if step < 20 else 0.7, 22),
-    "truncation": ("train/truncation_rate", lambda step: 0.1 if step < 20 else 0.9, 22),
-    "repetition_loops": ("train/repetition_loop_rate", lambda step: 0.02 if step < 20 else 0.3, 22),
-    "reward_hacking": ("validation/accuracy", lambda step: 0.5 if step < 20 else 0.3, 20),
-}
-
-
-@pytest.mark.parametrize("key", WRONG)
-def test_each_fault_is_said_once_when_it_shows(key: str) -> None:
-    metric, curve, step = WRONG[key]
+@pytest.mark.parametrize(
+    ("key", "metric", "curve", "step"),
+    [
+        ("entropy_collapse", "train/approx_entropy", jump(0.5, 0.01), 22),
+        ("length_explosion", "train/mean_gen_tokens_per_sample", jump(200.0, 1000.0), 22),
+        ("length_collapse", "train/mean_gen_tokens_per_sample", jump(200.0, 10.0), 22),
+        ("mixed_groups", "train/baseline_reward/pct_mixed", jump(0.7, 0.0), 22),
+        ("kl_blowup", "train/kl_penalty", jump(0.01, 3.0), 22),
+        ("gradient_spike", "train/grad_norm", jump(1.0, 50.0, until=21), 20),
+        ("clip_fraction", "train/clip_fraction", jump(0.1, 0.7), 22),
+        ("truncation", "train/truncation_rate", jump(0.1, 0.9), 22),
+        ("repetition_loops", "train/repetition_loop_rate", jump(0.02, 0.3), 22),
+        ("reward_hacking", "validation/accuracy", jump(0.5, 0.3), 20),
+    ],
+)
+def test_each_fault_is_said_once_when_it_shows(key, metric, curve, step) -> None:
     assert alarms_of({metric: curve}) == [f"{step} {key}"]
     assert alarms_of({metric: curve}, **{key: None}) == [], "null switches it off"
 
 
-def test_a_healthy_run_has_no_alarm() -> None:
+def test_a_healthy_run_and_a_solved_task_without_entropy_and_mixed_groups_have_no_alarm() -> None:
     assert alarms_of({"validation/accuracy": lambda step: 0.3 + 0.01 * step}) == []
-
-
-def test_a_solved_task_may_lose_entropy_and_mixed_groups() -> None:
-    curves = {
-        "train/approx_entropy": lambda step: 0.5 if step < 20 else 0.001,
-        "train/baseline_reward/pct_mixed": lambda step: 0.7 if step < 20 else 0.02,
-        "train/reward": lambda step: 0.5 if step < 18 else 0.98,
-    }
-    assert alarms_of(curves) == []
+    solved = {"train/approx_entropy": jump(0.5, 0.001), "train/baseline_reward/pct_mixed": jump(0.7, 0.02)}
+    assert alarms_of({**solved, "train/reward": jump(0.5, 0.98, at=18)}) == []
 
 
 def test_a_step_in_which_a_group_teaches_at_last_is_no_spike() -> None:
@@ -72,7 +68,7 @@ def test_a_step_in_which_a_group_teaches_at_last_is_no_spike() -> None:
         "train/reward": lambda step: 0.98,
     }
     assert alarms_of(curves) == []
-    assert alarms_of({**curves, "train/grad_norm": lambda step: 50.0 if step == 30 else 1.0}) == ["30 gradient_spike"]
+    assert alarms_of({**curves, "train/grad_norm": jump(1.0, 50.0, at=30, until=31)}) == ["30 gradient_spike"]
 
 
 def test_the_message_has_the_evidence_and_a_remedy() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,11 @@ def test_the_latest_finished_one_has_sound_training_info_whatever_its_weights(tm
     """What a start prints of a run to resume reads no weights."""
     manager = manager_in(tmp_path)
     assert manager.latest_finished() is None
-    for step in (1, 2, 3, 4):
-        save(manager, step)
-    (tmp_path / "step_2" / SHARD).write_text("damaged")
-    (tmp_path / "step_3" / "training_info.json").write_text("{}")
-    (tmp_path / "step_4" / MANIFEST_NAME).unlink()
-    assert manager.latest_finished() == tmp_path / "step_2"
+    paths = [save(manager, step) for step in (1, 2, 3, 4)]
+    (paths[1] / SHARD).write_text("damaged")
+    (paths[2] / "training_info.json").write_text("{}")
+    (paths[3] / MANIFEST_NAME).unlink()
+    assert manager.latest_finished() == paths[1]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,18 @@ def flip_a_byte(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, name, damage, reason):
-    save(manager_in(tmp_path), 10)
-    save(manager_in(tmp_path), 20)
+    for step in (10, 20):
+        save(manager_in(tmp_path), step)
     damage(tmp_path / "step_20" / name)
-    manager = manager_in(tmp_path)
+    manager = manager_in(tmp_path, keep_top_k=1)
     with caplog.at_level(logging.WARNING):
         assert manager.latest_sound() == tmp_path / "step_10"
-    assert f"step_20 is refused: {name} {reason}" in caplog.text
-    assert "falling back" in caplog.text
+    assert f"step_20 is refused: {name} {reason}" in caplog.text and "falling back" in caplog.text
+    save(manager, 15)
+    assert steps_in(tmp_path) == ["step_15", "step_20"], "the damaged one neither counts nor displaces"
+    assert manager.get_latest_checkpoint_path() == tmp_path / "step_15"
+    save(manager, 20, content="y")
+    assert manager.latest_sound() == tmp_path / "step_20"
 
 
 def test_no_sound_checkpoint_is_an_error_that_lists_all(tmp_path):
@@ -158,19 +162,6 @@ def test_no_sound_checkpoint_is_an_error_that_lists_all(tmp_path):
     said = r"2 checkpoints and none is sound:\n  step_2: .*\n  step_1: .*shard_0.bin"
     with pytest.raises(CheckpointError, match=said):
         manager.latest_sound()
-
-
-def test_after_falling_back_the_damaged_one_neither_counts_nor_displaces(tmp_path):
-    for step in (10, 20):
-        save(manager_in(tmp_path), step)
-    flip_a_byte(tmp_path / "step_20" / SHARD)
-    manager = manager_in(tmp_path, keep_top_k=1)
-    assert manager.latest_sound() == tmp_path / "step_10"
-    save(manager, 15)
-    assert steps_in(tmp_path) == ["step_15", "step_20"]
-    assert manager.get_latest_checkpoint_path() == tmp_path / "step_15"
-    save(manager, 20, content="y")
-    assert manager.latest_sound() == tmp_path / "step_20"
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -194,16 +185,11 @@ def test_a_write_that_raises_leaves_nothing_behind_and_a_full_disk_is_said(tmp_p
     with pytest.raises(kind, match=said):
         manager.start_save(2, write, {}, "", {}).finish()
     assert steps_in(tmp_path) == ["step_1"]
+    with pytest.raises(DiskFullError, match=r"\d{3} bytes are needed and 150 bytes are free.*step_1 is untouched"):
+        save(manager_in(tmp_path, free_bytes=lambda path: 150), 2)
+    assert steps_in(tmp_path) == ["step_1"], "noticed before anything is written"
     save(manager, 2)
     assert manager.latest_sound() == tmp_path / "step_2"
-
-
-def test_too_little_space_is_noticed_before_anything_is_written(tmp_path):
-    save(manager_in(tmp_path), 1)
-    manager = manager_in(tmp_path, free_bytes=lambda path: 150)
-    with pytest.raises(DiskFullError, match=r"\d{3} bytes are needed and 150 bytes are free.*step_1 is untouched"):
-        save(manager, 2)
-    assert steps_in(tmp_path) == ["step_1"]
 
 
 def saves_until(directory: Path, moment: str) -> None:
@@ -241,19 +227,18 @@ def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, be
     process.join(60)
     assert process.exitcode == (0 if moment == "never" else -signal.SIGKILL)
     manager = manager_in(tmp_path)
-    name, content = expected.split()
-    latest = manager.latest_sound()
-    assert latest is not None and latest.name == name
+    latest, content = manager.latest_sound(), expected.split()[1]
+    assert latest is not None and latest.name == expected.split()[0]
     assert (latest / SHARD).read_text() == content * 100
     assert all(path.startswith("step_") for path in steps_in(tmp_path))
 
 
+@dataclass
 class Writing:
     """A write that others bring to its end."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.is_over = False
+    directory: Path
+    is_over: bool = False
 
     def is_done(self) -> bool:
         return self.is_over
@@ -280,8 +265,7 @@ def test_a_save_in_the_background_is_no_checkpoint_until_it_is_finished(tmp_path
         time.sleep(0.01)
     assert path == manager.latest_sound() == tmp_path / "step_2" and pending.seconds > 0
     assert steps_in(tmp_path) == ["step_2"], "keep_top_k holds for it as for others"
-    given_up = manager.start_save(3, start_write, {}, "", {})
-    given_up.discard()
+    manager.start_save(3, start_write, {}, "", {}).discard()
     assert steps_in(tmp_path) == ["step_2"]
     save(manager, 3)
 

@@ -49,8 +49,7 @@ def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
         now += 25.0
         checker.mark_iteration()
         told.append(checker.check_save())
-    # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
-    assert told == [False, False, True, False]
+    assert told == [False, False, True, False]  # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
     now = 0.0
     checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     checker.start_iterations()

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,11 +96,8 @@ def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_proc
 
 
 def test_two_drivers_build_once(project: Path, fake_uv: Path) -> None:
-    threads = [threading.Thread(target=ensure_venv, args=("old", project)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(ensure_venv, ["old"] * 3, [project] * 3))) == 1
     assert num_calls(fake_uv) == 1
 
 
