@@ -15,10 +15,7 @@ from tests.unit.config.test_recipes import dry_run
 
 RECIPES = sorted((CONFIGS / "recipes" / "methods").glob("*.yaml"))
 # Scripts of what is not a run of run_grpo_math.py, and has a twin in examples/configs.
-OTHERS = {
-    "sft-megatron-llama3.1-8b-1n8g": "run_sft",
-    "distillation-megatron-qwen3-1.7b-1n8g": "run_distillation",
-}
+OTHERS = {"sft-megatron-llama3.1-8b-1n8g": "run_sft", "distillation-megatron-qwen3-1.7b-1n8g": "run_distillation"}
 LARGE = ("grpo-llama3.3-70b-instruct-16k-8n8g", "grpo-qwen3-235ba22b-24n8g")
 GRPO = [path for path in RECIPES if path.stem not in OTHERS] + [CONFIGS / f"recipes/llm/{name}.yaml" for name in LARGE]
 

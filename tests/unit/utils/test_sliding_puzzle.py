@@ -4,15 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.utils.sliding_puzzle import (
-    Board,
-    first_moves,
-    is_solved,
-    moves,
-    parse_grid,
-    play,
-    shuffled,
-)
+from nemo_rl.utils.sliding_puzzle import Board, first_moves, is_solved, moves, parse_grid, play, shuffled
 
 
 def solution(board: Board) -> list[str]:
