@@ -1,6 +1,5 @@
 """From a file to a model: defaults, interpolation, errors, and what is not supported yet."""
 
-import logging
 import re
 from pathlib import Path
 
@@ -125,8 +124,7 @@ def test_problems_come_in_reading_order_and_once() -> None:
 
 
 def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, caplog) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = load_config(GRPOMasterConfig, V0_6, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
+    config = load_config(GRPOMasterConfig, V0_6, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
     assert config.policy.make_sequence_length_divisible_by == 1
     assert config.policy.optimizer is not None and config.policy.optimizer.kwargs["eps"] == 1e-8
     assert config.data.train[0].seed == 42 and list(config.env) == ["math", "mine"] and config.logger.monitor_gpus
