@@ -68,18 +68,14 @@ env:
 """
 
 
-def test_today_with_comments_and_without_what_is_default(tmp_path: Path) -> None:
+def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(OLD)
     assert convert(tmp_path / "old.yaml") == NEW
-
-
-def test_a_file_says_what_differs_from_its_parent(tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text(OLD)
     child = "defaults: old.yaml  # mine\ngrpo: {num_generations_per_prompt: 8, seed: 7}\ndata:\n  split: train_1M\n"
     (tmp_path / "child.yaml").write_text(child)
     text = convert(tmp_path / "child.yaml")
     assert text == "defaults: old.yaml  # mine\ngrpo:\n  seed: 7\ndata:\n  train:\n    split: train_1M\n"
     (tmp_path / "new.yaml").write_text(text)
-    (tmp_path / "old.yaml").write_text(convert(tmp_path / "old.yaml"))  # the parent may be converted, too
+    (tmp_path / "old.yaml").write_text(NEW)  # the parent may be converted, too
     config = load_config(GRPOMasterConfig, tmp_path / "new.yaml")
     assert (config.grpo.seed, config.data.train[0].split) == (7, "train_1M")

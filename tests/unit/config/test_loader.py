@@ -9,16 +9,23 @@ import yaml
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import build_config, dump_config, load_config
+from nemo_rl.config.sources import load_tree
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
 from tests.unit.config.run_configs import CONFIGS, MASTERS, MINIMAL, build
 
 V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
 
 
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 def error_of(folder: Path, text: str) -> str:
-    (folder / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config(GRPOMasterConfig, folder / "run.yaml")
+        load_config(GRPOMasterConfig, write(folder, "run.yaml", text))
     return str(error.value).replace(f"{folder}/", "")
 
 
@@ -28,8 +35,7 @@ def test_every_shipped_config_loads_and_reads_back(path: Path, tmp_path: Path) -
     if path.parent.name == "methods" and section not in MASTERS:  # named by their method
         section = "grpo"
     config = load_config(MASTERS[section], path)
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(MASTERS[section], tmp_path / "again.yaml") == config
+    assert load_config(MASTERS[section], write(tmp_path, "again.yaml", dump_config(config))) == config
     if isinstance(config, GRPOMasterConfig) and config.cluster.use_gpus:
         assert config.policy.sequence_packing.enabled
         cut = config.policy.dtensor_cfg
@@ -128,15 +134,13 @@ def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, c
     assert config.policy.make_sequence_length_divisible_by == 1
     assert config.policy.optimizer is not None and config.policy.optimizer.kwargs["eps"] == 1e-8
     assert config.data.train[0].seed == 42 and list(config.env) == ["math", "mine"] and config.logger.monitor_gpus
-    notices = [record.getMessage() for record in caplog.records]
-    assert notices == [
+    assert caplog.messages == [
         "policy.generation.mcore_generation_config: has no effect: it belongs to what is switched off",
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger: has no effect: it only monitors",
         "policy.scheduler_step_per: train_call: NeMo RL's scheduler steps once in each training step",
         "grpo.adv_estimator.std: leave_one_out: NeMo RL divides by the standard deviation of the other samples",
     ]
-    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    assert load_config(GRPOMasterConfig, tmp_path / "config.yaml") == config
+    assert load_config(GRPOMasterConfig, write(tmp_path, "config.yaml", dump_config(config))) == config
 
 
 def test_a_value_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -155,3 +159,52 @@ def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
     config = load_config(GRPOMasterConfig, V0_6, [*on, *decays])
     assert config.checkpointing.model_save_format == "torch_save"
     assert config.policy.megatron_cfg.pipeline_dtype == config.policy.precision == "bfloat16"
+
+
+# -- files
+
+
+def test_children_are_laid_over_parents_and_each_key_keeps_its_place(tmp_path: Path) -> None:
+    """Parents are relative to the file that names them, and the later one wins; `_override_` replaces a section."""
+    root = write(tmp_path, "base/root.yaml", "a:\n  x: 1\n  y: 2\nb: 1\nc: {x: 1}\nd: {x: 1}\n")
+    write(tmp_path, "base/first.yaml", "defaults: root.yaml\nb: 2\n")
+    write(tmp_path, "second.yaml", "b: 3\n")
+    text = "defaults: [base/first.yaml, second.yaml]\na:\n  y: 20\n  z: [1, 2]\n"
+    child = write(tmp_path, "child.yaml", text + "c: {_override_: true, z: 3}\nd: {_override_: false}\n")
+    tree = load_tree(child)
+    assert tree.values == {"a": {"x": 1, "y": 20, "z": [1, 2]}, "b": 3, "c": {"z": 3}, "d": {"x": 1}}
+    assert tree.location(("a", "x")) == Location(str(root), 2)
+    assert tree.location(("a", "y")) == Location(str(child), 3)
+    assert ("c", "x") not in tree.locations
+
+
+SCALARS = {
+    **{"1e-6": 1e-6, "5.0e-6": 5e-6, "1.5": 1.5, "-3": -3, "1_000": 1000, "0": 0, "-.inf": float("-inf")},
+    **{text: text for text in ("01:00:00:00", "10:00:00:00", "2024-01-01", "val:accuracy")},
+    **{"true": True, "null": None, '"1"': "1"},
+}
+
+
+def test_scalars(tmp_path: Path) -> None:
+    text = "a:\n" + "".join(f"  - {scalar}\n" for scalar in SCALARS)
+    found = load_tree(write(tmp_path, "a.yaml", text)).values["a"]
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in SCALARS.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n  x: 1\n  x: 2\n", "run.yaml:3: a.x: written twice in this section, first in line 2"),
+        ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML"),
+        ("- 1\n", "run.yaml:1: the file must hold sections"),
+        ("a: 1\ndefaults: nowhere.yaml\n", "run.yaml:2: defaults: no such file"),
+        (f"defaults: {'x' * 300}\n", "run.yaml:1: defaults: no such file"),
+        ("defaults: true\n", "run.yaml:1: defaults: must be a path or a list of paths (got True)"),
+        ("defaults: run.yaml\n", "inherit from one another"),
+        ("a: &x {b: *x}\n", "run.yaml: cannot be read: an anchor contains itself"),
+        ("a: !!python/object:os.system x\n", "run.yaml:1: not valid YAML"),
+        ("defaults: [{a: 1}]\n", "run.yaml:1: defaults: must be a path"),
+    ],
+)
+def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    assert message in error_of(tmp_path, text)

@@ -30,28 +30,20 @@ def twin(recipe: Path) -> dict[str, Any]:
     """The method of a GRPO recipe on a tiny model: sections that go on top of grpo_math_cpu.yaml."""
     values, policy = load_tree(recipe).values, load_config(GRPOMasterConfig, recipe).policy
     grpo = {key: value for key, value in values["grpo"].items() if key in METHOD_KEYS}
-    sections: dict[str, Any] = {"defaults": str(CONFIGS / "grpo_math_cpu.yaml"), "grpo": grpo}
-    sections["loss_fn"] = dict(values["loss_fn"])
-    needs_reference = sections["loss_fn"]["reference_policy_kl_penalty"] > 0
-    grpo["skip_reference_policy_logprobs_calculation"] = not needs_reference
+    loss = dict(values["loss_fn"])
+    sections: dict[str, Any] = {"defaults": str(CONFIGS / "grpo_math_cpu.yaml"), "grpo": grpo, "loss_fn": loss}
+    grpo["skip_reference_policy_logprobs_calculation"] = loss["reference_policy_kl_penalty"] <= 0
     if "reward_shaping" in grpo:
         grpo["reward_shaping"] |= {"max_response_length": 16, "overlong_buffer_length": 4}
-    if "length_normalizer" in sections["loss_fn"]:
-        sections["loss_fn"]["length_normalizer"] = 16
-    cut = {
-        f"{axis}_parallel_size": 2
-        for axis in ("context", "tensor")
-        if vars(policy.dtensor_cfg)[f"{axis}_parallel_size"] > 1
-    }
+    if "length_normalizer" in loss:
+        loss["length_normalizer"] = 16
+    axes = ("context_parallel_size", "tensor_parallel_size")
+    cut = {axis: 2 for axis in axes if vars(policy.dtensor_cfg)[axis] > 1}
     if policy.megatron_cfg.enabled:  # stages and experts on four ranks, and an engine apart
         sections["defaults"] = str(CONFIGS / "grpo_math_megatron_cpu.yaml")
         cut = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
-        apart = {"enabled": False, "resources": {"cpu_workers_per_node": 1}}
-        sections["policy"] = {
-            "model_name": "tiny:arithmetic-moe",
-            "megatron_cfg": cut,
-            "generation": {"colocated": apart},
-        }
+        apart = {"colocated": {"enabled": False, "resources": {"cpu_workers_per_node": 1}}}
+        sections["policy"] = {"model_name": "tiny:arithmetic-moe", "megatron_cfg": cut, "generation": apart}
         sections["cluster"] = {"cpu_workers_per_node": 5}
     elif cut:
         sections["policy"] = {"dtensor_cfg": cut, "sequence_packing": {"enabled": True}}
@@ -74,9 +66,8 @@ def test_a_twin_loads_with_the_method_of_its_recipe(recipe, tmp_path) -> None:
     assert small.policy.megatron_cfg.enabled == large.policy.megatron_cfg.enabled
     for key in ("async_grpo", "adv_estimator", "use_dynamic_sampling"):
         assert vars(small.grpo)[key] == vars(large.grpo)[key], key
-    assert small.loss_fn.model_dump(exclude={"length_normalizer"}) == large.loss_fn.model_dump(
-        exclude={"length_normalizer"}
-    )
+    of_small, of_large = (config.loss_fn.model_dump(exclude={"length_normalizer"}) for config in (small, large))
+    assert of_small == of_large
 
 
 def grpo(name: str) -> GRPOMasterConfig:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, get_type_hints
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError
@@ -47,12 +48,12 @@ class Machine(StrictModel):
     ],
 )
 def test_a_violated_rule_names_its_key_and_the_remedy(values: dict[str, Any], problem: str | None) -> None:
-    if problem is None:
+    found = None
+    try:
         build_config(Machine, {"engine": values})
-        return
-    with pytest.raises(ConfigError) as raised:
-        build_config(Machine, {"engine": values})
-    assert str(raised.value) == problem
+    except ConfigError as error:
+        found = str(error)
+    assert found == problem
 
 
 def models_below(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
@@ -98,15 +99,11 @@ def test_every_rule_names_keys_that_exist(run: type[BaseModel]) -> None:
 
 
 def test_every_section_knows_its_key() -> None:
-    values = {
-        "distillation": {"val_period": 0},
-        "policy": {"model_name": "a", "train_global_batch_size": 128},
-        "teachers": {"x": {"model_name": "b"}},
-        "checkpointing": {"enabled": False},
-        "data": {"train": {"dataset_name": "arithmetic"}},
-        "env": {"math": {"type": "math"}},
-    }
-    config = build_config(MASTERS["distillation"], values)
+    values = """
+    {distillation: {val_period: 0}, policy: {model_name: a, train_global_batch_size: 128}, env: {math: {type: math}},
+    teachers: {x: {model_name: b}}, checkpointing: {enabled: false}, data: {train: {dataset_name: arithmetic}}}
+    """
+    config = build_config(MASTERS["distillation"], yaml.safe_load(values))
     for copied in (config, pickle.loads(pickle.dumps(config)), config.model_copy(update={"teacher": None})):
         assert copied.policy.key("model_name") == "policy.model_name"
         assert copied.policy.generation.vllm_cfg.key("precision") == "policy.generation.vllm_cfg.precision"
