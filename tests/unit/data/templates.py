@@ -71,6 +71,31 @@ TEMPLATES = {
     ),
 }
 
+TOOL_NAMES = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
+TOOLS = TOOL_NAMES.replace("tool.name + ';'", "'[tool]' + (tool | tojson)") + chat(IN_BRACKETS, "[assistant]")
+CALLS_OR_CONTENT = chat(  # CALLS: how the calls are written
+    CHATML_ROLE + "{%- if m.tool_calls -%}{{- '<tool_call>' + CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}",
+    CHATML_HEADER + "<think>\\n",
+)
+TEMPLATES_OF_FEW_ROLES = {
+    "only_users": chat(
+        "{%- if m.role not in ('user', 'assistant') -%}{{- raise_exception('role') -}}{%- endif -%}" + IN_BRACKETS,
+        "[assistant]",
+    ),
+    # as Qwen 3
+    "tools_as_users": chat(
+        "{%- if m.role == 'tool' -%}"
+        "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}"
+        f"{{%- else -%}}{CHATML_ROLE + CHATML_TEXT + NEWLINE}{{%- endif -%}}",
+        CHATML_HEADER,
+    ),
+    # as GLM 4: the header of the next speaker ends a turn
+    "next_header_ends": chat(
+        "{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content -}}", "<|im_end|>", LLAMA3_BEGIN
+    ),
+}
+
 
 def tokenizer_with(template):
     tokenizer = build_tiny_tokenizer()

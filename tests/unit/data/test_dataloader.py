@@ -44,27 +44,8 @@ def mixed(sizes, weights, batch_size, *, seed=3, **options):
     return PromptDataLoader(dataset(*sizes, weights=weights), batch_size, seed=seed, **options)
 
 
-class Rows:
-    """A table that is streamed, with the interface of `datasets.IterableDataset`."""
-
-    place = 0
-
-    def __init__(self, size):
-        self.size = size
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.size)
-
-    def __iter__(self):
-        while self.place < self.size:
-            self.place += 1
-            yield {"x": self.place - 1}
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state_dict):
-        self.place = state_dict["place"]
+def rows(size):
+    return datasets.Dataset.from_list([{"x": i} for i in range(size)]).to_iterable_dataset()
 
 
 def streamed(table, name, convert=dict):
@@ -102,7 +83,7 @@ class OfExamples(ExampleLoader):
 
 
 def of_streams(block, batch_size, **options):
-    streams = [streamed(Rows(10), "a"), streamed(Rows(3), "b"), streamed(Rows(3), "c")]
+    streams = [streamed(rows(size), name) for name, size in (("a", 10), ("b", 3), ("c", 3))]
     return StreamedPrompts(streams, batch_size, shuffle_block=block, **options)
 
 
@@ -238,7 +219,7 @@ def test_weights_are_for_all_training_datasets_or_for_none(train, validation, me
 
 
 def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
-    source = StreamedPrompts([streamed(Rows(30), "a"), streamed(Rows(10), "b")], 5, shuffle_block=15)
+    source = StreamedPrompts([streamed(rows(30), "a"), streamed(rows(10), "b")], 5, shuffle_block=15)
     first, second = ([*chain(*ids(source))] for _ in range(2))
     a, b = [f"a:{i}" for i in range(30)], [f"b:{i}" for i in range(10)]
     assert sorted(first) == sorted(second) == sorted(a + b)

@@ -15,15 +15,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
 from tests.conversations import answered, assistant, user
-from tests.unit.data.templates import (
-    CHATML_HEADER,
-    CHATML_ROLE,
-    IN_BRACKETS,
-    TEMPLATES,
-    chat,
-    render_chat,
-    tokenizer_with,
-)
+from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, TOOLS, chat, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents})
@@ -54,7 +46,6 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
 
 
 ASKED = user("1+1")
-TOOL_NAMES = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
 
 
 def written(log, tokenizer, **kwargs):
@@ -119,18 +110,13 @@ def test_tool_calls_names_and_tools_reach_the_template():
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-CALL_TEMPLATE = chat(
-    CHATML_ROLE + "{%- if m.tool_calls -%}{{- '<tool_call>' + CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}",
-    CHATML_HEADER + "<think>\\n",
-)
 
 
 @pytest.mark.parametrize("calls", ["(m.tool_calls | tojson)", "m.tool_calls[0].function.arguments"])  # as a text
 def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
     """The header that a prompt gives ends with `<think>`, and the calls begin with the same two characters."""
     log = [ASKED, CALL, {"role": "tool", "content": "2"}, assistant("2")]
-    _, call, *rest = written(log, tokenizer_with(CALL_TEMPLATE.replace("CALLS", calls)), add_generation_prompt=True)
+    _, call, *rest = written(log, tokenizer_with(CALLS_OR_CONTENT.replace("CALLS", calls)), add_generation_prompt=True)
     assert call.startswith("<tool_call>") and call.endswith(("}<|im_end|>", "]<|im_end|>"))
     assert rest == ["<|im_start|>tool\n2<|im_end|>", "2<|im_end|>"]
 
@@ -184,13 +170,12 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
 
 # -- tools of rows
 
-TOOLS = "{%- for tool in tools or [] -%}{{- '[tool]' + (tool | tojson) -}}{%- endfor -%}"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ROW = {"problem": "1+1", "expected_answer": "2", "messages": answered("2")}
 
 
 def prompt(row, spec=None, processor=math_hf_data_processor):
-    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(chat(IN_BRACKETS, "[assistant]", TOOLS)), None, 0)
+    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(TOOLS), None, 0)
     return "".join(message["content"] for message in datum["message_log"]), datum["extra_env_info"]
 
 

@@ -9,51 +9,22 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.setup.preflight import check_turns
 from nemo_rl.data.chat.messages import ObservationRenderer
-from tests.unit.data.templates import (
-    CHATML_HEADER,
-    CHATML_ROLE,
-    CHATML_TEXT,
-    IN_BRACKETS,
-    LLAMA3_BEGIN,
-    NEWLINE,
-    TEMPLATES,
-    chat,
-    render_chat,
-    tokenizer_with,
-)
+from tests.unit.data.templates import TEMPLATES, TEMPLATES_OF_FEW_ROLES, render_chat, tokenizer_with
 
-ONLY_USERS = chat(
-    "{%- if m.role not in ('user', 'assistant') -%}{{- raise_exception('role') -}}{%- endif -%}" + IN_BRACKETS,
-    "[assistant]",
-)
-TOOLS_AS_USERS = chat(  # as Qwen 3
-    "{%- if m.role == 'tool' -%}"
-    "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}"
-    f"{{%- else -%}}{CHATML_ROLE + CHATML_TEXT + NEWLINE}{{%- endif -%}}",
-    CHATML_HEADER,
-)
-NEXT_HEADER_ENDS = chat(  # as GLM 4: the header of the next speaker ends a turn
-    "{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content -}}", "<|im_end|>", LLAMA3_BEGIN
-)
-KEEPING = {name: (TEMPLATES[name], "<eos>") for name in ("plain", "default_system", "demands_a_user")} | {
-    "chatml": (TEMPLATES["chatml"], "<|im_end|>"),
-    "llama3": (TEMPLATES["llama3"], "<|eot_id|>"),
-    "only_users": (ONLY_USERS, "<eos>"),
-    "tools_as_users": (TOOLS_AS_USERS, "<|im_end|>"),
-    "next_header_ends": (NEXT_HEADER_ENDS, "<|im_start|>"),
-    "no_generation_prompt": (TEMPLATES["system_in_last_user"], "<eos>"),
-}
+ALL = TEMPLATES | TEMPLATES_OF_FEW_ROLES
+ENDS = dict.fromkeys(["plain", "default_system", "demands_a_user", "only_users", "system_in_last_user"], "<eos>")
+ENDS |= {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "tools_as_users": "<|im_end|>"}
+ENDS["next_header_ends"] = "<|im_start|>"
 words = st.text(st.sampled_from("ab1<>é "), min_size=1, max_size=6).map(lambda text: f"x{text}y")
 turns = st.lists(
     st.tuples(words, st.booleans(), st.sampled_from(["environment", "tool", "user"]), words), min_size=1, max_size=3
 )
 
 
-@pytest.mark.parametrize("name", list(KEEPING))
-def test_the_model_sees_what_the_template_writes_in_every_turn(name):
+@pytest.mark.parametrize(("name", "end"), ENDS.items())
+def test_the_model_sees_what_the_template_writes_in_every_turn(name, end):
     """Whether the model ended a turn itself or a stop string did."""
-    template, end = KEEPING[name]
-    tokenizer = tokenizer_with(template)
+    tokenizer = tokenizer_with(ALL[name])
     render = ObservationRenderer(tokenizer)
 
     def tokens(text: str) -> list[int]:
@@ -70,8 +41,8 @@ def test_the_model_sees_what_the_template_writes_in_every_turn(name):
             sampled = tokens(answer + end if ended else answer)
             seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)[0]
             conversation += [{"role": "assistant", "content": answer}, {"role": render.role(role), "content": said}]
-            assert tokenizer.decode(seen) == render_chat(conversation, tokenizer, add_generation_prompt=True)
-            assert seen == tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))
+            text = render_chat(conversation, tokenizer, add_generation_prompt=True)
+            assert tokenizer.decode(seen) == text and seen == tokens(text)
 
     check()
 
@@ -80,7 +51,7 @@ def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
     said = {"role": "tool", "content": "42 "}
     shown = {}
     for name in ("tools_as_users", "chatml", "only_users"):
-        tokenizer = tokenizer_with(KEEPING[name][0])
+        tokenizer = tokenizer_with(ALL[name])
         shown[name] = tokenizer.decode(ObservationRenderer(tokenizer)(said, sampled=[])[0])
     assert "<tool_response>\n42 \n</tool_response>" in shown["tools_as_users"]
     assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
