@@ -28,7 +28,7 @@ def chrome():
 
 @pytest.fixture
 def browser(chrome: Browser):
-    """A browser in whose console a test leaves no error."""
+    """A test leaves no error in its console."""
     chrome.errors.clear()
     yield chrome
     assert chrome.errors == []
@@ -53,12 +53,6 @@ def test_the_page_holds_every_metric_of_every_step(run):
     assert rewards[0] is None and rewards[12] == pytest.approx(0.9502129) and losses[-1] == "nan"
 
 
-def test_json_in_a_script_ends_nothing():
-    text = script_json({"answer": EVIL})
-    assert "<" not in text and ">" not in text and text.isascii()
-    assert json.loads(text)["answer"] == EVIL
-
-
 def test_a_browser_draws_the_curves_and_zooms(run, browser: Browser):
     browser.open(write_report([run]), "#curves")
     browser.wait("document.querySelectorAll('#main-curves svg path.curve').length >= 5")
@@ -72,7 +66,9 @@ def test_a_browser_draws_the_curves_and_zooms(run, browser: Browser):
     browser.wait(f"{labels}.includes(' 10')")
 
 
-def test_the_policy_of_the_page_stops_a_script_that_came_in(run, browser: Browser):
+def test_json_in_a_script_ends_nothing_and_the_policy_of_the_page_stops_a_script_that_came_in(run, browser: Browser):
+    text = script_json({"answer": EVIL})
+    assert "<" not in text and ">" not in text and text.isascii() and json.loads(text)["answer"] == EVIL
     path = write_report([run])
     path.write_text(path.read_text().replace("</body>", "<script>document.title = 'taken'</script></body>"))
     browser.open(path)
@@ -204,14 +200,12 @@ def test_two_runs_side_by_side(tmp_path, browser: Browser):
     runs = [write_run(tmp_path / "exp_000"), write_run(tmp_path / "exp_001", seed=7)]
     for run in runs:
         write_samples(run, 2, 2)
-    path = write_report(runs, tmp_path / "compare" / "report.html")
-    browser.open(path, "#config")
-    first = browser.texts("tbody tr:first-child > *")[:3]
-    assert first == ["grpo.seed", "42", "7"]
+    browser.open(write_report(runs, tmp_path / "compare" / "report.html"), "#config")
+    assert browser.texts("tbody tr:first-child > *")[:3] == ["grpo.seed", "42", "7"]
     browser.click("#tab-samples")
     browser.wait_for("#sample .t", 4)  # from a folder that is not the page's
     browser.click("#tab-curves")
-    browser.wait("document.querySelectorAll('#main-curves .card > svg')[1].querySelectorAll('path.curve').length === 2")
+    browser.wait(f"{PLOTS}[1].querySelectorAll('path.curve').length === 2")
 
 
 @pytest.mark.parametrize("metrics", [{"train/loss": 0.5, "validation/val_loss": 0.4}, {"train/loss": "Infinity"}, {}])

@@ -27,7 +27,7 @@ def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
     return RunRecorder(ReportConfig(**keys), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text
 
 
-def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
+def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_path):
     samples = [sample_meta("g/0", 1.0), sample_meta("g/1", 0.0, status=SampleStatus.FAILED), sample_meta("g/2", 0.25)]
     group, dropped = handle(*samples), handle(sample_meta("h/0", 1.0), name="h", prompt="p:2")
     # Then a branch of a sample, and a copy of a row that fills up the step.
@@ -36,14 +36,9 @@ def test_the_outcome_of_every_group_is_written_from_metadata(tmp_path):
     plan = BatchPlan(groups=[None], ranks=[RankPlan(train=[[batch]], logprobs=[batch])])
     own.groups(4, [dropped, group], [group], plan)
     line = json.loads((tmp_path / "groups.jsonl").read_text())
-    assert line["step"] == 4
-    assert line["groups"][0]["advantages"] == []
+    assert line["step"] == 4 and line["groups"][0]["advantages"] == []
     numbers = {"rewards": [1.0, None, 0.25], "lengths": [6, 0, 6], "turns": [1, 0, 1], "advantages": [1.5, 0.0, -0.5]}
     assert line["groups"][1] == {"id": "g", "prompt": "p:1", "task": "math", "status": "cfc", **numbers}
-
-
-def test_the_times_of_the_phases_are_written(tmp_path):
-    own, _ = recorder(tmp_path)
     with own.phase("generation"), own.phase("inner"):
         pass
     own.finish(1)
@@ -72,17 +67,13 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
 
 
 def test_groups_are_summed_by_task_and_of_a_step_that_ran_twice_the_later_counts(tmp_path):
-    def group(task, rewards, status="cc"):
-        return {"id": "g", "prompt": "p", "task": task, "rewards": rewards, "lengths": [2, 4], "status": status}
-
+    group = {"id": "g", "prompt": "p", "task": "a", "lengths": [2, 4], "status": "tf"}
     for step, rewards in ((1, [9.0, 9.0]), (2, [1.0, None]), (1, [-1.0, -3.0])):
-        append(tmp_path / "groups.jsonl", step=step, groups=[group("a", rewards, "tf")])
+        append(tmp_path / "groups.jsonl", step=step, groups=[{**group, "rewards": rewards}])
     found = write_data(tmp_path, tmp_path / "report.html", "")
     (row,) = found["tasks"]
-    assert row == {
-        "task": "a", "groups": 2, "samples": 4, "first": -2.0, "last": 1.0, "dead": 0.5, "tokens": 3.0,
-        "truncated": 0.5, "failed": 0.5,
-    }  # fmt: skip
+    shares = {"dead": 0.5, "truncated": 0.5, "failed": 0.5, "tokens": 3.0}
+    assert row == {"task": "a", "groups": 2, "samples": 4, "first": -2.0, "last": 1.0, **shares}
     assert found["prompts"] == [{"prompt": "p", "groups": 2, "dead": 1, "reward": -0.5}]
 
 

@@ -16,19 +16,13 @@ ROOT = Path(__file__).parents[3]
 RAYJOB = ROOT / "deploy/kuberay/rayjob.yaml"
 
 
-def test_the_manifests_are_sound_and_describe_the_same_cluster():
+def test_the_manifests_describe_the_same_cluster_and_the_command_and_the_ray_of_the_job_fit_this_package():
     job, cluster = check(RAYJOB), check(ROOT / "deploy/kuberay/raycluster.yaml")
-    assert isinstance(job, RayJob)
-    assert isinstance(cluster, RayCluster)
+    assert isinstance(job, RayJob) and isinstance(cluster, RayCluster)
     assert job.spec.rayClusterSpec == cluster.spec
-
-
-def test_the_command_of_the_job_loads_and_its_ray_is_one_that_this_package_runs_on():
-    job = check(RAYJOB)
-    assert isinstance(job, RayJob) and job.spec.rayClusterSpec is not None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (ray,) = [req for text in project["dependencies"] if (req := Requirement(text)).name == "ray"]
-    assert job.spec.rayClusterSpec.rayVersion in ray.specifier
+    assert cluster.spec.rayVersion in ray.specifier
     words = shlex.split(job.spec.entrypoint)
     assert words[:5] == ["cd", "/opt/nemo-rl", "&&", "uv", "run"], "the image has the clone there"
     assert (ROOT / words[5]).is_file()
@@ -63,8 +57,7 @@ def test_a_mistake_is_one_clear_line(tmp_path, old, new, message):
 
 
 def test_kueue_needs_a_job_that_deletes_its_cluster(tmp_path):
-    manifest = tmp_path / "job.yaml"
-    text = RAYJOB.read_text().replace("  # labels:", "  labels:")
+    text, manifest = RAYJOB.read_text().replace("  # labels:", "  labels:"), tmp_path / "job.yaml"
     manifest.write_text(text)
     check(manifest)
     manifest.write_text(text.replace("  shutdownAfterJobFinishes: true\n  ttlSecondsAfterFinished: 600\n", ""))

@@ -53,10 +53,9 @@ def steps_in(directory: Path) -> list[str]:
 def test_a_saved_checkpoint_is_complete_and_readable(tmp_path):
     manager = manager_in(tmp_path / "new" / "dir")
     path = save(manager, 3, train__reward=0.5, train__loss=float("nan"))
-    assert path.name == "step_3"
-    assert (path / "config.yaml").read_text() == "seed: 1\n"
-    info = manager.load_training_info(path)
-    assert info == {"current_step": 3, "metrics": {"train/reward": 0.5, "train/loss": "NaN"}}
+    assert path.name == "step_3" and (path / "config.yaml").read_text() == "seed: 1\n"
+    metrics = {"train/reward": 0.5, "train/loss": "NaN"}
+    assert manager.load_training_info(path) == {"current_step": 3, "metrics": metrics}
     assert manager.get_resume_paths(path) == (path / "policy" / "weights", path / "policy" / "optimizer")
     shards = [f"policy/{part}/shard_0.bin" for part in ("optimizer", "weights")]
     assert sealed_names(path) == ["config.yaml", *shards, "training_info.json"] and sealed_names(tmp_path) == []
@@ -271,11 +270,9 @@ def test_a_save_in_the_background_is_no_checkpoint_until_it_is_finished(tmp_path
 def test_what_a_living_process_is_writing_is_left_alone(tmp_path):
     writer = manager_in(tmp_path)
     tmp = writer.init_tmp_checkpoint(5, {}, "")
-    other = manager_in(tmp_path)
-    assert tmp.is_dir()
     with pytest.raises(CheckpointError, match="two runs share one directory"):
-        save(other, 5)
-    assert writer.finalize_checkpoint(tmp) == tmp_path / "step_5"
+        save(manager_in(tmp_path), 5)
+    assert tmp.is_dir() and writer.finalize_checkpoint(tmp) == tmp_path / "step_5"
 
 
 def test_identity_lists_every_difference():

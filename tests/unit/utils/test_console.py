@@ -51,11 +51,6 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
 STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
 
 
-def test_samples_of_older_weights_disagree_by_design():
-    assert alarms(STALE) == []
-    assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
-
-
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
@@ -70,6 +65,8 @@ def test_samples_of_older_weights_disagree_by_design():
     ],
 )
 def test_alarms(metrics, text):
+    assert alarms(STALE) == [], "samples of older weights disagree by design"
+    assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
     (alarm,) = alarms(metrics)
     assert text in alarm
     file = io.StringIO()
@@ -78,8 +75,7 @@ def test_alarms(metrics, text):
 
 
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
-    said = (("2+2?", "[red]4\x1b[2J\x07"), ("3+3?", "6"))
-    logs = [answered(answer, asked) for asked, answer in said]
+    logs = [answered("[red]4\x1b[2J\x07", "2+2?"), answered("6", "3+3?")]
     plain, live = io.StringIO(), io.StringIO()
     RunConsole(num_steps=1, file=plain).show_samples(logs, [1.0, 0.0], title="validation at step 5")
     assert "validation at step 5, sample 1, reward 1.0000" in plain.getvalue()

@@ -12,12 +12,9 @@ from nemo_rl.utils.seeds import load_rng_state, make_deterministic, sample_seed,
 from tests.worlds import run_world
 
 
-def test_sample_seed_is_fixed_for_ever():
+def test_the_seed_of_a_sample_is_fixed_for_ever_and_every_part_of_the_sample_enters():
     # A change of this value breaks the exact resume of runs that exist.
     assert sample_seed(42, 3, "gsm8k:17", 1, 0) == 8075391773274398054
-
-
-def test_every_part_of_the_sample_enters():
     samples = product((0, 1), (1, 11), ("a:1", "a:11", "a:1,1", 'a:1",1', "\ud800"), (0, 1, 11), (0, 1))
     seeds = [sample_seed(*sample) for sample in samples]
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 5 * 3 * 2
@@ -30,13 +27,12 @@ def draws() -> list[float]:
 
 
 def test_equal_seeds_give_equal_draws():
+    def seeded(seed: int) -> list[float]:
+        seed_everything(seed)
+        return draws()
+
     large = 2**40 + 2**32 + 5  # more than numpy's legacy generator takes
-    seed_everything(large)
-    first = draws()
-    seed_everything(large)
-    assert draws() == first
-    seed_everything(6)
-    assert draws() != first
+    assert seeded(large) == seeded(large) != seeded(6)
 
 
 def test_operators_without_a_fixed_order_are_refused():

@@ -3,7 +3,7 @@ import pytest
 from nemo_rl.utils.timer import TimeoutChecker, Timer, parse_duration_s
 
 
-def test_measurements_add_up_by_label():
+def test_measurements_add_up_by_label_and_misuse_is_an_error():
     now = 100.0
     timer = Timer(lambda: now)
     for seconds in (1.0, 3.0):
@@ -17,10 +17,6 @@ def test_measurements_add_up_by_label():
     assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
     timer.reset()
     assert timer.get_timing_metrics() == {}
-
-
-def test_misuse_is_an_error():
-    timer = Timer()
     timer.start("a")
     with pytest.raises(ValueError, match="'a' is running already"):
         timer.start("a")
@@ -40,16 +36,15 @@ def test_durations():
 
 
 def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
-    now = 0.0
+    now, told = 0.0, []
     checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     now = 20.0
     checker.start_iterations()
-    told = []
     for _ in range(4):
         now += 25.0
         checker.mark_iteration()
         told.append(checker.check_save())
-    assert told == [False, False, True, False]  # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
+    assert told == [False, False, True, False]  # of 100 s, an iteration taking 25 s
     now = 0.0
     checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     checker.start_iterations()

@@ -5,8 +5,7 @@ import pytest
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.tokenizer import get_tokenizer
-
-MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+from tests.conversations import answered
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def load(path, chat_template="default", **kwargs):
 
 
 def render(tokenizer, **kwargs):
-    return tokenizer.apply_chat_template(MESSAGES, tokenize=False, **kwargs)
+    return tokenizer.apply_chat_template(answered("b", "a"), tokenize=False, **kwargs)
 
 
 def test_a_template_as_text_or_file(saved, tmp_path):
@@ -47,9 +46,7 @@ def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path
 def test_a_missing_pad_token_becomes_the_end_token_and_is_said(saved, tmp_path, caplog):
     build_tiny_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config["pad_token"] = None
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
     tokenizer = load(tmp_path)
     assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
     assert "no pad token" in caplog.text

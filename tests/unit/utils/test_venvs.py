@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.venvs import (
-    VenvBuildError,
-    ensure_venv,
-    find_project_root,
-    python_executable_for,
-    unmet_requirements,
-)
-
-needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+from nemo_rl.utils import venvs
+from nemo_rl.utils.venvs import VenvBuildError, ensure_venv, find_project_root, python_executable_for
 
 PYPROJECT = """\
 [project]
@@ -27,9 +20,7 @@ dependencies = []
 [project.optional-dependencies]
 old = ["six==1.16.0"]
 new = ["six==1.17.0"]
-here = ["pytest>=1", "nowhere-at-all>=3; sys_platform == 'win32'"]
 broken = ["pytest>=1", "six==0.0.0.1"]
-empty = []
 [tool.uv]
 package = false
 conflicts = [[{ extra = "old" }, { extra = "new" }]]
@@ -49,8 +40,7 @@ def fake_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A uv that makes an empty environment and counts its calls in `calls`; with `fail` beside it, it prints that."""
     folder = tmp_path / "fake_bin"
     folder.mkdir()
-    script = folder / "uv"
-    script.write_text(
+    (folder / "uv").write_text(
         f"""#!/bin/sh
 echo "$@" >> {folder}/calls
 if [ -f {folder}/fail ]; then mkdir -p "$UV_PROJECT_ENVIRONMENT"; cat {folder}/fail >&2; exit 2; fi
@@ -59,20 +49,19 @@ echo "Resolved 1 package in 1ms" >&2
 mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && ln -s {sys.executable} "$UV_PROJECT_ENVIRONMENT/bin/python"
 """
     )
-    script.chmod(0o755)
+    (folder / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
 
 def num_calls(fake_uv: Path) -> int:
-    calls = fake_uv / "calls"
-    return len(calls.read_text().splitlines()) if calls.exists() else 0
+    return len((fake_uv / "calls").read_text().splitlines())
 
 
 def test_the_projects_own_extras_are_found() -> None:
     assert (find_project_root() / "pyproject.toml").is_file()
     with pytest.raises(ValueError, match=r"no extra 'vlm': it has \[.*'vllm'"):
-        unmet_requirements("vlm", find_project_root())
+        venvs.unmet_requirements("vlm", find_project_root())
 
 
 def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_process(
@@ -122,7 +111,7 @@ def test_without_uv(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ensure_venv("old", project)
 
 
-@needs_uv
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
 def test_failing_package_is_named_by_the_real_uv(project: Path) -> None:
     text = PYPROJECT.replace("six==0.0.0.1", f"unbuildable @ file://{project}/unbuildable")
     (project / "pyproject.toml").write_text(text)
