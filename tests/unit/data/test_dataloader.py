@@ -63,7 +63,7 @@ class FakePool:
 
     def finish(self, pending):
         self.finished += 1
-        metas = [ExampleMeta(prompt.prompt_id, 0, lengths=(3,), num_loss_tokens=1) for prompt in pending]
+        metas = [ExampleMeta(prompt_id=i, index=0, lengths=(3,), num_loss_tokens=1) for i in ids([pending])[0]]
         return [ExampleHandle(ref=None, rows=[meta]) for meta in metas]
 
 

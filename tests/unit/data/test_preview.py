@@ -21,7 +21,8 @@ def shown(tokenizer, lengths, num_shown, note=""):
     def make(prompt):
         name, length = prompt.prompt_id, lengths[prompt.idx]
         long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"}
-        meta = ExampleMeta(name, 0, (length,), num_loss_tokens=1, **(long if length > 9 else {}))
+        keys = {"prompt_id": name, "index": 0, "lengths": (length,), "num_loss_tokens": 1}
+        meta = ExampleMeta(**keys, **(long if length > 9 else {}))
         ids = np.array(tokenizer("11", add_special_tokens=False)["input_ids"])
         return [Example(sample_id="d:0", token_ids=ids, token_mask=np.array([False, True]))], meta
 
