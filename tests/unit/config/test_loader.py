@@ -55,18 +55,14 @@ def test_defaults_that_follow_other_keys() -> None:
 
 
 def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> None:
-    config = build_config(
-        GRPOMasterConfig,
-        {
-            **MINIMAL,
-            "env": {"math": {"num_workers": 2}, "maze": {"size": 5}, "mine": {"type": "pkg.mod:Env"}},
-            "data": {
-                "default": {"env_name": "mine", "prompt_file": "p.txt"},
-                "train": [{"dataset_name": "a"}, {"dataset_name": "b", "env_name": "math"}],
-                "validation": {"dataset_name": "c", "prompt_file": None},
-            },
-        },
-    )
+    text = """
+    env: {math: {num_workers: 2}, maze: {size: 5}, mine: {type: "pkg.mod:Env"}}
+    data:
+      default: {env_name: mine, prompt_file: p.txt}
+      train: [{dataset_name: a}, {dataset_name: b, env_name: math}]
+      validation: {dataset_name: c, prompt_file: null}
+    """
+    config = build_config(GRPOMasterConfig, {**MINIMAL, **yaml.safe_load(text)})
     assert [dataset.env_name for dataset in config.data.train] == ["mine", "math"]
     assert config.data.validation is not None
     assert [rows[0].prompt_file for rows in (config.data.train, config.data.validation)] == ["p.txt", None]

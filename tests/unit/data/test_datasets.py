@@ -57,10 +57,8 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
 
 def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
     def texts(**keys):
-        return [
-            None if rows is None else [row["problem"] for row in rows]
-            for rows in load_rows(dataset(data_path=jsonl, **COLUMNS, **keys))
-        ]
+        tables = load_rows(dataset(data_path=jsonl, **COLUMNS, **keys))
+        return [rows and [row["problem"] for row in rows] for rows in tables]
 
     train, held_out = texts(split_validation_size=0.25, seed=3)
     assert len(held_out) == 5 and sorted(train + held_out) == sorted(row["question"] for row in ROWS)
@@ -118,13 +116,10 @@ def test_datasets_by_registration_and_import_path(monkeypatch):
 
 def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
     keys = {"data_path": jsonl, **COLUMNS}
-    cfg = data_config(
-        dataset(dataset_name="arithmetic", kwargs={"num_samples": 5}),
-        dataset(**keys, repeat=2, env_name="other", split_validation_size=0.1),
-        dataset(**keys),
-        validation=[dataset(dataset_name="arithmetic", split="validation")],
-    )
-    setup = setup_data(cfg)
+    sums, twice = {"num_samples": 5}, {"repeat": 2, "env_name": "other", "split_validation_size": 0.1}
+    train = [dataset(dataset_name="arithmetic", kwargs=sums), dataset(**keys, **twice), dataset(**keys)]
+    validation = [dataset(dataset_name="arithmetic", split="validation")]
+    setup = setup_data(data_config(*train, validation=validation))
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
     assert len(setup.train) == len(ids) == 5 + 2 * 18 + 20

@@ -20,9 +20,8 @@ MATH = {"problem": "Half of one?", "level": "Level 1", "type": "Algebra", "solut
 
 
 def rows_of(name, path, seed=42):
-    return EVAL_DATASETS[name].load(
-        DatasetConfig(dataset_name=name, data_path=path, seed=seed, processor="", env_name="")
-    )
+    cfg = DatasetConfig(dataset_name=name, data_path=path, seed=seed, processor="", env_name="")
+    return EVAL_DATASETS[name].load(cfg)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import pytest
 import yaml
+from pydantic import create_model
 
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config
@@ -11,14 +12,8 @@ class Policy(StrictModel):
     max_total_sequence_length: int = 64
 
 
-class SFTRun(StrictModel):
-    policy: Policy = Policy()
-    data: ExampleDataConfig
-
-
-class DPORun(StrictModel):
-    policy: Policy = Policy()
-    data: PreferenceDataConfig
+SFTRun = create_model("SFTRun", __base__=StrictModel, policy=(Policy, Policy()), data=ExampleDataConfig)
+DPORun = create_model("DPORun", __base__=StrictModel, policy=(Policy, Policy()), data=PreferenceDataConfig)
 
 
 def sft(overrides=(), **data):

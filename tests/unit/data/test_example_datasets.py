@@ -75,27 +75,18 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 
 
 def test_openai_format_keeps_tools_and_calls():
-    row = {
-        "messages": [
-            user("1+1"),
-            assistant(None, tool_calls=[CALL], name=None),
-            {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c1"},
-            assistant("It is 2."),
-        ],
-        "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
-        "system": "Be brief.",
-        "id": 7,
-    }
-    found = chat_row(row, system_key="system")
+    tools, result = [{"type": "function", "function": {"name": "add"}}], {"role": "tool", "tool_call_id": "c1"}
+    called = [assistant(None, tool_calls=[CALL], name=None), {**result, "content": [{"type": "text", "text": "2"}]}]
+    row = {"messages": [user("1+1"), *called, assistant("It is 2.")], "tools": json.dumps(tools)}
+    found = chat_row({**row, "system": "Be brief.", "id": 7}, system_key="system")
     assert found["messages"] == [
         {"role": "system", "content": "Be brief."},
         user("1+1"),
         {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]},
-        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {**result, "content": "2"},
         assistant("It is 2."),
     ]
-    assert found["tools"] == [{"type": "function", "function": {"name": "add"}}]
-    assert found["id"] == 7
+    assert (found["tools"], found["id"]) == (tools, 7)
     own_system = chat_row({"messages": [{"role": "system", "content": "x"}, user("a")], "s": "y"}, system_key="s")
     assert [message["content"] for message in own_system["messages"]] == ["x", "a"]
 
@@ -153,6 +144,7 @@ PAIRS = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
 COLUMNS = [{"question": "1+1", "answer": 2}]
 QUESTIONS = {"input_key": "question", "output_key": "answer"}
 MATH = {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "x"}
+GENERATED = {"dataset_name": "arithmetic_preference", "data_path": None}
 OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "bad": "3", "margin": 2}]
 
 
@@ -176,10 +168,7 @@ OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "
         (dpo, BINARY, {}, r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"),
         (sft, BINARY, {"dataset_name": "PreferenceDataset"}, "'PreferenceDataset' holds preferences"),
         (dpo, [], {"dataset_name": "squad", "data_path": None}, "'squad' holds no preferences"),
-        (
-            *(dpo, [], {"dataset_name": "arithmetic_preference", "chosen_key": "good", "data_path": None}),
-            "chosen_key=good is set but the dataset is generated",
-        ),
+        (dpo, [], GENERATED | {"chosen_key": "good"}, "chosen_key=good is set but the dataset is generated"),
     ],
 )
 def test_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
@@ -215,10 +204,8 @@ def test_helpsteer3(preference, chosen, write):
 
 
 def test_preference_files(write):
-    ranked = {
-        "context": [user("q")],
-        "completions": [{"rank": 0, "completion": [assistant("g")]}, {"rank": 1, "completion": [assistant("b")]}],
-    }
+    completions = [{"rank": rank, "completion": [assistant(text)]} for rank, text in enumerate("gb")]
+    ranked = {"context": [user("q")], "completions": completions}
     pair = {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistant("b")]}
     assert rows_of(write([ranked]), dpo, dataset_name="PreferenceDataset") == [pair]
     keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}

@@ -207,11 +207,9 @@ def test_own_processors(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     make = maker("own_example_processor:shout")
-    (example,), _ = make(prompt({"text": "abc"}))
-    assert learned(example) == ["BC"]
+    assert learned(make(prompt({"text": "abc"}))[0][0]) == ["BC"]
     before = make.fingerprint()
-    with (tmp_path / "own_example_processor.py").open("a") as file:
-        file.write("# changed\n")
+    (tmp_path / "own_example_processor.py").write_text("# changed\n")
     assert make.fingerprint() != before
     with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
         find_processor("own_example_processor:old", of_examples=True)

@@ -31,11 +31,9 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
 
     @settings(max_examples=40, deadline=None)
     @given(conversations, st.booleans())
-    def check(log, add_generation_prompt):
-        formatted = get_formatted_message_log(
-            log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=add_generation_prompt
-        )
-        headed = add_generation_prompt and log[-1]["role"] != "assistant"
+    def check(log, asks):
+        formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=asks)
+        headed = asks and log[-1]["role"] != "assistant"
         expected = render_chat(log, tokenizer, add_generation_prompt=headed)
         ids = [int(token) for message in formatted for token in message["token_ids"]]
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
@@ -125,9 +123,8 @@ def test_calls_and_tools_that_the_template_does_not_show_are_refused():
     """The name of the tool alone says nothing: the other part of the conversation has it as well."""
 
     def formatted(template):
-        return get_formatted_message_log(
-            [ASKED, CALL], tokenizer_with(template), TaskDataSpec(), tools=[{"name": "add"}]
-        )
+        options = {"tools": [{"name": "add"}]}
+        return get_formatted_message_log([ASKED, CALL], tokenizer_with(template), TaskDataSpec(), **options)
 
     assert len(formatted(TOOL_NAMES + TEMPLATES["thinking"])) == 2
     with pytest.raises(ValueError, match=r"does not show the tool calls of message 1 .*chat_template"):
@@ -150,20 +147,16 @@ def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
 
 
 def test_flat_batches_are_right_padded_and_masked_by_role():
-    log = [
-        {**user("a"), "token_ids": torch.tensor([1, 2])},
-        assistant("b", token_ids=torch.tensor([3])),
-        assistant("c", token_ids=torch.tensor([4, 5])),
-    ]
-    short = [{**user("d"), "token_ids": torch.tensor([6])}]
+    log = [user("a"), assistant("b"), assistant("c")]
+    short = [user("d")]
+    for message, ids in zip([*log, *short], ([1, 2], [3], [4, 5], [6]), strict=True):
+        message["token_ids"] = torch.tensor(ids)
     add_loss_mask_to_message_log([log, short])
-    batch, lengths = batched_message_log_to_flat_message(
-        [log, short], {"token_ids": 9}, make_sequence_length_divisible_by=4
-    )
+    options = {"make_sequence_length_divisible_by": 4}
+    batch, lengths = batched_message_log_to_flat_message([log, short], {"token_ids": 9}, **options)
     assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
     assert batch["token_loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
-    assert lengths.tolist() == [5, 1]
-    assert batch["content"] == [["a", "b", "c"], ["d"]]
+    assert lengths.tolist() == [5, 1] and batch["content"] == [["a", "b", "c"], ["d"]]
     add_loss_mask_to_message_log([log], only_unmask_final=True)
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
 

@@ -13,12 +13,10 @@ from tests.unit.data.templates import TEMPLATES, TEMPLATES_OF_FEW_ROLES, render_
 
 ALL = TEMPLATES | TEMPLATES_OF_FEW_ROLES
 ENDS = dict.fromkeys(["plain", "default_system", "demands_a_user", "only_users", "system_in_last_user"], "<eos>")
-ENDS |= {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "tools_as_users": "<|im_end|>"}
-ENDS["next_header_ends"] = "<|im_start|>"
+ENDS |= {"llama3": "<|eot_id|>", "next_header_ends": "<|im_start|>"}
+ENDS |= dict.fromkeys(["chatml", "tools_as_users"], "<|im_end|>")
 words = st.text(st.sampled_from("ab1<>é "), min_size=1, max_size=6).map(lambda text: f"x{text}y")
-turns = st.lists(
-    st.tuples(words, st.booleans(), st.sampled_from(["environment", "tool", "user"]), words), min_size=1, max_size=3
-)
+turn = st.tuples(words, st.booleans(), st.sampled_from(["environment", "tool", "user"]), words)
 
 
 @pytest.mark.parametrize(("name", "end"), ENDS.items())
@@ -31,7 +29,7 @@ def test_the_model_sees_what_the_template_writes_in_every_turn(name, end):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @settings(max_examples=8, deadline=None)
-    @given(turns)
+    @given(st.lists(turn, min_size=1, max_size=3))
     def check(turns: list[tuple[str, bool, str, str]]) -> None:
         conversation = [{"role": "user", "content": "start"}]
         seen = tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))

@@ -78,10 +78,7 @@ def test_json_in_a_script_ends_nothing_and_the_policy_of_the_page_stops_a_script
 
 
 def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 50, **more: Any) -> None:
-    """Samples as a policy worker writes them; the reward is the number of the sample in its step.
-
-    Of many blocks only the first and the last are written.
-    """
+    """Samples as a worker writes them, their number in a step as reward; of many blocks only the first and the last."""
     folder = run / "samples"
     folder.mkdir()
     text = {"ids": [1, 2, 3, 4], "texts": ["a", " b", EVIL, "\n"], "mask": "0011"}

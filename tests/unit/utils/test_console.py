@@ -7,18 +7,10 @@ import pytest
 from nemo_rl.utils.console import RunConsole, alarms, summary_line
 from tests.conversations import answered
 
-METRICS = {
-    "train/reward": 0.5,
-    "train/loss": -0.0125,
-    "train/grad_norm": 1.5,
-    "train/token_mult_prob_error": 1.0000012,
-    "performance/tokens_per_sec": 12345.6,
-    "timing/train/total_step_time": 4.0,
-    "timing/train/refit": 0.25,
-    "timing/train/rollout": 3.0,
-    "timing/train/rollout/env": 1.0,
-    "timing/train/valid_tokens_per_sec_per_gpu": 99999.0,
-}
+TRAIN = {"reward": 0.5, "loss": -0.0125, "grad_norm": 1.5, "token_mult_prob_error": 1.0000012}
+TIMES = {"total_step_time": 4.0, "refit": 0.25, "rollout": 3.0, "rollout/env": 1.0, "valid_tokens_per_sec_per_gpu": 9e4}
+METRICS = {f"train/{name}": value for name, value in TRAIN.items()} | {"performance/tokens_per_sec": 12345.6}
+METRICS |= {f"timing/train/{name}": value for name, value in TIMES.items()}
 
 
 def test_without_a_terminal_a_step_is_one_plain_line():

@@ -65,7 +65,7 @@ def test_the_projects_own_extras_are_found() -> None:
 
 
 def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_process(
-    project: Path, fake_uv: Path, monkeypatch: pytest.MonkeyPatch
+    project, fake_uv, monkeypatch
 ) -> None:
     python = ensure_venv("broken", project)
     assert python == str(project / "venvs" / "broken" / "bin" / "python")
