@@ -225,15 +225,13 @@ def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> 
 # -- Megatron
 
 
-def test_routing_replay_is_fine_with_vllm_and_has_metrics() -> None:
+def test_routing_replay_and_generation_by_megatron() -> None:
     names = {"moe/replayed_fraction", "moe/replay_agreement"}
     assert not names & build(*ON).train_metrics
     assert names <= build(*ON, REPLAY).train_metrics
     no_cache = "policy.generation.vllm_cfg.enable_prefix_caching=false"  # as engines on CPUs
     build(*ON, REPLAY, "cluster.gpus_per_node=0", no_cache)
-
-
-def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:
+    # keys of NeMo RL that ask for nothing
     keys = "{buffer_size_gb: 10, num_cuda_graphs: 4, max_tokens: 16384, enable_prefix_caching: false}"
     generation = "policy.generation"
     config = build(*ON, f"{generation}.backend=megatron", f"+{generation}.mcore_generation_config={keys}")
@@ -241,8 +239,7 @@ def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:
 
 
 def test_the_values_of_another_optimizer_are_carried_over() -> None:
-    kwargs = "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}"
-    said = problems_of(*ON[:2], kwargs)
+    said = problems_of(*ON[:2], "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}")
     for value in ("lr=0.0003", "weight_decay=0.1", "adam_beta1=0.9", "adam_beta2=0.95", "adam_eps=0.5"):
         assert f"policy.megatron_cfg.optimizer.{value}" in said
 

@@ -75,16 +75,12 @@ def grpo(name: str) -> GRPOMasterConfig:
     return load_config(GRPOMasterConfig, path)
 
 
-def test_each_stage_of_deepscaler_begins_where_the_one_before_ends() -> None:
+def test_the_numbers_of_a_method_hold_together() -> None:
     stages = [grpo(f"deepscaler-1.5b-{length}k") for length in (8, 16, 24)]
     for before, after in pairwise(stages):
-        steps = before.grpo.max_num_steps
-        assert before.checkpointing.save_consolidated
-        assert after.policy.model_name.startswith(f"{before.checkpointing.checkpoint_dir}/step_{steps}/")
+        folder = f"{before.checkpointing.checkpoint_dir}/step_{before.grpo.max_num_steps}/"
+        assert before.checkpointing.save_consolidated and after.policy.model_name.startswith(folder)
         assert after.policy.max_total_sequence_length > before.policy.max_total_sequence_length
-
-
-def test_the_numbers_of_a_method_hold_together() -> None:
     dapo, dr_grpo = grpo("dapo"), grpo("dr-grpo")
     assert dapo.grpo.num_prompts_per_step == dapo.policy.train_global_batch_size, "16 optimizer steps"
     assert dapo.grpo.reward_shaping.max_response_length == 16384 + dapo.grpo.reward_shaping.overlong_buffer_length

@@ -66,16 +66,26 @@ def dry_run(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.stem)
-def case(request) -> tuple[Path, GRPOMasterConfig, PretrainedConfig]:
-    """File, configuration and model."""
-    config = load_config(GRPOMasterConfig, request.param)
-    return request.param, config, MODELS[config.policy.model_name]
+def check_lengths_and_budgets(config: GRPOMasterConfig, model: PretrainedConfig) -> None:
+    policy = config.policy
+    if not policy.megatron_cfg.enabled:  # the dry run checks Megatron's
+        check_layout(policy, model)
+    assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
+    longest = policy.max_total_sequence_length
+    assert longest <= model.max_position_embeddings
+    assert config.data.max_input_seq_length <= longest // 2, "no room to answer"
+    train, logprobs = token_budgets(policy)
+    assert longest <= train <= logprobs
+    num_data_ranks = training_sizes(policy, config.training_cluster.num_workers).data_parallel
+    assert policy.train_global_batch_size // num_data_ranks >= 16, "too few samples to pack and share out evenly"
 
 
-def test_dry_run_proves_the_placement(case, tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_dry_run_proves_the_placement_and_the_published_model_fits(path, tmp_path, capsys, monkeypatch) -> None:
     """Every training rank has a GPU and a place in the layout of its own. The model directory has no weights."""
-    path, config, model = case
+    config = load_config(GRPOMasterConfig, path)
+    model = MODELS[config.policy.model_name]
+    check_lengths_and_budgets(config, model)
     (tmp_path / "config.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
     script = ROOT / "examples" / "run_grpo_math.py"
     text = dry_run(script, capsys, monkeypatch, "--config", path, f"policy.model_name={tmp_path}")
@@ -105,18 +115,3 @@ OF_DEEPSEEK = (
     "15 7 rank 127 (stage 15, tensor 7, experts 7)",
     "31 7 engine 3 shard 31",
 )
-
-
-def test_layout_lengths_and_budgets_fit_the_published_model(case) -> None:
-    _, config, model = case
-    policy = config.policy
-    if not policy.megatron_cfg.enabled:  # the dry run checks Megatron's
-        check_layout(policy, model)
-    assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
-    longest = policy.max_total_sequence_length
-    assert longest <= model.max_position_embeddings
-    assert config.data.max_input_seq_length <= longest // 2, "no room to answer"
-    train, logprobs = token_budgets(policy)
-    assert longest <= train <= logprobs
-    num_data_ranks = training_sizes(policy, config.training_cluster.num_workers).data_parallel
-    assert policy.train_global_batch_size // num_data_ranks >= 16, "too few samples to pack and share out evenly"

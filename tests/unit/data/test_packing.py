@@ -139,9 +139,7 @@ def test_evening_out_keeps_the_number_of_bins_and_levels_what_is_not_full():
     assert len(evened) == len(bins)
     lowest = [min(sum(lengths[i] for i in members) for members in some) for some in (bins, evened)]
     assert lowest[1] > lowest[0]
-
-
-def test_evening_out_leaves_full_bins_alone_where_dealing_all_anew_finds_no_room():
+    # Full bins are left alone where dealing all anew finds no room.
     lengths = [3, 3, 2, 2, 2] * 4 + [4, 2]
     bins = [[5 * k + i for i in pair_or_three] for k in range(4) for pair_or_three in ([0, 1], [2, 3, 4])]
     bins += [[20], [21]]

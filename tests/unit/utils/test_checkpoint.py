@@ -112,9 +112,8 @@ def test_a_script_saves_with_a_dictionary_as_configuration(tmp_path):
 
 def test_ties_prefer_the_newer_and_missing_or_nan_is_worst(tmp_path, caplog):
     manager = manager_in(tmp_path, keep_top_k=2, metric_name="val:accuracy")
-    save(manager, 1, validation__accuracy=0.5)
-    save(manager, 2, validation__accuracy=0.5)
-    save(manager, 3, validation__accuracy=float("nan"))
+    for step, accuracy in ((1, 0.5), (2, 0.5), (3, float("nan"))):
+        save(manager, step, validation__accuracy=accuracy)
     save(manager, 4, train__reward=1.0)
     assert "counts as the worst" in caplog.text
     assert manager.get_best_checkpoint_path() == tmp_path / "step_2"

@@ -58,15 +58,16 @@ def num_calls(fake_uv: Path) -> int:
     return len((fake_uv / "calls").read_text().splitlines())
 
 
-def test_the_projects_own_extras_are_found() -> None:
+def test_the_projects_own_extras_are_found_and_uv_is_missed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    with pytest.raises(VenvBuildError, match="made by uv, which is not on PATH"):
+        ensure_venv("old", project)
     assert (find_project_root() / "pyproject.toml").is_file()
     with pytest.raises(ValueError, match=r"no extra 'vlm': it has \[.*'vllm'"):
         venvs.unmet_requirements("vlm", find_project_root())
 
 
-def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_process(
-    project, fake_uv, monkeypatch
-) -> None:
+def test_made_once_and_again_when_the_project_changes_or_once_in_a_process_by_force(project, fake_uv, monkeypatch):
     python = ensure_venv("broken", project)
     assert python == str(project / "venvs" / "broken" / "bin" / "python")
     assert ensure_venv("broken", project) == python and num_calls(fake_uv) == 1
@@ -76,8 +77,7 @@ def test_made_once_and_again_when_the_project_changes_or_by_force_once_in_a_proc
     ensure_venv("broken", project)
     assert num_calls(fake_uv) == 3
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
-    python_executable_for("broken", project)
-    python_executable_for("broken", project)
+    assert python_executable_for("broken", project) == python_executable_for("broken", project) == python
     assert num_calls(fake_uv) == 4
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "yes please")
     with pytest.raises(ValueError, match="NRL_FORCE_REBUILD_VENVS"):
@@ -103,12 +103,6 @@ def test_failed_build_says_what_to_do(project: Path, fake_uv: Path, words: str, 
     with pytest.raises(VenvBuildError, match=r"(?s)extra 'old'.*six.*What to do.*uv sync --extra old") as caught:
         ensure_venv("old", project)
     assert advice in str(caught.value) and "Resolved 3 packages" not in str(caught.value)
-
-
-def test_without_uv(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(project))
-    with pytest.raises(VenvBuildError, match="made by uv, which is not on PATH"):
-        ensure_venv("old", project)
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
