@@ -40,6 +40,14 @@ def take(source, num_batches):
     return ids(islice(epochs(source, 99), num_batches))
 
 
+def assert_resumes(fresh, whole, stop):
+    """Interrupted after `stop` batches of two epochs, it continues with the others."""
+    first, second = fresh(), fresh()
+    assert ids(islice(epochs(first), stop)) == whole[:stop]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert ids(epochs(second)) == whole[stop:]
+
+
 def mixed(sizes, weights, batch_size, *, seed=3, **options):
     return PromptDataLoader(dataset(*sizes, weights=weights), batch_size, seed=seed, **options)
 
@@ -106,11 +114,7 @@ def test_interrupted_anywhere_a_source_continues_with_the_same_batches(kind):
 
         whole = ids(epochs(fresh()))
         assert len(whole) == 2 * (num_rows // batch_size if drop_last else -(-num_rows // batch_size))
-        stop = data.draw(st.integers(0, len(whole)))
-        first, second = fresh(), fresh()
-        assert ids(islice(epochs(first), stop)) == whole[:stop]
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert ids(epochs(second)) == whole[stop:]
+        assert_resumes(fresh, whole, data.draw(st.integers(0, len(whole))))
 
     check()
 
@@ -142,15 +146,12 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
     def fresh(seed=1):
         return prompt_loader(path, dataset(240), 8, shuffle=True, seed=seed, size_key="grpo.num_prompts_per_step")
 
-    whole = take(fresh(), 30)
+    whole = ids(epochs(fresh()))
     lengths = [sum(len(prompt) for prompt in batch) for batch in whole]
     assert lengths[0] < lengths[10] < lengths[29]
-    assert sorted(chain(*whole)) == sorted(f"d0:{i}" for i in range(240))
+    assert sorted(chain(*whole[:30])) == sorted(f"d0:{i}" for i in range(240))
     assert whole[:3] != take(fresh(seed=2), 3)
-    first, resumed = fresh(), fresh()
-    take(first, 7)
-    resumed.load_state_dict(first.state_dict())
-    assert take(resumed, 23) == whole[7:]
+    assert_resumes(fresh, whole, 7)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +242,7 @@ def test_local_files_are_streamed_and_resumed(tmp_path: Path, kind):
     whole = list(epochs(fresh()))
     assert all(p.row["problem"] == f"row {p.prompt_id.removeprefix('f:')}" for batch in whole for p in batch)
     for stop in (0, 1, 4, 6, 9):
-        first, second = fresh(), fresh()
-        list(islice(epochs(first), stop))
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert first.fingerprint() == fresh().fingerprint()  # reads rows too
-        assert ids(epochs(second)) == ids(whole[stop:])
+        assert_resumes(fresh, ids(whole), stop)
+    source = fresh()
+    take(source, 4)
+    assert source.fingerprint() == fresh().fingerprint()  # reads rows too

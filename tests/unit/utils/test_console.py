@@ -36,8 +36,7 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
         with console.phase("train"), console.phase("backward"):
             console._progress.refresh()
     shown = file.getvalue()
-    for text in ("step 1/10", "train > backward", "12,346 tok/s", "1:03 left", "\x1b["):
-        assert text in shown
+    assert all(text in shown for text in ("step 1/10", "train > backward", "12,346 tok/s", "1:03 left", "\x1b["))
 
 
 STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
