@@ -78,14 +78,20 @@ def test_the_latest_finished_one_has_sound_training_info_whatever_its_weights(tm
 
 
 @pytest.mark.parametrize(
-    ("higher_is_better", "kept"), [(True, ["step_2", "step_3", "step_5"]), (False, ["step_1", "step_4", "step_5"])]
+    ("higher_is_better", "accuracies", "kept"),  # the best first
+    [
+        (True, [0.2, 0.9, 0.8, 0.1, 0.5], "step_2 step_3 step_5"),
+        (False, [0.2, 0.9, 0.8, 0.1, 0.5], "step_4 step_1 step_5"),
+        (True, [0.5, 0.5, float("nan"), None, 0.5], "step_5 step_2"),  # of equals the newer
+    ],
 )
-def test_the_best_and_the_latest_are_kept(tmp_path, higher_is_better, kept):
+def test_the_best_and_the_latest_are_kept(tmp_path, caplog, higher_is_better, accuracies, kept):
     manager = manager_in(tmp_path, keep_top_k=2, metric_name="val:accuracy", higher_is_better=higher_is_better)
-    for step, accuracy in [(1, 0.2), (2, 0.9), (3, 0.8), (4, 0.1), (5, 0.5)]:
-        save(manager, step, validation__accuracy=accuracy)
-    assert steps_in(tmp_path) == kept
-    assert manager.get_best_checkpoint_path() == tmp_path / ("step_2" if higher_is_better else "step_4")
+    for step, accuracy in enumerate(accuracies, 1):
+        save(manager, step, **{"train__reward": 1.0} if accuracy is None else {"validation__accuracy": accuracy})
+    assert steps_in(tmp_path) == sorted(kept.split())
+    assert manager.get_best_checkpoint_path() == tmp_path / kept.split()[0]
+    assert ("counts as the worst" in caplog.text) == (None in accuracies)
 
 
 def test_checkpoints_that_others_made_are_ranked_and_said_to_be_foreign(tmp_path):
@@ -108,17 +114,6 @@ def test_a_script_saves_with_a_dictionary_as_configuration(tmp_path):
     assert (tmp_path / "step_2" / "config.yaml").read_text() == "seed: 1\n"
     assert manager.load_training_info(manager.get_best_checkpoint_path()) == {"step": 2, "val:accuracy": 0.9}
     assert manager.latest_sound() == tmp_path / "step_4"
-
-
-def test_ties_prefer_the_newer_and_missing_or_nan_is_worst(tmp_path, caplog):
-    manager = manager_in(tmp_path, keep_top_k=2, metric_name="val:accuracy")
-    for step, accuracy in ((1, 0.5), (2, 0.5), (3, float("nan"))):
-        save(manager, step, validation__accuracy=accuracy)
-    save(manager, 4, train__reward=1.0)
-    assert "counts as the worst" in caplog.text
-    assert manager.get_best_checkpoint_path() == tmp_path / "step_2"
-    save(manager, 5, validation__accuracy=0.5)
-    assert steps_in(tmp_path) == ["step_2", "step_5"]
 
 
 def flip_a_byte(path: Path) -> None:
