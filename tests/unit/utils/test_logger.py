@@ -1,14 +1,24 @@
+"""Metrics in the folder of a run, and in trackers: real packages and local stores, skipped where not installed."""
+
 import json
+import logging
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from wandb.proto.wandb_internal_pb2 import Record
 
-from nemo_rl.utils.config import LoggerConfig
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
+from nemo_rl.utils.logger import Logger, check_packages, get_next_experiment_dir
+from nemo_rl.utils.trackers import RETRY_S, GuardedTracker
+
+ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
 
 
 def lines_of(run_dir: Path) -> list[dict]:
@@ -50,14 +60,13 @@ def test_mistakes_are_named(tmp_path):
 def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
     logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
     logger.log_hyperparams({"seed": 1})
     for step in (1, 2):
         logger.log_metrics({"reward": step / 4}, step, "train")
         logger.log_histogram([1.0, 2.0], step, "train/lengths")
         logger.finish_step(step)
-    logger.log_samples(rows, 4)
+    logger.log_samples(ROWS, 4)
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -65,7 +74,7 @@ def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
     assert events.Tags()["histograms"] == ["train/lengths"]
     (text,) = events.Tensors("validation/samples/text_summary")
     assert text.step == 4 and b"assistant: 2" in text.tensor_proto.string_val[0]
-    assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == rows[0], "and so has the folder"
+    assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == ROWS[0], "and so has the folder"
 
 
 def test_two_runs_never_share_a_directory(tmp_path):
@@ -99,3 +108,159 @@ def test_a_script_logs_with_a_dictionary_as_configuration(tmp_path):
         {"idx": 1, "reward": 1.0, "text": "b", "ids": [3, 4]},
     ]
     logger.close()
+
+
+# -- trackers
+
+DEATH = "RuntimeError: it died"
+PARAMS = {"grpo": {"seed": 1, "names": ["a", "b"], "none": None}}
+
+
+def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
+    """A run that ends after step 2, and one that resumes it and dies: it continues the first one's tracker runs."""
+    first = Logger(cfg, folder / "exp_000")
+    first.log_hyperparams(PARAMS)
+    for step in (1, 2):
+        first.log_metrics({"pass@4": step / 4, "nan": float("nan")}, step, "validation")
+        first.log_samples(ROWS, step)
+        first.finish_step(step)
+    first.close()
+    second = Logger(cfg, folder / "exp_001", json.loads(json.dumps(first.run_ids)))
+    second.log_hyperparams(PARAMS)
+    second.log_metrics({"pass@4": 0.75}, 3, "validation")
+    second.finish_step(3)
+    second.close(DEATH)
+    assert second.run_ids == first.run_ids and len(first.run_ids) == 1
+    return second
+
+
+@pytest.mark.slow  # its database is made in fifty migrations
+def test_mlflow_in_sqlite(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    cfg = LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True, mlflow=MLflowConfig(experiment_name="sums"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["mlflow"]
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert run.info.run_id == run_id and run.info.status == "FAILED" and run.info.run_name == "exp_000"
+    values = client.get_metric_history(run_id, "validation/pass_at_4")
+    assert [(metric.step, metric.value) for metric in values] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert run.data.params == {"grpo.seed": "1", "grpo.names": "['a', 'b']", "grpo.none": "None"}
+    (table,) = (tmp_path / "mlflow_artifacts").rglob("samples.json")
+    assert json.loads(table.read_text())["data"] == [[1, *ROWS[0].values()], [2, *ROWS[0].values()]]
+
+
+def test_swanlab_offline(tmp_path):
+    pytest.importorskip("swanlab")
+    cfg = LoggerConfig(swanlab_enabled=True, swanlab=SwanLabConfig(mode="offline", project="sums"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["swanlab"]
+    first, second = sorted(tmp_path.glob("exp_00?/swanlab/run-*"))
+    assert first.name.endswith(run_id) and second.name.endswith(run_id), "`swanlab sync` joins parts of equal names"
+    for part, died in ((first, False), (second, True)):
+        content = (part / f"run-{run_id}.swanlab").read_bytes()
+        assert b"validation/pass@4" in content and (DEATH.encode() in content) == died
+    assert "seed" in (first / "files/config.yaml").read_text()
+    tables = [path.read_text() for path in (first / "media").rglob("*.json")]
+    assert len(tables) == 2 and all("assistant: 2" in table for table in tables)
+
+
+def test_trackio_in_sqlite(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    project = f"sums-{tmp_path.name.replace('_', '-')}"
+    cfg = LoggerConfig(trackio_enabled=True, trackio={"project": project})
+    run_id = log_two_runs(cfg, tmp_path).run_ids["trackio"]
+    assert storage.get_runs(project) == [run_id]
+    lines = storage.get_logs(project, run_id)
+    values = [(line["step"], line["validation/pass@4"]) for line in lines if "validation/pass@4" in line]
+    assert values == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    tables = [line["validation/samples"] for line in lines if "validation/samples" in line]
+    assert [table["_value"] for table in tables] == [ROWS, ROWS]
+    assert storage.get_run_config(project, run_id)["grpo"] == PARAMS["grpo"]
+    trackio.delete_project(project, force=True)
+
+
+def exit_status(file: Path) -> int:
+    """Of a run of wandb, from its last record, written a moment after the end: seven bytes precede file and records."""
+    for _ in range(300):
+        content, at, record = file.read_bytes(), 7, b""
+        while at < len(content):
+            size = int.from_bytes(content[at + 4 : at + 6], "little")
+            record, at = content[at + 7 : at + 7 + size], at + 7 + size
+        if at == len(content) and Record.FromString(record).HasField("exit"):
+            return Record.FromString(record).exit.exit_code
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def test_wandb_offline_resumes_by_its_id(tmp_path):
+    cfg = LoggerConfig(wandb_enabled=True, wandb=WandbConfig(mode="offline"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["wandb"]
+    files = sorted(tmp_path.glob(f"exp_00?/wandb/offline-run-*/run-{run_id}.wandb"))
+    assert [exit_status(file) for file in files] == [0, 1]
+    assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("swanlab", "wandb")]  # these try for 20 and 90 s
+
+
+@pytest.mark.parametrize("name", ["mlflow", *SLOW])
+def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch):
+    pytest.importorskip(name)
+    with socket.socket() as taken:  # a port where nothing answers
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        keys = {"WANDB_BASE_URL": uri, "WANDB_API_KEY": 40 * "0", "SWANLAB_API_HOST": uri, "SWANLAB_API_KEY": 21 * "a"}
+        for variable, value in keys.items():
+            monkeypatch.setenv(variable, value)
+        cfg = LoggerConfig.model_validate({f"{name}_enabled": True, "mlflow": {"tracking_uri": uri}})
+        with caplog.at_level(logging.WARNING, "nemo_rl"):
+            logger = Logger(cfg, tmp_path)
+            for step in (1, 2):
+                logger.log_metrics({"loss": 1.0}, step, "train")
+                logger.finish_step(step)
+            logger.close()
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
+    assert message.startswith(f"{name} cannot be reached and is off for this run; metrics.jsonl has every metric")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_swanlab_without_a_key_says_how_to_log_in(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_API_KEY", "")
+    with pytest.raises(ValueError, match=r"logger\.swanlab: .* log in with `swanlab login`, or set mode=offline"):
+        Logger(LoggerConfig(swanlab_enabled=True), tmp_path)
+
+
+def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
+    now, steps, tracker = 0.0, [], cast(Any, object())
+    guarded = GuardedTracker("fake", lambda: tracker, (ConnectionError,), clock=lambda: now)
+
+    def log(step: int, is_away: bool = False) -> None:
+        def call(_: object) -> None:
+            if is_away:
+                raise ConnectionRefusedError("nobody there")
+            steps.append(step)
+
+        guarded.send(call)
+
+    log(1)
+    log(2, is_away=True)
+    now = RETRY_S + 1
+    log(3, is_away=True)
+    log(4)  # it rests after a failure
+    now = 2 * RETRY_S + 2
+    log(5)
+    assert steps == [1, 5]
+    assert caplog.messages == [
+        "fake does not answer, and the run goes on without it; metrics.jsonl has every metric "
+        "(ConnectionRefusedError: nobody there)",
+        "fake answers again; what it missed is in metrics.jsonl",
+    ]
+
+
+def test_a_missing_package_is_refused_by_key():
+    with pytest.raises(ValueError, match=r"logger\.mlflow_enabled=true: mlflow is not installed.*--extra trackers"):
+        check_packages(LoggerConfig(mlflow_enabled=True), find=lambda name: None)
+    check_packages(LoggerConfig(), find=lambda name: None)
