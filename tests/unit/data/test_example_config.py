@@ -16,8 +16,8 @@ SFTRun = create_model("SFTRun", __base__=StrictModel, policy=(Policy, Policy()),
 DPORun = create_model("DPORun", __base__=StrictModel, policy=(Policy, Policy()), data=PreferenceDataConfig)
 
 
-def sft(overrides=(), **data):
-    return build_config(SFTRun, {"data": {"train": {"dataset_name": "squad"}, **data}}, overrides)
+def sft(**data):
+    return build_config(SFTRun, {"data": {"train": {"dataset_name": "squad"}, **data}})
 
 
 def dpo(**data):
@@ -46,9 +46,8 @@ def test_validation_is_one_dataset_a_list_or_a_mapping_of_names(validation, name
 def test_defaults_reach_every_dataset():
     default = {"processor": "my:own", "system_prompt_file": "s.txt"}
     config = sft(validation={"a": {"dataset_name": "squad"}}, default=default)
-    (_, dataset), train = config.data.validation_sets[0], config.data.train[0]
-    assert (dataset.processor, dataset.system_prompt_file) == ("my:own", "s.txt")
-    assert (train.processor, train.system_prompt_file) == ("my:own", "s.txt")
+    for dataset in (config.data.validation_sets[0][1], config.data.train[0]):
+        assert (dataset.processor, dataset.system_prompt_file) == ("my:own", "s.txt")
     assert config.data.max_input_seq_length == 64
     assert dpo().data.train[0].processor == "preference_processor"
 

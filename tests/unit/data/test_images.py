@@ -40,21 +40,13 @@ def tokenizer():
     return build_tiny_tokenizer(RECIPES["shapes"])
 
 
-def png(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format="PNG")
-    return out.getvalue()
-
-
 def test_one_image_from_every_source(tmp_path):
-    image = shapes.draw(SCENE)
-    file = tmp_path / "image.png"
-    file.write_bytes(png(image))
-    url = "data:image/png;base64," + base64.b64encode(png(image)).decode()
-    sources = [
-        f"shapes:{SCENE}", image, png(image), str(file), file, file.as_uri(), url,
-        {"bytes": png(image), "path": None}, {"bytes": None, "path": str(file)},
-    ]  # fmt: skip
+    image, file = shapes.draw(SCENE), tmp_path / "image.png"
+    image.save(file)
+    png = file.read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    sources = [f"shapes:{SCENE}", image, png, str(file), file, file.as_uri(), url]
+    sources += [{"bytes": png, "path": None}, {"bytes": None, "path": str(file)}]
     assert {image_digest(read_image(source)) for source in sources} == {image_digest(image)}
 
 

@@ -17,7 +17,9 @@ def tokenizer():
     return build_tiny_tokenizer()
 
 
-def shown(tokenizer, lengths, num_shown, note=""):
+def test_rows_are_shown_and_all_are_summed_up(tokenizer):
+    lengths = [2, 12, 4, 8, 30]
+
     def make(prompt):
         name, length = prompt.prompt_id, lengths[prompt.idx]
         long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"}
@@ -26,19 +28,14 @@ def shown(tokenizer, lengths, num_shown, note=""):
         ids = np.array(tokenizer("11", add_special_tokens=False)["input_ids"])
         return [Example(sample_id="d:0", token_ids=ids, token_mask=np.array([False, True]))], meta
 
-    prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(len(lengths))]
+    prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(5)]
     file = io.StringIO()
-    inputs = PreviewInputs(prompts=prompts, total=50, make=make, tokenizer=tokenizer, note=note)
-    show_rows(Console(file=file, width=100), inputs, num_shown)
-    return file.getvalue()
-
-
-def test_rows_are_shown_and_all_are_summed_up(tokenizer):
-    text = shown(tokenizer, [2, 12, 4, 8, 30], 2, note="a note")
+    inputs = PreviewInputs(prompts=prompts, total=50, make=make, tokenizer=tokenizer, note="a note")
+    show_rows(Console(file=file, width=100), inputs, 2)
+    text = file.getvalue()
     assert "d:0: 2 tokens, 1 of them carry loss\n1[1]\n" in text
     assert "left out (too_long): row d:1: column messages is too long" in text
-    assert "row d:2 " not in text
-    assert "5 of 50 rows, 3 sequences" in text
+    assert "row d:2 " not in text and "5 of 50 rows, 3 sequences" in text
     assert [int(cell) for cell in text.split("per sequence")[1].split("│")[1:7]] == [2, 2, 4, 8, 8, 8]
     assert "3 tokens carry loss, 21.4% of all" in text
     assert "2 rows are left out:\n  2 too_long, e.g. row d:1" in text
