@@ -87,51 +87,46 @@ def merged(tree: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
 
 
 VALUES_OF_THEIRS = """
-grpo: {val_period: -1} -> grpo.val_period: 0
-grpo: {val_period: -1} -> checkpointing.metric_name: null
-grpo: {num_val_generations_per_prompt: 4} -> grpo.val_num_generations_per_prompt: 4
-grpo: {val_period: 15} -> checkpointing.save_period: 15
-grpo: {batch_multiplier: 2} -> grpo.batch_multiplier: 1.0
-data: {max_input_seq_length: null} -> data.max_input_seq_length: 512
-checkpointing: {is_async: true} -> checkpointing.async_save: true
-data_plane: {enabled: true} -> policy.scheduler_step_per: train_call
-policy: {max_grad_norm: 0} -> policy.max_grad_norm: null
-policy: {hf_config_overrides: null} -> policy.hf_config_overrides: {}
-policy: {dtensor_cfg: {automodel_kwargs: {backend: {attn: te}}, sequence_parallel: true}}
-    -> policy.dtensor_cfg.sequence_parallel: false
-policy: {dtensor_cfg: {lora_cfg: {match_all_linear: false, exclude_modules: ["*.out_proj"]}}}
-    -> policy.dtensor_cfg.lora_cfg.match_all_linear: true
-policy: {megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.0}}} -> policy.max_grad_norm: null
-policy: {megatron_cfg: {enabled: true, distributed_data_parallel_config: {overlap_param_gather: true}}}
-    -> policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather: false
-policy: {megatron_cfg: {enabled: true, recompute_granularity: full}}
-    -> policy.megatron_cfg.recompute_granularity: null
-policy: {megatron_cfg: {enabled: true, moe_token_dispatcher_type: flex, peft: {enabled: false, lora_dtype: None}}}
-    -> policy.megatron_cfg.moe_token_dispatcher_type: alltoall
-policy: {megatron_cfg: {enabled: true}, scheduler: [{name: torch.optim.lr_scheduler.ConstantLR}]}
-    -> policy.scheduler: []
-policy: {megatron_cfg: {enabled: true, optimizer: {lr: 1.0e-6, min_lr: 1.0e-6}}}
-    -> policy.megatron_cfg.scheduler.lr_decay_style: constant
-{policy: {megatron_cfg: {enabled: true}}, checkpointing: {model_save_format: safetensors}}
-    -> checkpointing.model_save_format: torch_save
+grpo: {val_period: -1} -> {grpo.val_period: 0, checkpointing.metric_name: null}
+grpo: {num_val_generations_per_prompt: 4, batch_multiplier: 2, val_period: 15}
+    -> {grpo.val_num_generations_per_prompt: 4, grpo.batch_multiplier: 1.0, checkpointing.save_period: 15}
+data: {max_input_seq_length: null} & checkpointing: {is_async: true} & data_plane: {enabled: true}
+    -> {data.max_input_seq_length: 512, checkpointing.async_save: true, policy.scheduler_step_per: train_call}
+policy: {max_grad_norm: 0, hf_config_overrides: null} & env: {math: {verifier_type: multichoice}}
+    -> {policy.max_grad_norm: null, policy.hf_config_overrides: {}, env.math.verifier_type: english_multichoice}
 policy: {sequence_packing: {enabled: true, fuse_loss: true, algorithm: modified_ffd}}
-    -> policy.sequence_packing.algorithm: modified_first_fit_decreasing
-{cluster: {gpus_per_node: 2}, policy: {generation: {vllm_cfg: {tensor_parallel_size: 2, expert_parallel_size: 2}}}}
-    -> policy.generation.vllm_cfg.tensor_parallel_size: 2
-env: {math: {verifier_type: multichoice}} -> env.math.verifier_type: english_multichoice
+    -> {policy.sequence_packing.algorithm: modified_first_fit_decreasing}
+policy: {dtensor_cfg: {automodel_kwargs: {backend: {attn: te}}, sequence_parallel: true}}
+    -> {policy.dtensor_cfg.sequence_parallel: false}
+policy: {dtensor_cfg: {lora_cfg: {match_all_linear: false, exclude_modules: ["*.out_proj"]}}}
+    -> {policy.dtensor_cfg.lora_cfg.match_all_linear: true}
+MEGATRON, optimizer: {clip_grad: 0.0}}} -> {policy.max_grad_norm: null}
+MEGATRON, DDP: {overlap_param_gather: true}}} -> {CFG.DDP.overlap_param_gather: false}
+MEGATRON, recompute_granularity: full}} -> {CFG.recompute_granularity: null}
+MEGATRON, moe_token_dispatcher_type: flex, peft: {enabled: false, lora_dtype: None}}}
+    -> {CFG.moe_token_dispatcher_type: alltoall}
+MEGATRON}, scheduler: [{name: torch.optim.lr_scheduler.ConstantLR}]} -> {policy.scheduler: []}
+MEGATRON, optimizer: {lr: 1.0e-6, min_lr: 1.0e-6}}} -> {CFG.scheduler.lr_decay_style: constant}
+MEGATRON}} & checkpointing: {model_save_format: safetensors} -> {checkpointing.model_save_format: torch_save}
+cluster: {gpus_per_node: 2} & policy: {generation: {ENGINE: {tensor_parallel_size: 2, expert_parallel_size: 2}}}
+    -> {policy.generation.ENGINE.tensor_parallel_size: 2}
 """
+SHORT = {
+    "MEGATRON": "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true",
+    "CFG": "policy.megatron_cfg",
+    "DDP": "distributed_data_parallel_config",
+    "ENGINE": "vllm_cfg",
+}
 
 
-@pytest.mark.parametrize(("given", "expected"), lines(VALUES_OF_THEIRS))
-def test_each_value_of_the_table(given: str, expected: str) -> None:
-    change = yaml.safe_load(given)
-    if "megatron_cfg" in given:
-        change["policy"]["dtensor_cfg"] = {"enabled": False}
-    found: Any = build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, change))
-    [(key, value)] = yaml.safe_load(expected).items()
-    for part in key.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    assert found == value
+@pytest.mark.parametrize(("given", "expected"), cases(VALUES_OF_THEIRS, SHORT))
+def test_each_value_of_the_table(given: tuple[str, ...], expected: str) -> None:
+    config = build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, *map(yaml.safe_load, given)))
+    for key, value in yaml.safe_load(expected).items():
+        found: Any = config
+        for part in key.split("."):
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+        assert found == value, key
 
 
 def test_what_is_a_mistake_in_our_own_files_stays_one() -> None:
