@@ -1,112 +1,94 @@
 """Programs that try to break out of the sandbox or to wear the machine down, and the limit that each one hits.
 
 `MARK` in a source is replaced by a name that nothing else on the machine has: whatever they leave behind bears it.
+The thread bomb fails for want of threads, and waits for those that it has.
 """
 
 from nemo_rl.environments.code.sandbox.program import LimitHit
 
-HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
-    "fork bomb": ("import os\nwhile True:\n    os.fork()", LimitHit.PROCESSES),
-    "stubborn fork bomb": (
-        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
-        LimitHit.CPU_TIME,
-    ),
-    "daemon": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)",
-        LimitHit.PROCESSES,
-    ),
-    "zombie maker": ("import os\nfor _ in range(50):\n    if os.fork() == 0:\n        os._exit(0)", LimitHit.PROCESSES),
-    "subprocess": ("import subprocess\nsubprocess.Popen(['sleep', '60'])", LimitHit.PROCESSES),
-    "exec": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'sleep 60'])", LimitHit.FORBIDDEN),
-    "posix_spawn": ("import os\nos.posix_spawn('/bin/sleep', ['sleep', '60'], {})", LimitHit.PROCESSES),
-    "thread bomb": (
-        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()",
-        LimitHit.WALL_TIME,  # the program fails for want of threads, and waits for those that it has
-    ),
-    "infinite output": ("while True:\n    print('x' * 100)", LimitHit.OUTPUT),
-    "infinite error output": ("import os\nwhile True:\n    os.write(2, b'x' * 4096)", LimitHit.OUTPUT),
-    "one huge line": ("import sys\nsys.stdout.write('x' * 50_000_000)", LimitHit.OUTPUT),
-    "flood of the status pipe": ("import os\nwhile True:\n    os.write(3, b'{}' * 999)", LimitHit.OUTPUT),
-    "nested lists in the status pipe": ("import os\nos.write(3, b'[' * 50_000 + b'\\n')\nos._exit(1)", None),
-    "facts of the wrong types, with the token": (
-        "import os, sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
-        "frame.f_locals['report'](limit=[], finished=[1])\nos._exit(1)",
-        None,
-    ),
-    "busy loop": ("while True:\n    pass", LimitHit.CPU_TIME),
-    "busy loop that catches SIGXCPU": (
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
-        LimitHit.CPU_TIME,
-    ),
-    "sleep": ("import time\ntime.sleep(60)", LimitHit.WALL_TIME),
-    "sleep with everything closed": ("import os, time\nos.closerange(0, 100)\ntime.sleep(60)", LimitHit.WALL_TIME),
-    "stops itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", LimitHit.WALL_TIME),
-    "memory hog": ("x = [bytearray(1 << 20) for _ in range(1 << 20)]", LimitHit.MEMORY),
-    "memory at once": ("x = bytearray(1 << 40)", LimitHit.MEMORY),
-    "memory file": ("import os\nos.memfd_create('MARK')", LimitHit.FORBIDDEN),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()", LimitHit.CPU_TIME),
-    "deep recursion in C": ("x = []\nfor _ in range(10**5):\n    x = [x]\nrepr(x)", None),
-    "segmentation fault": ("import ctypes\nctypes.string_at(0)", None),
-    "kills itself": ("import os\nos.kill(os.getpid(), 9)", None),
-    "write outside": ("open('/tmp/MARK', 'w')", LimitHit.FORBIDDEN),
-    "write to the home": ("open('HOME/MARK', 'w')", LimitHit.FORBIDDEN),
-    "shared memory file": ("open('/dev/shm/MARK', 'w')", LimitHit.FORBIDDEN),
-    "shared memory": (
-        "from multiprocessing import shared_memory\nshared_memory.SharedMemory('MARK', create=True, size=9)",
-        LimitHit.FORBIDDEN,
-    ),
-    "System V shared memory": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "assert libc.shmget(0x5EED, 4096, 0o1666) >= 0\nraise SystemExit('made')",
-        None,
-    ),
-    "directory above": ("open('../MARK', 'w')", LimitHit.FORBIDDEN),
-    "link to the outside": ("import os\nos.symlink('/tmp', 'out')\nopen('out/MARK', 'w')", LimitHit.FORBIDDEN),
-    "hard link to the outside": ("import os, sys\nos.link(os.__file__, 'mine')", LimitHit.FORBIDDEN),
-    "truncate outside": ("import os\nos.truncate('HOME/.bashrc', 0)", LimitHit.FORBIDDEN),
-    "mode of a file outside": ("import os\nos.chown(os.__file__, 0, 0)", LimitHit.FORBIDDEN),
-    "big file": ("f = open('a', 'wb')\nwhile True:\n    f.write(bytes(1 << 20))", LimitHit.FILE_SIZE),
-    "full disk": ("import os\nfor i in range(10**6):\n    open(str(i), 'wb').write(bytes(1 << 20))", LimitHit.DISK),
-    "many files": ("for i in range(10**6):\n    open(str(i), 'w').close()", LimitHit.DISK),
-    "many open files": ("x = [open('a', 'w') for _ in range(10**6)]", LimitHit.OPEN_FILES),
-    "deep directories": ("import os\nfor _ in range(150):\n    os.mkdir('d')\n    os.chdir('d')", None),
-    "directory without permissions": ("import os\nos.mkdir('d')\nos.mkdir('d/e', 0)\nos.mkdir('f', 0)", None),
-    "fifo": ("import os\nos.mkfifo('f')", LimitHit.FORBIDDEN),
-    "socket": ("import socket\nsocket.create_connection(('127.0.0.1', 22))", LimitHit.FORBIDDEN),
-    "unix socket": ("import socket\nsocket.socket(socket.AF_UNIX).bind('\\0MARK')", LimitHit.FORBIDDEN),
-    "datagram pair": (
-        "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\na.sendto(b'x', '/dev/log')",
-        LimitHit.FORBIDDEN,
-    ),
-    "netlink": ("import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", LimitHit.FORBIDDEN),
-    "signal to the parent": ("import os\nos.kill(os.getppid(), 9)", LimitHit.FORBIDDEN),
-    "signal to everybody": ("import os\nos.kill(-1, 9)", LimitHit.FORBIDDEN),
-    "signal to the group": ("import os\nos.kill(0, 9)", LimitHit.FORBIDDEN),
-    "signal by an owner of a pipe": (
-        "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())",
-        LimitHit.FORBIDDEN,
-    ),
-    "debugger": (
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "raise SystemExit(libc.ptrace(16, os.getppid(), 0, 0) == -1 and 'refused')",
-        None,
-    ),
-    "limits of the parent": ("import os, resource\nresource.prlimit(os.getppid(), 7, (3, 3))", LimitHit.FORBIDDEN),
-    "environment of the parent": ("import os\nopen(f'/proc/{os.getppid()}/environ').read()", LimitHit.FORBIDDEN),
-    "memory of the parent": ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", LimitHit.FORBIDDEN),
-    "keys of the user": ("open('HOME/.ssh/id_rsa').read()", LimitHit.FORBIDDEN),
-    "passwords": ("open('/etc/passwd').read()", LimitHit.FORBIDDEN),
-    "becomes another user": ("import os\nos.setresuid(0, 0, 0)", LimitHit.FORBIDDEN),
-    "set-user-id program": ("import os\nos.execv('/bin/su', ['su', '-c', 'touch /tmp/MARK'])", LimitHit.FORBIDDEN),
-    "clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", LimitHit.FORBIDDEN),
-    "leaves at once": ("import os\nos._exit(0)", None),
-    "leaves in an exit handler": ("import atexit, os\natexit.register(os._exit, 0)\n1 / 0", None),
-    "exception that cannot be printed": (
-        "class E(Exception):\n    def __str__(self):\n        raise RuntimeError\nraise E",
-        None,
-    ),
-    "user namespace": (
-        "import ctypes\nlibc = ctypes.CDLL(None)\nraise SystemExit(libc.unshare(0x10000000) == -1 and 'refused')",
-        None,
-    ),
-}
+# Name, limit or "-", source with its ends of lines; a line that begins with "|" goes on with the one before.
+TABLE = r"""
+fork bomb | PROCESSES | import os⏎while True:⏎    os.fork()
+stubborn fork bomb | CPU_TIME | import os⏎while True:⏎    try:⏎        os.fork()⏎    except OSError:⏎        pass
+daemon | PROCESSES | import os, time⏎if os.fork() == 0:⏎    os.setsid()⏎    if os.fork() == 0:⏎        time.sleep(60)
+zombie maker | PROCESSES | import os⏎for _ in range(50):⏎    if os.fork() == 0:⏎        os._exit(0)
+subprocess | PROCESSES | import subprocess⏎subprocess.Popen(['sleep', '60'])
+exec | FORBIDDEN | import os⏎os.execv('/bin/sh', ['sh', '-c', 'sleep 60'])
+posix_spawn | PROCESSES | import os⏎os.posix_spawn('/bin/sleep', ['sleep', '60'], {})
+thread bomb | WALL_TIME |
+    | import threading, time⏎while True:⏎    threading.Thread(target=time.sleep, args=(60,)).start()
+infinite output | OUTPUT | while True:⏎    print('x' * 100)
+infinite error output | OUTPUT | import os⏎while True:⏎    os.write(2, b'x' * 4096)
+one huge line | OUTPUT | import sys⏎sys.stdout.write('x' * 50_000_000)
+flood of the status pipe | OUTPUT | import os⏎while True:⏎    os.write(3, b'{}' * 999)
+nested lists in the status pipe | - | import os⏎os.write(3, b'[' * 50_000 + b'\n')⏎os._exit(1)
+facts of the wrong types, with the token | - |
+    | import os, sys⏎frame = sys._getframe()⏎while 'report' not in frame.f_locals:⏎    frame = frame.f_back⏎
+    |frame.f_locals['report'](limit=[], finished=[1])⏎os._exit(1)
+busy loop | CPU_TIME | while True:⏎    pass
+busy loop that catches SIGXCPU | CPU_TIME |
+    | import signal⏎signal.signal(signal.SIGXCPU, signal.SIG_IGN)⏎while True:⏎    pass
+sleep | WALL_TIME | import time⏎time.sleep(60)
+sleep with everything closed | WALL_TIME | import os, time⏎os.closerange(0, 100)⏎time.sleep(60)
+stops itself | WALL_TIME | import os, signal⏎os.kill(os.getpid(), signal.SIGSTOP)
+memory hog | MEMORY | x = [bytearray(1 << 20) for _ in range(1 << 20)]
+memory at once | MEMORY | x = bytearray(1 << 40)
+memory file | FORBIDDEN | import os⏎os.memfd_create('MARK')
+deep recursion | CPU_TIME | import sys⏎sys.setrecursionlimit(10**9)⏎f = lambda: f()⏎f()
+deep recursion in C | - | x = []⏎for _ in range(10**5):⏎    x = [x]⏎repr(x)
+segmentation fault | - | import ctypes⏎ctypes.string_at(0)
+kills itself | - | import os⏎os.kill(os.getpid(), 9)
+write outside | FORBIDDEN | open('/tmp/MARK', 'w')
+write to the home | FORBIDDEN | open('HOME/MARK', 'w')
+shared memory file | FORBIDDEN | open('/dev/shm/MARK', 'w')
+shared memory | FORBIDDEN |
+    | from multiprocessing import shared_memory⏎shared_memory.SharedMemory('MARK', create=True, size=9)
+System V shared memory | - |
+    | import ctypes⏎libc = ctypes.CDLL(None, use_errno=True)⏎assert libc.shmget(0x5EED, 4096, 0o1666) >= 0⏎
+    |raise SystemExit('made')
+directory above | FORBIDDEN | open('../MARK', 'w')
+link to the outside | FORBIDDEN | import os⏎os.symlink('/tmp', 'out')⏎open('out/MARK', 'w')
+hard link to the outside | FORBIDDEN | import os, sys⏎os.link(os.__file__, 'mine')
+truncate outside | FORBIDDEN | import os⏎os.truncate('HOME/.bashrc', 0)
+mode of a file outside | FORBIDDEN | import os⏎os.chown(os.__file__, 0, 0)
+big file | FILE_SIZE | f = open('a', 'wb')⏎while True:⏎    f.write(bytes(1 << 20))
+full disk | DISK | import os⏎for i in range(10**6):⏎    open(str(i), 'wb').write(bytes(1 << 20))
+many files | DISK | for i in range(10**6):⏎    open(str(i), 'w').close()
+many open files | OPEN_FILES | x = [open('a', 'w') for _ in range(10**6)]
+deep directories | - | import os⏎for _ in range(150):⏎    os.mkdir('d')⏎    os.chdir('d')
+directory without permissions | - | import os⏎os.mkdir('d')⏎os.mkdir('d/e', 0)⏎os.mkdir('f', 0)
+fifo | FORBIDDEN | import os⏎os.mkfifo('f')
+socket | FORBIDDEN | import socket⏎socket.create_connection(('127.0.0.1', 22))
+unix socket | FORBIDDEN | import socket⏎socket.socket(socket.AF_UNIX).bind('\0MARK')
+datagram pair | FORBIDDEN | import socket⏎a, b = socket.socketpair(type=socket.SOCK_DGRAM)⏎a.sendto(b'x', '/dev/log')
+netlink | FORBIDDEN | import socket⏎socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
+signal to the parent | FORBIDDEN | import os⏎os.kill(os.getppid(), 9)
+signal to everybody | FORBIDDEN | import os⏎os.kill(-1, 9)
+signal to the group | FORBIDDEN | import os⏎os.kill(0, 9)
+signal by an owner of a pipe | FORBIDDEN |
+    | import fcntl, os⏎r, w = os.pipe()⏎fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())
+debugger | - |
+    | import ctypes, os⏎libc = ctypes.CDLL(None, use_errno=True)⏎
+    |raise SystemExit(libc.ptrace(16, os.getppid(), 0, 0) == -1 and 'refused')
+limits of the parent | FORBIDDEN | import os, resource⏎resource.prlimit(os.getppid(), 7, (3, 3))
+environment of the parent | FORBIDDEN | import os⏎open(f'/proc/{os.getppid()}/environ').read()
+memory of the parent | FORBIDDEN | import os⏎open(f'/proc/{os.getppid()}/mem', 'rb')
+keys of the user | FORBIDDEN | open('HOME/.ssh/id_rsa').read()
+passwords | FORBIDDEN | open('/etc/passwd').read()
+becomes another user | FORBIDDEN | import os⏎os.setresuid(0, 0, 0)
+set-user-id program | FORBIDDEN | import os⏎os.execv('/bin/su', ['su', '-c', 'touch /tmp/MARK'])
+clock | FORBIDDEN | import time⏎time.clock_settime(time.CLOCK_REALTIME, 0)
+leaves at once | - | import os⏎os._exit(0)
+leaves in an exit handler | - | import atexit, os⏎atexit.register(os._exit, 0)⏎1 / 0
+exception that cannot be printed | - | class E(Exception):⏎    def __str__(self):⏎        raise RuntimeError⏎raise E
+user namespace | - |
+    | import ctypes⏎libc = ctypes.CDLL(None)⏎raise SystemExit(libc.unshare(0x10000000) == -1 and 'refused')
+"""
+
+
+def _programs() -> dict[str, tuple[str, LimitHit | None]]:
+    rows = [line.split(" | ", 2) for line in TABLE.replace("\n    |", "").strip().splitlines()]
+    return {name: (text.replace("⏎", "\n"), None if limit == "-" else LimitHit[limit]) for name, limit, text in rows}
+
+
+HOSTILE = _programs()

@@ -1,9 +1,11 @@
 """aiohttp applications on loopback, each in a thread with an event loop of its own."""
 
 import asyncio
+import http.client
+import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,34 +51,30 @@ def answering(step: Callable[[web.Request], Awaitable[web.Response]], **options:
         yield RemoteEnvironment({"base_url": url, "start_timeout_s": 5.0, **options})
 
 
+def post(url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
+    """Status and content of the answer."""
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
 @dataclass
 class Scripted:
-    """Answers of one path, the last of them again and again: texts, statuses, (status, headers), seconds to wait."""
+    """Answers of one path, the last of them again and again: texts, statuses (with the key), seconds to wait."""
 
     script: Sequence[Any]
     wrap: Callable[[str], str] = lambda text: text
     requests: list[Any] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    most_at_once: int = 0
-    _now: int = 0
 
     async def handle(self, request: web.Request) -> web.Response:
-        number = len(self.requests)
+        answer = self.script[min(len(self.requests), len(self.script) - 1)]
         self.requests.append(await request.json())
         self.headers.append(dict(request.headers))
-        self._now += 1
-        self.most_at_once = max(self.most_at_once, self._now)
-        try:
-            return await self._answer(self.script[min(number, len(self.script) - 1)])
-        finally:
-            self._now -= 1
-
-    async def _answer(self, answer: Any) -> web.Response:
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"no, {answer} to {self.headers[-1].get('Authorization')}")
         if isinstance(answer, float):
             await asyncio.sleep(answer)
-            return web.Response(text=self.wrap("late"), content_type="application/json")
-        if isinstance(answer, int):
-            return web.Response(status=answer, text=f"no, {answer}")
-        if isinstance(answer, tuple):
-            return web.Response(status=answer[0], headers=answer[1])
+            answer = "late"
         return web.Response(text=self.wrap(answer), content_type="application/json")

@@ -1,6 +1,7 @@
 import asyncio
 import re
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,7 @@ from nemo_rl.environments.registry import (
     wait_for_envs,
 )
 from tests.conversations import assistant, user
-
-GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
+from tests.unit.test_docs import files
 
 
 def echo(logs, metadata):
@@ -40,11 +40,6 @@ def echo(logs, metadata):
     texts = [log[-1]["content"] for log in logs]
     rewards = [float(text == known) for text, known in zip(texts, metadata, strict=True)]
     return one_turn([f"saw {text}" for text in texts], metadata, torch.tensor(rewards))
-
-
-class Ready:
-    async def remote(self):
-        return True
 
 
 class FakeActor:
@@ -55,7 +50,7 @@ class FakeActor:
         self.errors = list(errors)
         self.batches = []
         self.step = self
-        self.__ray_ready__ = Ready()
+        self.__ray_ready__ = SimpleNamespace(remote=partial(asyncio.sleep, 0))
 
     def remote(self, logs, metadata):
         self.batches.append(len(logs))
@@ -82,9 +77,12 @@ def asked(actor: FakeActor, *texts: str) -> list[Any]:
     return asyncio.run(gathered(EnvironmentClient("maze", actor, 5), *texts))
 
 
-def test_one_conversation_may_fail_in_a_batch_that_is_answered():
+def test_one_conversation_fails_alone_in_a_batch_that_is_answered_and_in_one_that_raises():
     def behave(logs, metadata):
-        failures = ["the judge is gone" if log[-1]["content"] == "bad" else None for log in logs]
+        said = [log[-1]["content"] for log in logs]
+        if "poison" in said:
+            raise RayTaskError("step", "traceback", ValueError("cannot read poison"))
+        failures = ["the judge is gone" if text == "bad" else None for text in said]
         return echo(logs, metadata)._replace(failures=failures, metrics=[{"score": 1}] * len(logs))
 
     actor = FakeActor(behave)
@@ -93,6 +91,9 @@ def test_one_conversation_may_fail_in_a_batch_that_is_answered():
     assert isinstance(bad, EnvironmentFailure)
     assert str(bad) == "environment 'maze': the judge is gone (sample 0/0/d:1/1)"
     assert actor.batches == [2], "nothing is asked twice"
+    first, poisoned, last = asked(actor, "a", "poison", "b")
+    assert (first.reward, last.reward) == (1.0, 0.0) and isinstance(poisoned, EnvironmentFailure)
+    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(poisoned))
 
 
 def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
@@ -112,22 +113,20 @@ def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
     assert steps[1].terminated is True and steps[1].metadata == "a"
 
 
-def test_one_bad_conversation_fails_alone():
-    def behave(logs, metadata):
-        if any(log[-1]["content"] == "poison" for log in logs):
-            raise RayTaskError("step", "traceback", ValueError("cannot read poison"))
-        return echo(logs, metadata)
-
-    first, poisoned, last = asked(FakeActor(behave), "a", "poison", "b")
-    assert (first.reward, last.reward) == (1.0, 0.0) and isinstance(poisoned, EnvironmentFailure)
-    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(poisoned))
+BUSY = RayTaskError("step", "traceback", OSError("a file was busy"))
 
 
-@pytest.mark.parametrize(("texts", "calls"), [("a", [1, 1]), ("ab", [2, 1, 1])])
-def test_an_exception_that_does_not_return_costs_nothing_however_many_share_the_call(texts, calls):
-    actor = FakeActor(errors=[RayTaskError("step", "traceback", OSError("a file was busy"))])
+@pytest.mark.parametrize(
+    ("error", "texts", "calls"),
+    [(BUSY, "a", [1, 1]), (BUSY, "ab", [2, 1, 1]), (RayActorError(), "a", [1, 1]), (RayActorError(), "ab", [2, 2])],
+)
+def test_what_fails_once_is_asked_again_and_costs_nothing_however_many_share_the_call(error, texts, calls):
+    actor = FakeActor(errors=[error])
     assert [step.reward for step in asked(actor, *texts)] == [1.0, 0.0][: len(texts)]
     assert actor.batches == calls
+    actor = FakeActor(errors=[RayActorError(), RayActorError()])
+    assert all(isinstance(one, EnvironmentFailure) and "twice" in str(one) for one in asked(actor, *texts))
+    assert actor.batches == [len(texts)] * 2, "once more and no more"
 
 
 class Measuring(FakeActor):
@@ -146,12 +145,11 @@ class Measuring(FakeActor):
 
 def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
     batch = BatchedDataDict({"metrics": [{"depth": 1.0}, {"depth": 2.0}]})
-    error = RayTaskError("metrics", "traceback", OSError("a file was busy"))
-    for first in (error, RayActorError()):
+    for first in (BUSY, RayActorError()):
         client = EnvironmentClient("maze", Measuring(first), 5)
         assert asyncio.run(client.metrics(batch)) == {"accuracy": 0.5, "depth": 1.5}
     with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
-        asyncio.run(EnvironmentClient("maze", Measuring(error, error), 5).metrics(batch))
+        asyncio.run(EnvironmentClient("maze", Measuring(BUSY, BUSY), 5).metrics(batch))
 
 
 def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
@@ -172,13 +170,6 @@ def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_onl
         return [task in done for task in tasks], [actor.batches for actor in actors]
 
     assert asyncio.run(run()) == ([True, True, False, False, True, True], [[2, 1], [2], [2, 1, 1]])
-
-
-def test_a_dead_actor_is_asked_once_more_and_no_more():
-    actor = FakeActor(errors=[RayActorError(), RayActorError()])
-    assert all(isinstance(one, EnvironmentFailure) and "twice" in str(one) for one in asked(actor, "a", "b"))
-    assert actor.batches == [2, 2]
-    assert asked(FakeActor(errors=[RayActorError()]), "a")[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -272,10 +263,8 @@ class NotBookedYet(RayVirtualCluster):
 
 def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_local):
     section, cluster = {"model_name": "rm", "tokenizer": {"name": "rm"}}, NotBookedYet([1])
-    env = {
-        name: RewardModelEnvironmentConfig.model_validate({**section, "resources": {"gpus_per_node": number}})
-        for name, number in (("one", 1), ("two", 1), ("three", 0))
-    }
+    sections = ({**section, "resources": {"gpus_per_node": number}} for number in (1, 1, 0))
+    env = dict(zip(("one", "two", "three"), map(RewardModelEnvironmentConfig.model_validate, sections), strict=True))
     told = r"env\.one\.resources.*env\.two\.resources.*: 2 GPU\(s\) wanted beside those of cluster, 0 left"
     with pytest.raises(ValueError, match=told):
         create_envs(env, cluster)
@@ -288,29 +277,18 @@ def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_loca
 
 
 def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
-    class Judge:
-        pass
-
-    actor: Any = ray.remote(Judge).options(num_gpus=1).remote()
+    actor: Any = ray.remote(type("Judge", (), {})).options(num_gpus=1).remote()
     told = r"environment 'judge' \(env\.judge\) has not started in 0\.5 s.*env\.judge\.resources"
     with pytest.raises(ValueError, match=told):
         wait_for_envs({"judge": [actor]}, timeout_s=0.5)
     ray.kill(actor)
 
 
-def blocks_of_the_guide():
-    text = GUIDE.read_text()
-    return dict(re.findall(r"<!-- (\w+\.py) -->\n```python\n(.*?)```", text, flags=re.DOTALL))
-
-
-def test_a_script_starts_an_environment_by_itself(ray_local):
+def test_a_script_starts_an_environment_by_itself_and_that_of_the_guide_runs(ray_local, import_folder):
     actor = CodeJaccardEnvironment.options(num_cpus=0).remote({})
     assert ray.get(actor.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
     ray.kill(actor)
-
-
-def test_the_environment_of_the_guide_runs(ray_local, import_folder):
-    source = blocks_of_the_guide()["guess.py"]
+    source = files("docs/guides/environments.md")["guess.py"]
     (import_folder / "guess.py").write_text(source)
     assert len([line for line in source.split("class ")[1].splitlines() if line.strip()]) <= 20
     actor = create_env("guess", {"type": "guess:GuessTheNumber", "max_guesses": 2})
@@ -326,19 +304,6 @@ def test_the_environment_of_the_guide_runs(ray_local, import_folder):
     assert asyncio.run(play("3", "7")) == [("try again", 0.0, False), ("right", 1.0, True)]
     assert asyncio.run(play("3", "4"))[-1] == ("try again", 0.0, True)
     ray.kill(actor)
-
-
-def test_the_dataset_and_processor_of_the_guide_run(import_folder):
-    from nemo_rl.data.config import DataConfig, DatasetConfig
-    from nemo_rl.data.rows.setup import PromptProcessor, setup_data
-    from nemo_rl.data.tiny_model import build_tiny_tokenizer
-
-    (import_folder / "my_data.py").write_text(blocks_of_the_guide()["my_data.py"])
-    section = DatasetConfig(dataset_name="my_data:capitals", processor="my_data:in_one_word", env_name="math")
-    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100))
-    datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
-    assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
-    assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():

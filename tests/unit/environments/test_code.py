@@ -22,19 +22,16 @@ def environments():
         environment.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("so <code>print(1)</code> it is", "print(1)"),
-        ("<code>\nx = 1\n</code> and <code>print(x)</code>", "x = 1\nprint(x)"),
-        ("<code>print(1)", "print(1)"),  # a stop string ended the turn
-        ("```python\nprint(1)\n```\nbetter:\n```py\nprint(2)\n```", "print(2)\n"),
-        ("```\nprint(1)\n```", None),
-        ("nothing", None),
-    ],
-)
-def test_programs_are_found(text: str, program: str | None) -> None:
-    assert find_program(text) == program
+def test_programs_are_found() -> None:
+    for text, program in {
+        "so <code>print(1)</code> it is": "print(1)",
+        "<code>\nx = 1\n</code> and <code>print(x)</code>": "x = 1\nprint(x)",
+        "<code>print(1)": "print(1)",  # a stop string ended the turn
+        "```python\nprint(1)\n```\nbetter:\n```py\nprint(2)\n```": "print(2)\n",
+        "```\nprint(1)\n```": None,
+        "nothing": None,
+    }.items():
+        assert find_program(text) == program, text
 
 
 def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
@@ -97,7 +94,7 @@ def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
         read_tests(row)
 
 
-def test_mathematics_with_three_rewards() -> None:
+def test_mathematics_with_three_rewards_and_programs_by_their_words() -> None:
     environment: Any = new_environment("math_multi_reward", {"num_workers": 1, "stop_strings": None})
     thought = "<think>x</think> <answer>{}</answer>".format
     logs = [said(text) for text in (thought(42), "<answer>42.0</answer>", thought(41), "\\boxed{42}")]
@@ -106,12 +103,8 @@ def test_mathematics_with_three_rewards() -> None:
     assert result.rewards.tolist() == [[1, 1, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert result.metrics[1] == {"correct": 1.0, "integer": 0.0, "format": 0.0}
     assert result.terminateds.all() and result.answers[0] == "42"
-
-
-def test_programs_are_compared_by_their_words() -> None:
-    environment: Any = new_environment("code_jaccard", {"num_workers": 1})
     logs = [said("```python\nx = 1\n```"), said("```python\nx = 1\nprint(x, y)\n```"), said("")]
-    result = environment.step(logs, [{"ground_truth": "x = 1"}] * 3)
+    result = new_environment("code_jaccard", {"num_workers": 1}).step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
 
 

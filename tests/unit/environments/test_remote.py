@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
 from tests.conversations import answered as log
-from tests.unit.environments.http_servers import Scripted, answering, served
+from tests.unit.environments.http_servers import Scripted, answering, post, served
 
 
 class Counting(EnvironmentInterface[Any]):
@@ -107,7 +106,9 @@ def test_a_server_without_an_answer_in_time_fails_the_conversations_and_is_named
         time.sleep(0.5)
 
 
-def test_the_token_is_asked_for(monkeypatch):
+def test_the_token_is_asked_for_and_a_server_that_is_not_there_is_named(monkeypatch):
+    with pytest.raises(ValueError, match=r"no environment server answers at http://127.*: .*environment_server"):
+        RemoteEnvironment({"base_url": "http://127.0.0.1:9", "start_timeout_s": 0.2})
     monkeypatch.setenv("TOKEN", "sesame")
     with serving(Counting(), "sesame", token_env="TOKEN") as remote:
         assert remote.step([log("a")], [{"turn": 0}]).failures == [None]
@@ -116,11 +117,6 @@ def test_the_token_is_asked_for(monkeypatch):
             RemoteEnvironment({"base_url": remote.connection.url, "token_env": "TOKEN"})
         with pytest.raises(ValueError, match="status 401"):
             RemoteEnvironment({"base_url": remote.connection.url})
-
-
-def test_the_run_waits_for_the_server_and_then_says_how_to_start_one():
-    with pytest.raises(ValueError, match=r"no environment server answers at http://127.*: .*environment_server"):
-        RemoteEnvironment({"base_url": "http://127.0.0.1:9", "start_timeout_s": 0.2})
 
 
 @pytest.mark.parametrize(("host", "token"), [("0.0.0.0", None), ("10.0.0.1", ""), ("example.org", None), ("::", None)])
@@ -142,15 +138,10 @@ def test_the_server_refuses_what_is_no_request():
         ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
     ]
 
-    async def ask(url: str) -> None:
-        async with aiohttp.ClientSession() as session:
-            for kind, change, status, message in refused:
-                body, headers = json.dumps({**good, **change}), {"Content-Type": kind}
-                async with session.post(f"{url}/step", data=body, headers=headers) as response:
-                    assert response.status == status and message in (await response.json())["error"]
-
     with served(EnvironmentServer(Counting(), "env", None).app()) as url:
-        asyncio.run(ask(url))
+        for kind, change, status, message in refused:
+            found, answer = post(url, "/step", json.dumps({**good, **change}).encode(), {"Content-Type": kind})
+            assert found == status and message in answer["error"]
 
 
 GOOD = {

@@ -19,12 +19,10 @@ from aiohttp import web
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.launch import readable
 from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.environments.code.sandbox.isolation import landlock_abi
-from nemo_rl.environments.config import check_sections
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
 from nemo_rl.types import (
@@ -456,24 +454,3 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
     assert sample.meta.reward == 0.5
     assert "9" not in [text_of(row.token_ids[row.token_mask][:-1]) for row in sample.rows]
     assert failed.meta.status is SampleStatus.AGENT_CRASHED and "'red'" in str(failed.meta.failure)
-
-
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"run": "m:f", "command": ["x"]}, "one of run, command and url, not run and command"),
-        ({"command": ["x"], "kwargs": {"a": 1}}, "kwargs: are arguments of run"),
-        ({"command": ["x"], "isolate": False, "network": False}, "set isolate: true"),
-        ({"run": "m:f", "network": False}, "network: is kept from commands alone"),
-        ({"run": "m:f", "roles": {"a b": None}}, "'a b' is no name of a role"),
-        ({"run": "m:f", "roles": {"a": None}, "credit": "discounted", "discount": 0.5}, "set shared or branch"),
-    ],
-)
-def test_a_section_that_contradicts_itself_is_refused(section: dict[str, Any], named: str):
-    with pytest.raises(ValueError, match=named):
-        AgentEnvironmentConfig.model_validate(section)
-
-
-def test_two_sections_cannot_listen_on_one_port():
-    env: Any = {name: AgentEnvironmentConfig.model_validate({"run": "m:f", "session": {"port": 80}}) for name in "ab"}
-    assert [key for key, _ in check_sections(env, 1e9)] == ["env.b.session.port"]

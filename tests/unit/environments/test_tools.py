@@ -1,0 +1,240 @@
+"""Episodes with tools, built in and of real MCP servers; the calculator computes as Python does, and nothing else."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from nemo_rl.environments.code.tools import (
+    PythonToolEnvironment,
+    Tool,
+    ToolCall,
+    ToolError,
+    calculate,
+    find_calls,
+    problem_of,
+)
+from nemo_rl.environments.mcp import McpEnvironment
+from nemo_rl.utils.task_formats import CALCULATOR, PYTHON, function_spec
+from tests.conversations import answered
+from tests.tables import cases, pattern
+from tests.unit.environments.http_servers import served
+
+
+def shout(arguments, state) -> str:
+    if not arguments["text"]:
+        raise ToolError("nothing to shout")
+    state["shouts"] = state.get("shouts", 0) + 1
+    return arguments["text"].upper() + "!" * state["shouts"]
+
+
+SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    tools, limits = ["calculator", "python", f"{__name__}:SHOUT"], {"time_limit_s": 2.0, "cpu_limit_s": 1}
+    made = PythonToolEnvironment({"num_workers": 1, "tools": tools, "sandbox": limits})
+    yield made
+    made.shutdown()
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def play(environment: PythonToolEnvironment, turns: list[str]) -> list[list]:
+    """What the model sees after each turn, the rewards, and whether the episode ended."""
+    metadata: list = [{"ground_truth": "12"}]
+    told = []
+    for turn in turns:
+        result = environment.step([answered(turn)], metadata)
+        metadata = json.loads(json.dumps(result.metadata))  # it travels, and holds nothing but data
+        told.append((result.observations[0]["content"], result.rewards.item(), bool(result.terminateds[0])))
+    return [list(column) for column in zip(*told, strict=True)]
+
+
+def test_an_episode_of_calls_and_an_answer(environment) -> None:
+    turns = [
+        call("calculator", expression="5+7"),
+        "Let me see.\n" + call("python", code="x = 5\nx + 7"),
+        call("python", code="print(x * 2)"),
+        call("shout", text="hey") + call("shout", text="ho"),
+        "It is \\boxed{12}.",
+    ]
+    seen, rewards, ends = play(environment, turns)
+    assert seen[:4] == ["12", "12", "10", "[1] HEY!\n[2] HO!!"]
+    assert rewards == [0, 0, 0, 0, 1]
+    assert ends == [False, False, False, False, True]
+
+
+def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) -> None:
+    wrong = {
+        "<tool_call>{'name': 'calculator'}</tool_call>": "is not JSON",
+        "<tool_call>[1]</tool_call>": "names no tool",
+        call("calculater", expression="1"): "no tool 'calculater'; there are: calculator, python, shout",
+        call("calculator", expr="1"): "needs the argument 'expression'",
+        call("calculator", expression=3): "must be of type string",
+        call("calculator", expression="import os"): "not an expression",
+        call("shout", text=""): "nothing to shout",
+        call("python", code="1 / 0"): "ZeroDivisionError",
+        call("python", code="while True: pass"): "seconds",
+        call("calculator", expression="1") * 6: "only the first 4 calls",
+    }
+    seen, rewards, ends = play(environment, list(wrong))
+    assert [part in text for part, text in zip(wrong.values(), seen, strict=True)] == [True] * len(wrong)
+    assert not any(ends) and not any(rewards)
+
+
+def test_calls_are_found_in_several_styles() -> None:
+    specs = {"calculator": CALCULATOR, "python": PYTHON}
+    assert find_calls("nothing") == []
+    assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
+    assert find_calls("```tool_code\nprint(1)\n```") == [ToolCall("python", {"code": "print(1)\n"})]
+    assert problem_of(find_calls('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>')[0], specs)
+    assert problem_of(ToolCall("calculator", {"expression": "1", "more": "2"}), specs)
+
+
+def test_unknown_tools_are_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match="no module 'nowhere'"):
+        PythonToolEnvironment({"tools": ["nowhere:TOOL"]})
+
+
+def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.builds("({}{}{})".format, inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.recursive(st.integers(0, 99).map(str), joined, max_leaves=6))
+def test_it_agrees_with_python(expression: str) -> None:
+    try:
+        expected = str(eval(expression))
+    except ZeroDivisionError:
+        with pytest.raises(ToolError, match="zero"):
+            calculate(expression)
+    else:
+        assert calculate(expression) == expected
+
+
+REFUSED = [
+    "__import__('os').system('true')", "().__class__", "[x for x in (1,)]", "x", "'a' * 9", "True", "1 +", "",
+    "9**9**9", "2**-99999", "(-8)**0.5", "1/0", "sqrt(-1)", "exp(9999)", "round(2.5, ndigits=1)",
+    "(" * 300 + "1" + ")" * 300, "1+" * 600 + "1", "-" * 200 + "1",
+]  # fmt: skip
+
+
+def test_everything_else_is_refused_with_a_reason() -> None:
+    for expression in REFUSED:
+        with pytest.raises(ToolError, match=r"\w"):
+            calculate(expression)
+
+
+# -- tools of MCP servers
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_mcp_cpu.yaml"
+STDIO = {"command": sys.executable, "args": [SERVER]}
+
+
+def mcp(*, timeout_s: float = 20.0, **servers: Any) -> McpEnvironment:
+    inner = {"type": "code_jaccard"}
+    return McpEnvironment({"servers": servers, "environment": inner, "max_calls_per_turn": 2, "timeout_s": timeout_s})
+
+
+def test_calls_are_answered_and_other_turns_go_to_the_environment():
+    env = mcp(sums=STDIO)
+    try:
+        turns = [
+            call("add", a=1, b=2),
+            "right words",
+            call("add", a=1, b=2) + call("divide", a=1, b=0) + call("add", a=1, b=1),
+            "first " + call("add", a="x"),
+            call("search", q="x"),  # no tool of a server: the environment's affair
+        ]
+        truth = {"ground_truth": "right words"}
+        given = env.step(list(map(answered, turns)), [truth] * len(turns))
+        texts = [observation["content"] for observation in given.observations]
+        assert texts[0] == "3" and given.observations[0]["role"] == "tool"
+        assert texts[2].startswith("[1] 3\n[2] error: ") and "divide" in texts[2] and "only the first 2" in texts[2]
+        assert texts[3] == "error: add needs the argument 'b'"
+        assert given.terminateds.tolist() == [False, True, False, False, True]
+        assert given.rewards[1] == 1.0 and given.rewards[0] == 0.0 and given.failures == [None] * 5
+        # A server that ends costs the conversations that called it, and is started again.
+        lost = env.step([answered(call("divide", a=1, b=-1))], [truth])
+        assert "gave no result" in str(lost.failures)
+        again = env.step([answered(call("add", a=2, b=2))], [truth])
+        assert again.observations[0]["content"] == "4"
+        assert (env.num_calls, env.num_errors) == (6, 2)
+    finally:
+        env.shutdown()
+
+
+async def answers_and_holds_on(request: web.Request) -> web.Response:
+    """A server that never answers the end of its session."""
+    if request.method == "DELETE":
+        await asyncio.sleep(3600)
+    if request.method != "POST":
+        return web.Response(status=405)
+    asked = await request.json()
+    results = {
+        "initialize": {
+            "protocolVersion": asked.get("params", {}).get("protocolVersion"),
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "held", "version": "1"},
+        },
+        "tools/list": {"tools": [{"name": "wait", "inputSchema": {"type": "object"}}]},
+    }
+    if asked["method"] not in results:
+        return web.Response(status=202 if "id" not in asked else 404)
+    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}
+    return web.json_response(answer, headers={"Mcp-Session-Id": "1"})
+
+
+def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
+    app = web.Application()
+    app.router.add_route("*", "/mcp", answers_and_holds_on)
+    with served(app) as url:
+        env = mcp(timeout_s=2.0, held={"url": f"{url}/mcp"})
+        assert list(env.servers.specs) == ["wait"]
+        started = time.monotonic()
+        env.shutdown()
+        assert time.monotonic() - started < 50
+
+
+def test_a_server_that_cannot_be_used_is_named():
+    with pytest.raises(ValueError, match=r"servers\.a cannot be reached"):
+        mcp(a={"command": "/no/such/program"})
+    with pytest.raises(ValueError, match="write command, or url"):
+        mcp(a={})
+
+
+MISTAKES = """
++env.with_tools.max_call_per_turn=2 -> the nearest valid key is env.with_tools.max_calls_per_turn
++INNER.num_worker=2 -> the nearest valid key is env.with_tools.environment.num_workers
+INNER.type=mat -> env.with_tools.environment.type ... did you mean math
+INNER.type=[math] -> must be a valid string
++env.with_tools.servers.sums.url=http://127.0.0.1:1 -> a server has one of both
+~INNER & +INNER={type: agent, run: 'a:b'} -> MISPLACED
+~INNER & +INNER={type: vlm, reward_functions: [{name: math, env: math, weight: 1.0}]} -> MISPLACED
+~INNER & +INNER={type: reward_model, model_name: m, resources: {gpus_per_node: 1}} -> MISPLACED
+"""
+SHORT = {
+    "INNER": "env.with_tools.environment",
+    "MISPLACED": "answers turns, without agents, a GPU, or parts that are sections of env",
+}
+
+
+@pytest.mark.parametrize(("overrides", "said"), cases(MISTAKES, SHORT))
+def test_a_mistake_is_named_before_anything_starts(overrides: tuple[str, ...], said: str):
+    with pytest.raises(ConfigError, match=pattern(said)):
+        load_config(GRPOMasterConfig, CONFIG, list(overrides))
