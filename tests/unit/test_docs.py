@@ -1,7 +1,8 @@
-"""The documents name things that exist: keys with their defaults, commands, YAML, links, files, metrics."""
+"""The documents name things that exist: keys, defaults, commands, YAML, links, files, metrics; and their code runs."""
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,28 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig, GRPOMasterConfig
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
+from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.rules import Derived
-from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, PreferenceDataConfig, PreferenceDatasetConfig
+from nemo_rl.data.config import (
+    DataConfig,
+    DatasetConfig,
+    ExampleDataConfig,
+    ExampleDatasetConfig,
+    PreferenceDataConfig,
+    PreferenceDatasetConfig,
+)
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
+from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
+from tests.conversations import answered
 from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))} | {
@@ -140,7 +154,7 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
     script = next((Path(file).stem for file in files if file.endswith(".py")), "")
     given = words[words.index("--config") + 1] if "--config" in words else None
     if given is not None and f"<!-- {given} -->" in PAGES[page]:
-        return  # a file that the page itself makes: test_adding_an_environment.py
+        return  # a file that the page itself makes, below
     if script in SCRIPTS:
         model, default = SCRIPTS[script]
         load_config(model, ROOT / given if given else CONFIGS / default, overrides)
@@ -248,3 +262,79 @@ def test_guides_name_every_reason_to_leave_a_row_out():
     found = [table for method in ("sft", "dpo") for table in tables(PAGES[f"docs/guides/{method}.md"])]
     named = {name for header, rows in found if header == "metric" for row in rows for name in code(row[0])}
     assert named == {f"train/num_{kind}" for kind in kinds}
+
+
+# -- code
+
+
+ADDING = PAGES["docs/adding-an-environment.md"]
+
+
+def files(page: str) -> dict[str, str]:
+    """Name -> text; blocks of the same file follow one another."""
+    found: dict[str, str] = {}
+    for name, body in re.findall(r"<!-- (\w+\.\w+) -->\n```\w+\n(.*?)^```", PAGES[page], re.M | re.S):
+        found[name] = found.get(name, "") + ("\n\n" if name in found else "") + body
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of both pages about environments, as the root of the repository is for their readers."""
+    for page in ("docs/adding-an-environment.md", "docs/guides/environments.md"):
+        for name, text in files(page).items():
+            (tmp_path / name).write_text(text)
+            monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_episode_by_hand_goes_as_the_page_says(folder, capsys):
+    exec(compile((folder / "try_second_chance.py").read_text(), "try_second_chance.py", "exec"), {})
+    told = re.search(r"^prints\n\n```text\n(.*?)```", ADDING, re.M | re.S)
+    assert told is not None
+    assert capsys.readouterr().out == told[1]
+
+
+def test_the_table_of_fields_is_that_of_the_interface():
+    rows = re.findall(r"^\| `(\w+)` \|", ADDING.split("## Try it")[0], re.M)
+    assert tuple(rows) == EnvironmentReturn._fields
+
+
+def test_dataset_processor_and_configuration_fit_together(folder):
+    config = load_config(GRPOMasterConfig, folder / "second_chance.yaml", ["policy.tokenizer.name=tiny:arithmetic"])
+    setup = setup_data(config.data)
+    assert setup.validation is not None
+    process = PromptProcessor(setup.tasks, build_tiny_tokenizer(), config.data.max_input_seq_length)
+    datum = process(setup.train[0])
+    metadata = datum["extra_env_info"]
+    assert metadata is not None and set(metadata) == {"problem", "answer", "tries"} and metadata["tries"] == 0
+    assert datum["message_log"][0]["content"].count(metadata["problem"]) == 1
+    trained = {setup.train[i].row["problem"] for i in range(len(setup.train))}
+    held_out = {setup.validation[i].row["problem"] for i in range(len(setup.validation))}
+    assert len(trained) + len(held_out) == 100 and not trained & held_out
+    assert f"(sample 12/3/{setup.train[41].prompt_id}/0)" in ADDING
+
+
+def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(folder):
+    [block] = [body for body in re.findall(r"^```yaml\n(.*?)^```", ADDING, re.M | re.S) if "weight" in body]
+    piece = yaml.safe_load(block)
+    (folder / "piece.yaml").write_text(f"defaults: second_chance.yaml\n{block}")
+    config = load_config(GRPOMasterConfig, folder / "piece.yaml", ["+env.math.type=math"])
+    assert [dataset.weight for dataset in config.data.train] == [3.0, 1.0] and len(piece["data"]["train"]) == 2
+    named = ADDING.split("metrics, e.g. ")[1].split(" in training;")[0]
+    assert {*TASK, "num_samples"} <= set(re.findall(r"`(\w+)`", named))
+    assert "arithmetic/reward" in config.train_metrics
+
+
+def test_the_dataset_processor_and_reward_of_the_guide_run(folder: Path):
+    section = DatasetConfig(dataset_name="my_data:capitals", processor="my_data:in_one_word", env_name="math")
+    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100))
+    datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
+    assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
+    assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
+    part = {"name": "polite", "reward": "my_rewards:polite", "kwargs": {"word": "thanks"}}
+    environment = CompositeEnvironment({"reward_functions": [part], "num_workers": 1})
+    assert environment.step([answered("Thanks!"), answered("please")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
