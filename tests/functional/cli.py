@@ -21,28 +21,25 @@ CONFIGS = EXAMPLES / "configs"
 SCRIPT = EXAMPLES / "run_grpo_math.py"
 CPU_CONFIG = CONFIGS / "grpo_math_cpu.yaml"
 
+
+def keys(**sections: str) -> tuple[str, ...]:
+    """Overrides: `keys(grpo="seed=1 val_period=0")`."""
+    return tuple(f"{section}.{key}" for section, text in sections.items() for key in text.split())
+
+
 # A run of seconds: few small steps, nothing on the side.
-SMALL = (
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=16",
-    "policy.train_micro_batch_size=8",
-    "grpo.max_num_steps=4",
-    "grpo.val_period=2",
-    "grpo.val_at_start=false",
-    "grpo.max_val_samples=8",
-    "checkpointing.save_period=2",
-    "logger.num_val_samples_to_print=0",
-    "logger.tensorboard_enabled=false",
+SMALL = keys(
+    grpo="num_prompts_per_step=4 num_generations_per_prompt=4 max_num_steps=4 val_period=2 val_at_start=false"
+    " max_val_samples=8",
+    policy="train_global_batch_size=16 train_micro_batch_size=8",
+    checkpointing="save_period=2",
+    logger="num_val_samples_to_print=0 tensorboard_enabled=false",
 )
 # Training steps and nothing else.
-BARE = (
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "logger.num_val_samples_to_print=0",
-    "logger.tensorboard_enabled=false",
+BARE = keys(
+    grpo="val_period=0 val_at_start=false val_at_end=false",
+    checkpointing="enabled=false",
+    logger="num_val_samples_to_print=0 tensorboard_enabled=false",
 )
 ENGINE_APART = (
     "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",

@@ -26,7 +26,7 @@ from nemo_rl.environments.code.tools import calculate
 from nemo_rl.environments.own_python import python_of
 from nemo_rl.utils.task_formats import CALCULATOR
 from nemo_rl.utils.venvs import VenvBuildError, run_uv
-from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, run
+from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, keys, run
 from tests.unit.environments.http_servers import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -84,18 +84,12 @@ def play(folder: Path, model: str, sections: dict[str, Any], **special: str) -> 
     }
     (folder / "clients.yaml").write_text(yaml.safe_dump(own))
     num_prompts = NUM_PROMPTS * len(sections)
-    finished = run(
-        folder,
-        *BARE,
-        "grpo.max_num_steps=2",
-        f"grpo.num_prompts_per_step={num_prompts}",
-        "grpo.max_num_epochs=2",  # a step has all rows
-        f"grpo.num_generations_per_prompt={NUM_EPISODES}",
-        f"policy.train_global_batch_size={num_prompts * NUM_EPISODES}",
-        "policy.train_micro_batch_size=8",
-        script=EXAMPLES / "run_grpo.py",
-        config=folder / "clients.yaml",
+    size = keys(
+        grpo=f"max_num_steps=2 max_num_epochs=2 num_prompts_per_step={num_prompts}"  # a step has all rows
+        f" num_generations_per_prompt={NUM_EPISODES}",
+        policy=f"train_global_batch_size={num_prompts * NUM_EPISODES} train_micro_batch_size=8",
     )
+    finished = run(folder, *BARE, *size, script=EXAMPLES / "run_grpo.py", config=folder / "clients.yaml")
     exact(finished.steps, 2)
     for row in finished.steps:
         assert math.isfinite(row["train/loss"]), row

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from aiohttp import web
 
 from nemo_rl.environments.agents.interfaces import AgentTask
-from tests.functional.cli import BARE, ENGINE_APART, ROOT, Finished, continues_bit_for_bit, exact, example, run, start
+from tests.functional import cli
+from tests.functional.cli import BARE, ENGINE_APART, ROOT, Finished, continues_bit_for_bit, exact, example, keys, run
 from tests.functional.test_megatron_runs import trained_by_megatron
 from tests.unit.environments.http_servers import served
 
@@ -23,24 +25,13 @@ pytestmark = pytest.mark.timeout(600)
 EXAMPLE = example("grpo", "grpo_agent_cpu")
 TWO_STEPS = (
     *BARE,
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=16",
-    "policy.train_micro_batch_size=8",
-    "grpo.max_num_steps=2",
+    *keys(grpo="num_prompts_per_step=4 num_generations_per_prompt=4 max_num_steps=2"),
+    *keys(policy="train_global_batch_size=16 train_micro_batch_size=8"),
 )
-SMALL = (
-    *TWO_STEPS,
-    "env.arithmetic_agent.run=tests.functional.test_agent_run:branches",
-    "env.arithmetic_agent.credit=branch",
-)
-ASYNC = (
-    *ENGINE_APART,
-    "cluster.cpu_workers_per_node=2",
-    "grpo.async_grpo.enabled=true",
-    "grpo.async_grpo.max_trajectory_age_steps=2",
-)
-IN_FLIGHT = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.group_order=arrival")
+SMALL = (*TWO_STEPS, *keys(env=f"arithmetic_agent.run={__name__}:branches arithmetic_agent.credit=branch"))
+LOOP = "async_grpo.enabled=true async_grpo.max_trajectory_age_steps=2"
+ASYNC = (*ENGINE_APART, *keys(grpo=LOOP, cluster="cpu_workers_per_node=2"))
+IN_FLIGHT = keys(grpo="async_grpo.in_flight_weight_updates=true async_grpo.group_order=arrival")
 
 
 async def branches(task: AgentTask) -> dict[str, Any]:
@@ -75,15 +66,10 @@ def assert_whole(finished: Finished, num_steps: int = 2) -> list[dict[str, Any]]
 def test_rows_of_agents_are_exact_and_megatron_learns_from_them(tmp_path: Path) -> None:
     """The policy gives every token of every row the logprob that it was sampled with."""
     megatron = trained_by_megatron("policy", 3e-4)
-    larger = (
-        "grpo.num_prompts_per_step=16",
-        "grpo.num_generations_per_prompt=8",
-        "policy.train_global_batch_size=128",
-        "policy.train_micro_batch_size=64",
-        "grpo.max_num_steps=6",
-        "grpo.val_at_end=true",
-        "grpo.max_val_samples=8",
-        "grpo.val_batch_size=8",
+    larger = keys(
+        grpo="num_prompts_per_step=16 num_generations_per_prompt=8 max_num_steps=6"
+        " val_at_end=true max_val_samples=8 val_batch_size=8",
+        policy="train_global_batch_size=128 train_micro_batch_size=64",
     )
     finished = run(tmp_path, *SMALL, *larger, *megatron, **EXAMPLE)
     steps = assert_whole(finished, num_steps=6)
@@ -106,11 +92,11 @@ def test_two_engines_give_the_same_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_agents_play_while_weights_arrive_in_flight_and_their_record_is_trained_again(tmp_path: Path) -> None:
-    keys = (*SMALL, *ASYNC, *IN_FLIGHT, "grpo.max_num_steps=4")
+    asked = (*SMALL, *ASYNC, *IN_FLIGHT, "grpo.max_num_steps=4")
     record = f"grpo.rollout_record={{enabled: true, save_dir: {tmp_path / 'record'}}}"
-    steps = assert_whole(run(tmp_path / "run", *keys, record, **EXAMPLE), num_steps=4)
+    steps = assert_whole(run(tmp_path / "run", *asked, record, **EXAMPLE), num_steps=4)
     assert 1 <= max(row["train/weight_version_lag/max"] for row in steps) <= 2
-    again = run(tmp_path / "again", *keys, f"grpo.replay_from={tmp_path / 'record'}", **EXAMPLE)
+    again = run(tmp_path / "again", *asked, f"grpo.replay_from={tmp_path / 'record'}", **EXAMPLE)
     for name in ("train/loss", "train/grad_norm", "train/reward", "train/agents/rows_per_episode"):
         assert [row[name] for row in steps] == again.curve(name), name
 
@@ -118,7 +104,7 @@ def test_agents_play_while_weights_arrive_in_flight_and_their_record_is_trained_
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [(), ASYNC], ids=["synchronous", "asynchronous"])
 def test_a_killed_run_plays_its_open_episodes_again(tmp_path: Path, loop: tuple[str, ...]) -> None:
-    saved = ("checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    saved = keys(checkpointing="enabled=true save_period=2 metric_name=null")
     continues_bit_for_bit(tmp_path, *SMALL, *saved, "grpo.max_num_steps=6", *loop, **EXAMPLE)
 
 
@@ -150,17 +136,13 @@ class Service:
 def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tmp_path: Path) -> None:
     service = Service()
     with served(service.app) as url:
-        keys = (
+        asked = (
             *TWO_STEPS,
-            "grpo.max_num_steps=4",
-            "grpo.max_failed_sample_fraction=0.25",
-            "env.arithmetic_agent.run=null",
+            *keys(grpo="max_num_steps=4 max_failed_sample_fraction=0.25"),
+            *keys(env="arithmetic_agent.run=null", checkpointing="enabled=true save_period=1 metric_name=null"),
             f"+env.arithmetic_agent.url={url}/tasks",
-            "checkpointing.enabled=true",
-            "checkpointing.save_period=1",
-            "checkpointing.metric_name=null",
         )
-        killed = start(tmp_path, *keys, **EXAMPLE)
+        killed = cli.start(tmp_path, *asked, **EXAMPLE)
         while len(service.held) < 4:
             assert killed.poll() is None, (tmp_path / "out.log").read_text()[-4000:]
             time.sleep(0.05)
@@ -168,7 +150,7 @@ def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tm
         killed.wait()
         while len(service.told) < 4:  # the test's limit ends this wait
             time.sleep(0.05)
-        again = run(tmp_path, *keys, **EXAMPLE)
+        again = run(tmp_path, *asked, **EXAMPLE)
     rates = {row["step"]: row["train/agents/crashed_rate"] for row in again.steps}
     assert "status 409: it cannot begin anew" in again.output, again.output[-4000:]
     assert rates == {3: 0.25, 4: 0.0}, "those that were open have no outcome, and no reward of 0"
@@ -181,15 +163,9 @@ def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tm
 def test_an_isolated_command_plays_both_roles_of_the_policy(tmp_path: Path) -> None:
     """Self-play: a program for each episode, kept from all others, whose players both are trained."""
     command = f"[{sys.executable}, {ROOT / 'tests/functional/self_play.py'}]"
-    finished = run(
-        tmp_path,
-        *TWO_STEPS,
-        "env.arithmetic_agent.run=null",
-        f"+env.arithmetic_agent.command={command}",
-        "+env.arithmetic_agent.network=false",
-        "+env.arithmetic_agent.roles={white: null, black: null}",
-        **EXAMPLE,
-    )
+    own = (f"command={command}", "network=false", "roles={white: null, black: null}")
+    agent = [f"+env.arithmetic_agent.{key}" for key in own]
+    finished = run(tmp_path, *TWO_STEPS, "env.arithmetic_agent.run=null", *agent, **EXAMPLE)
     exact(finished.steps, 2)  # with gradients: a role's rewards differ from episode to episode
     for row in finished.steps:
         assert row["train/failed_sample_rate"] == row["train/agents/crashed_rate"] == 0
@@ -199,20 +175,71 @@ def test_an_isolated_command_plays_both_roles_of_the_policy(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_same_agent_evaluates(tmp_path: Path) -> None:
-    section = "{type: agent, run: 'tests.functional.test_agent_run:branches'}"
-    overrides = (
-        "data.kwargs.num_samples=16",
-        "data.env_name=agent",
-        f"+env.agent={section}",
-        "eval.num_tests_per_prompt=2",
-        "eval.k_value=1",
-        "eval.max_rollout_turns=4",
-        "generation.vllm_cfg.max_model_len=96",
-        f"eval.save_path={tmp_path}",
+    overrides = keys(
+        data="kwargs.num_samples=16 env_name=agent",
+        eval=f"num_tests_per_prompt=2 k_value=1 max_rollout_turns=4 save_path={tmp_path}",
+        generation="vllm_cfg.max_model_len=96",
     )
-    finished = run(tmp_path, *overrides, **example("eval", "evals/eval_cpu"))
+    agent = f"+env.agent={{type: agent, run: '{__name__}:branches'}}"
+    finished = run(tmp_path, *overrides, agent, **example("eval", "evals/eval_cpu"))
     assert finished.status == 0, finished.output[-4000:]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 32
     assert {line["num_turns"] for line in samples} == {4} and {line["status"] for line in samples} == {"completed"}
     assert 0 < json.loads((tmp_path / "results.json").read_text())["overall"]["mean"] < 1
+
+
+# -- an agent outside the run, that talks to its OpenAI-compatible server while the policy trains
+
+
+def address_of(folder: Path) -> dict[str, str]:
+    """Waits for the file in which the run tells agents its address."""
+    deadline = time.monotonic() + 300
+    while not (found := list(folder.glob("logs/exp_*/openai_server.json"))):
+        assert time.monotonic() < deadline, (folder / "out.log").read_text()[-4000:]
+        time.sleep(0.1)
+    assert stat.S_IMODE(found[0].stat().st_mode) == 0o600
+    return json.loads(found[0].read_text())
+
+
+def two_turns(client: openai.OpenAI) -> int:
+    """One conversation; returns the weights' version of its second turn."""
+    messages: Any = [{"role": "user", "content": "3+4"}]
+    first: Any = client.chat.completions.create(model="any", messages=messages, logprobs=True)
+    choice = first.choices[0]
+    assert len(choice.token_ids) == len(choice.token_logprobs) == len(choice.logprobs.content)
+    messages += [choice.message.model_dump(), {"role": "user", "content": "5+2"}]
+    second: Any = client.chat.completions.create(model="any", messages=messages)
+    before = first.prompt_token_ids + choice.token_ids
+    assert second.prompt_token_ids[: len(before)] == before and second.retokenized_turns == 0
+    assert 0 <= first.weight_version <= second.weight_version
+    return second.weight_version
+
+
+@pytest.mark.slow
+def test_an_agent_talks_to_the_policy_while_it_trains(tmp_path: Path):
+    on = "policy.generation.vllm_cfg.expose_http_server=true"
+    process = cli.start(tmp_path, *cli.SMALL, on, "checkpointing.enabled=false", "grpo.max_num_steps=6")
+    address = address_of(tmp_path)
+    versions = set()
+    with openai.OpenAI(base_url=address["base_url"], api_key=address["api_key"], max_retries=0) as client:
+        greedy: Any = {"model": "any", "temperature": 0, "prompt": "3+4", "max_tokens": 8}
+        of_text: Any = client.completions.create(**greedy)
+        again: Any = client.completions.create(**{**greedy, "prompt": of_text.prompt_token_ids})
+        if again.weight_version == of_text.weight_version:
+            assert again.choices[0].token_ids == of_text.choices[0].token_ids
+        parts: list[Any] = list(client.completions.create(**greedy, stream=True, logprobs=0))
+        if parts[-1].weight_version == of_text.weight_version:
+            assert "".join(part.choices[0].text for part in parts) == of_text.choices[0].text
+            streamed = [value for part in parts for value in part.choices[0].logprobs.token_logprobs]
+            assert streamed == of_text.choices[0].token_logprobs, "a stream samples the same bits"
+        drawn: list[Any] = [client.completions.create(model="any", prompt="3+4", seed=3) for _ in range(2)]
+        if drawn[0].weight_version == drawn[1].weight_version:
+            assert drawn[0].choices[0].token_ids == drawn[1].choices[0].token_ids
+        with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+            while True:
+                versions.add(two_turns(client))
+    finished = cli.end(process, tmp_path)
+    assert finished.status == 0, finished.output[-4000:]
+    assert len(versions) >= 4, versions
+    assert address["base_url"] in finished.output.replace("\n", "") and address["api_key"] not in finished.output

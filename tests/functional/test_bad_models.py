@@ -26,10 +26,10 @@ def prepare_distillation(*overrides: str) -> distillation_setup.DistillationInpu
     return distillation_setup.prepare(config)
 
 
-@pytest.fixture(scope="module")
-def other_tokens(tmp_path_factory) -> Path:
+@pytest.fixture
+def other_tokens(tmp_path) -> Path:
     """The tiny model with two tokens of its vocabulary exchanged."""
-    folder = tmp_path_factory.mktemp("models") / "other"
+    folder = tmp_path / "other"
     shutil.copytree(resolve_model("tiny:arithmetic"), folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -47,12 +47,9 @@ def test_what_is_prepared(tmp_path):
     assert {"teacher.model", "policy.model", "distillation"} <= inputs.identity.keys()
 
 
-def test_a_value_model_with_another_vocabulary(other_tokens):
+def test_a_value_model_and_a_teacher_with_another_vocabulary(other_tokens):
     with pytest.raises(ValueError, match=r"value\.model_name: .*other' has another vocabulary than the policy"):
         prepare_ppo(f"value.model_name={other_tokens}")
-
-
-def test_a_teacher_with_another_vocabulary(other_tokens):
     told = r"2 of the student's 264 tokens are others for the teacher.*\n  token \d+: student '1', teacher '2'"
     with pytest.raises(ValueError, match=r"^teacher\.tokenizer\.name: " + told):
         prepare_distillation(f"teacher.model_name={other_tokens}")

@@ -2,11 +2,16 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from nemo_rl.rollouts.records import read_index, recorded_steps
 from tests.functional.cli import (
+    BARE,
     CONFIGS,
     SMALL,
     comparable,
@@ -14,11 +19,13 @@ from tests.functional.cli import (
     ends,
     exact,
     example,
+    keys,
     learned,
     run,
     small,
 )
 from tests.unit.config.test_methods import GRPO, twin
+from tests.unit.generation.models import make_model_with_heads
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -61,9 +68,7 @@ def test_two_teachers_apart_from_the_student(tmp_path):
         "distillation.task_to_teacher={sums: good, differences: same}",
         "data.train=[{data_path: sums.jsonl}, {data_path: differences.jsonl}]",
         "distillation.teacher_resources={gpus_per_node: 0, cpu_workers_per_node: 2}",
-        "distillation.max_num_steps=2",
-        "distillation.val_period=0",
-        "checkpointing.enabled=false",
+        *keys(distillation="max_num_steps=2 val_period=0", checkpointing="enabled=false"),
     )
     finished = run(tmp_path, *overrides, **DISTILLATION)
     assert finished.curve("train/global_valid_seqs") == [16, 16]
@@ -79,16 +84,12 @@ def test_ppo_learns_arithmetic(tmp_path):
 
 def test_a_killed_run_of_ppo_continues_bit_for_bit(tmp_path):
     """With the reference policy, and a value model in micro-batches of its own."""
-    overrides = (
-        *small("ppo"),
-        "ppo.max_num_steps=6",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.use_kl_in_reward=true",
-        "value.train_global_batch_size=8",
-        "value.train_micro_batch_size=4",
+    overrides = keys(
+        ppo="max_num_steps=6 skip_reference_policy_logprobs_calculation=false",
+        loss_fn="reference_policy_kl_penalty=0.01 use_kl_in_reward=true",
+        value="train_global_batch_size=8 train_micro_batch_size=4",
     )
-    continues_bit_for_bit(tmp_path, *overrides, **PPO, models=("policy", "value"))
+    continues_bit_for_bit(tmp_path, *small("ppo"), *overrides, **PPO, models=("policy", "value"))
 
 
 def test_the_tiny_model_learns_to_solve_2x2(tmp_path):
@@ -106,11 +107,8 @@ def test_the_tiny_model_learns_to_solve_2x2(tmp_path):
 
 
 def test_weights_arrive_in_flight_and_it_learns(tmp_path):
-    overrides = (
-        "grpo.async_grpo.group_order=arrival",
-        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
-        "policy.train_micro_batch_size=256",
-    )
+    more = "async_grpo.group_order=arrival async_grpo.recompute_kv_cache_after_weight_updates=true"
+    overrides = keys(grpo=more, policy="train_micro_batch_size=256")
     finished = run(tmp_path, *overrides, config=CONFIGS / "grpo_math_async_cpu.yaml")
     learned(finished.curve("validation/accuracy"))
     lags = finished.curve("train/weight_version_lag/max")
@@ -130,3 +128,94 @@ def test_one_and_four_generation_workers_sample_the_same_tokens(tmp_path):
     assert comparable(run(tmp_path / "four", *short, *more, config=config).steps) == comparable(one.steps)
     colocated = run(tmp_path / "colocated", *short)
     assert comparable(colocated.steps) == comparable(one.steps), "where it generates changes nothing either"
+
+
+# -- drafts that train beside the policy
+
+DRAFT = (
+    *SMALL,
+    *keys(grpo="num_prompts_per_step=16 val_period=0 val_at_end=false max_num_steps=8"),
+    *keys(policy="train_global_batch_size=64 train_micro_batch_size=64"),
+    *keys(checkpointing="metric_name=null save_period=4"),
+    "+policy.draft={enabled: true, lr: 3.0e-3}",
+    "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}",
+)
+PREDICTION = (
+    *DRAFT[:-1],
+    *keys(grpo="max_num_steps=6", policy="draft.lr=1e-2 generation.temperature=0.3"),
+    "+policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 1}",
+)
+
+
+def test_acceptance_rises_while_the_draft_trains_and_a_resumed_run_is_the_same(tmp_path):
+    rows = run(tmp_path / "whole", *DRAFT).steps
+    exact(rows, 8)
+    rates = [row["train/generation/spec_acceptance_rate"] for row in rows]
+    print("acceptance of all tokens", rates, "of first ones", [row["train/draft_acceptance"] for row in rows])
+    assert sum(rates[-3:]) / 3 > sum(rates[:3]) / 3 + 0.1, rates
+    assert rows[-1]["train/draft_loss"] < rows[0]["train/draft_loss"]
+    kept = "results/grpo_cpu/step_4"
+    shutil.copytree(tmp_path / "whole" / kept, tmp_path / "resumed" / kept)
+    assert comparable(run(tmp_path / "resumed", *DRAFT).steps) == comparable(rows[4:])
+
+
+def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp_path):
+    """Training measures the same acceptance on the samples of a step as the engine did when it drew them."""
+    finished = run(tmp_path, *PREDICTION, f"policy.model_name={make_model_with_heads(tmp_path / 'model')}")
+    told = finished.curve("train/draft_acceptance")
+    seen = finished.curve("train/generation/spec_acceptance_rate")
+    print("acceptance told", told, "and seen", seen)
+    exact(finished.steps, 6)
+    assert told[-1] > told[0] + 0.05
+    assert all(abs(a - b) < 0.07 for a, b in zip(told, seen, strict=True))
+
+
+# -- recorded runs, trained again from their record without engines
+
+NOT_REPLAYED = ("train/buffer_size",)
+
+
+def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The training metrics of each step, which must agree to the last bit."""
+    return [{k: v for k, v in row.items() if k.startswith("train/") and k not in NOT_REPLAYED} for row in rows]
+
+
+def recording(folder: Path) -> str:
+    return f"grpo.rollout_record={{enabled: true, save_dir: {folder}}}"
+
+
+def test_experts_of_generation_are_taken_recorded_and_replayed_bit_for_bit(tmp_path):
+    record = tmp_path / "record"
+    policy = "model_name=tiny:arithmetic-moe router_replay.enabled=true megatron_cfg.freeze_moe_router=false"
+    moe = (*SMALL, *BARE, *keys(grpo="max_num_steps=2", checkpointing="metric_name=null", policy=policy))
+    config = CONFIGS / "grpo_math_megatron_cpu.yaml"
+    recorded = run(tmp_path / "recorded", *moe, recording(record), config=config).steps
+    first = recorded[0]
+    num_tokens = first["train/total_num_tokens"]
+    num_samples = num_tokens / first["train/mean_total_tokens_per_sample"]
+    assert first["train/moe/replayed_fraction"] == pytest.approx(1 - num_samples / num_tokens), "all but the last ones"
+    assert first["train/moe/replay_agreement"] > 0.99
+    assert first["performance/routed_experts_bytes"] == (num_tokens - num_samples) * 2 * 2, "2 layers, 2 experts each"
+    replayed = run(tmp_path / "replayed", *moe, f"grpo.replay_from={record}", config=config).steps
+    assert trained(replayed) == trained(recorded)
+
+
+def test_an_asynchronous_run_is_replayed_bit_for_bit(tmp_path):
+    """In-flight updates and order of arrival: the record alone knows what was trained when."""
+    record = tmp_path / "record"
+    asked = (*SMALL, *BARE, "grpo.async_grpo.group_order=arrival", "checkpointing.metric_name=null")
+    config = CONFIGS / "grpo_math_async_cpu.yaml"
+    recorded = run(tmp_path / "recorded", *asked, recording(record), config=config)
+    want = trained(recorded.steps)
+    assert recorded_steps(record) == [1, 2, 3, 4] and "4 steps of rollouts" in recorded.output
+    again = (*asked, f"grpo.replay_from={record}")
+    replayed = run(tmp_path / "replayed", *again, "grpo.max_num_steps=9", config=config)
+    assert trained(replayed.steps)[:4] == want
+    assert f"the record in {record} ends with step 4" in replayed.output and "vllm" not in replayed.output.lower()
+    assert len(want) == 4 and all(row["train/grad_norm"] > 0 for row in want)
+    assert max(row["train/weight_version_lag/max"] for row in want) >= 1
+    assert read_index(record, 3).weight_version == 2
+
+    more = ("grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=32")
+    refused = run(tmp_path / "refused", *again, *more, config=config)
+    assert refused.status == 2 and "rollouts.num_generations_per_prompt" in refused.output, refused.output[-2000:]

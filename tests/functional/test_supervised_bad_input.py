@@ -3,29 +3,19 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.config.supervised import (
-    DPOMasterConfig,
-    RMMasterConfig,
-    SFTMasterConfig,
-    SupervisedMasterConfig,
-)
 from nemo_rl.algorithms.setup.launch import USER_ERRORS, launch
 from nemo_rl.algorithms.setup.supervised import SupervisedInputs, prepare
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
-from tests.functional.cli import ROOT
 from tests.tables import cases, pattern
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-CONFIGS: dict[str, type[SupervisedMasterConfig]] = {
-    "sft": SFTMasterConfig,
-    "dpo": DPOMasterConfig,
-    "rm": RMMasterConfig,
-}
 FOUR = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4")
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -37,8 +27,8 @@ STRICT = (
 DEAF = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
-def config(kind: str, *overrides: str) -> SupervisedMasterConfig:
-    return load_config(CONFIGS[kind], ROOT / "examples" / "configs" / f"{kind}_cpu.yaml", list(overrides))
+def config(kind: str, *overrides: str) -> Any:
+    return load_config(MASTERS[kind], CONFIGS / f"{kind}_cpu.yaml", list(overrides))
 
 
 def prepared(kind: str, *overrides: str) -> SupervisedInputs:
@@ -62,46 +52,23 @@ def rows(folder: Path, *content: object) -> str:
 # -- rows
 
 
-@pytest.mark.parametrize(
-    ("row", "overrides", "told"),
-    [
-        (
-            turns("assistant", "user"),
-            (),
-            r"data\.train: not one of the 4 rows .*4 ends_with_user\): row rows:0, column",
-        ),
-        (turns("user", "assistant"), ("+sft.roles_to_train_on=[helper]",), r"no_loss_tokens\).*\['helper'\]"),
-        (TEACHER, (f'+policy.tokenizer.chat_template="{STRICT}"',), r"row rows:0: .*no role teacher"),
-        (TEACHER, (f'+policy.tokenizer.chat_template="{DEAF}"',), r"row rows:0: .*'teacher'"),
-        (
-            {"question": "1", "answer": "2"},
-            (),
-            r"dataset 'rows' has no column 'input' \(input_key\); its columns are: q",
-        ),
-    ],
-)
-def test_conversations(tmp_path, row, overrides, told):
-    with pytest.raises(ValueError, match=told):
-        prepared("sft", *FOUR, rows(tmp_path, *[row] * 4), *overrides)
+TEMPLATE = '+policy.tokenizer.chat_template="{}"'.format
+BAD_ROWS: list[tuple[str, dict[str, object], tuple[str, ...], str]] = [
+    ("sft", turns("assistant", "user"), (), "data.train: not one of the 4 rows ... 4 ends_with_user): row rows:0, col"),
+    ("sft", turns("user", "assistant"), ("+sft.roles_to_train_on=[helper]",), "no_loss_tokens) ... ['helper']"),
+    ("sft", TEACHER, (TEMPLATE(STRICT),), "row rows:0:  ... no role teacher"),
+    ("sft", TEACHER, (TEMPLATE(DEAF),), "row rows:0:  ... 'teacher'"),
+    ("sft", {"question": "1"}, (), "dataset 'rows' has no column 'input' (input_key); its columns are: q"),
+    ("rm", {**PAIR, "rejected": "2"}, (), "(4 identical_answers): row rows:0, column 'rejected': the same answer as"),
+    ("rm", {**PAIR, "rejected": "3" * 60}, (), "(4 too_long): row rows:0, column 'rejected': ... tokens, more than"),
+    ("rm", {"prompt": "1", "chosen": "2"}, (), "has no column 'rejected' (rejected_key); its columns are: pr"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        (
-            {**PAIR, "rejected": "2"},
-            r"\(4 identical_answers\): row rows:0, column 'rejected': the same answer as in col",
-        ),
-        ({**PAIR, "rejected": "3" * 60}, r"\(4 too_long\): row rows:0, column 'rejected': \d+ tokens, more than data"),
-        (
-            {"prompt": "1", "chosen": "2"},
-            r"dataset 'rows' has no column 'rejected' \(rejected_key\); its columns are: pr",
-        ),
-    ],
-)
-def test_pairs(tmp_path, row, told):
-    with pytest.raises(ValueError, match=told):
-        prepared("rm", *FOUR, rows(tmp_path, *[row] * 4))
+@pytest.mark.parametrize(("kind", "row", "overrides", "told"), BAD_ROWS)
+def test_conversations_and_pairs(tmp_path, kind, row, overrides, told):
+    with pytest.raises(ValueError, match=pattern(told)):
+        prepared(kind, *FOUR, rows(tmp_path, *[row] * 4), *overrides)
 
 
 def test_some_bad_rows_are_a_counted_warning(tmp_path, caplog):

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
-from tests.functional.cli import continues_bit_for_bit, ends, example, run
+from tests.functional.cli import continues_bit_for_bit, ends, example, keys, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -19,15 +19,9 @@ LN2 = math.log(2)
 
 def small(kind: str) -> tuple[str, ...]:
     """A run of seconds: four steps, nothing on the side."""
-    return (
-        "policy.train_global_batch_size=16",
-        "policy.train_micro_batch_size=8",
-        f"{kind}.max_num_steps=4",
-        f"{kind}.val_period=2",
-        f"{kind}.val_at_start=false",
-        "checkpointing.save_period=2",
-        "logger.tensorboard_enabled=false",
-    )
+    steps = {kind: "max_num_steps=4 val_period=2 val_at_start=false", "checkpointing": "save_period=2"}
+    batch = "train_global_batch_size=16 train_micro_batch_size=8"
+    return keys(policy=batch, logger="tensorboard_enabled=false", **steps)
 
 
 @pytest.mark.over_20s("a start of a run")
