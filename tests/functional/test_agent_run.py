@@ -115,8 +115,6 @@ class Service:
         self.seeds: dict[str, list[int]] = {}  # by episode, of each time that it was posted
         self.held: set[str] = set()
         self.told: set[str] = set()  # that nobody waits any more
-        self.app = web.Application()
-        self.app.router.add_post("/tasks", self.play)
 
     async def play(self, request: web.Request) -> web.Response:
         task = AgentTask(**await request.json())
@@ -135,7 +133,7 @@ class Service:
 @pytest.mark.slow
 def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tmp_path: Path) -> None:
     service = Service()
-    with served(service.app) as url:
+    with served({"/tasks": service.play}) as url:
         asked = (
             *TWO_STEPS,
             *keys(grpo="max_num_steps=4 max_failed_sample_fraction=0.25"),

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.launch import USER_ERRORS
@@ -27,6 +19,7 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentity
 from nemo_rl.utils.checkpoint.manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, SMALL
 from tests.tables import cases, pattern
+from tests.unit.policy.models import save_model
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -134,32 +127,24 @@ def test_model_directories(tmp_path, told):
 # -- layouts, packing and adapters, by what the model is
 
 
-FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
-    "gemma2": lambda **shape: Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=16)),
-    "gptj": lambda **shape: GPTJForCausalLM(GPTJConfig(**shape, n_positions=64, rotary_dim=16)),
-    "narrow": lambda **shape: Qwen2ForCausalLM(Qwen2Config(**shape | {"vocab_size": 100})),
-}
-
-
 @pytest.fixture(scope="session")
 def families(tmp_path_factory) -> Path:
     """A folder of small models, each under the name of its family, with the tiny tokenizer."""
-    folder = tmp_path_factory.mktemp("families")
-    tokenizer = build_tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("families"), build_tiny_tokenizer()
+    save_model("gemma2", folder / "gemma2", vocab_size=len(tokenizer))
+    save_model("qwen2-tied", folder / "narrow")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16}
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    models = {name: make(**tokens, **heads, **sizes) for name, make in FAMILIES.items()}
-    models["moe"] = build_untrained_model(RECIPES["arithmetic-moe"], tokenizer)
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    GPTJForCausalLM(GPTJConfig(**sizes, **tokens)).save_pretrained(folder / "gptj")
+    build_untrained_model(RECIPES["arithmetic-moe"], tokenizer).save_pretrained(folder / "moe")
+    for path in folder.iterdir():
+        tokenizer.save_pretrained(path)
     return folder
 
 
 # One of each check: the others of adapters, plans and stages are in tests/unit/policy.
 OF_MODELS = """
-narrow -> policy.tokenizer.name: ... has 264 tokens, more than the 100 of ' ... narrow'
+narrow -> policy.tokenizer.name: ... has 264 tokens, more than the 97 of ' ... narrow'
 gptj & RANKS=2 & PART.tensor_parallel_size=2 -> no tensor-parallel plan is known for GPTJ ... write one and
 tiny & RANKS=4 & PART.tensor_parallel_size=4 -> not divide the 2 key/value heads ... these would: 1, 2
 gemma2 & RANKS=2 & PART.context_parallel_size=2 -> cannot be cut over ranks, because ... soft-capped

@@ -6,23 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.setup import distillation as distillation_setup
 from nemo_rl.algorithms.setup import ppo as ppo_setup
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from tests.functional.cli import CONFIGS
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def prepare_ppo(*overrides: str) -> ppo_setup.PPOInputs:
-    return ppo_setup.prepare(load_config(PPOMasterConfig, CONFIGS / "ppo_math_cpu.yaml", list(overrides)))
+    return ppo_setup.prepare(load_config(MASTERS["ppo"], CONFIGS / "ppo_math_cpu.yaml", list(overrides)))
 
 
 def prepare_distillation(*overrides: str) -> distillation_setup.DistillationInputs:
-    config = load_config(DistillationMasterConfig, CONFIGS / "distillation_math_cpu.yaml", list(overrides))
+    config = load_config(MASTERS["distillation"], CONFIGS / "distillation_math_cpu.yaml", list(overrides))
     return distillation_setup.prepare(config)
 
 

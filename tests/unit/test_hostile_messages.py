@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import pickle
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
-from tests.unit.environments.http_servers import answering, served
+from tests.unit.environments.http_servers import answering, post, served
+from tests.unit.environments.test_remote import GOOD
 from tests.unit.rollouts.test_openai_server import TEMPLATE, Engine, settings
 from tests.unit.rollouts.test_openai_server import TOKENIZER as SERVED_TOKENIZER
-from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile
+from tests.unit.test_hostile_input import CASES, SCALARS, VALUES, hostile, with_other_bytes
 
 pytestmark = pytest.mark.timeout(300 + CASES // 5)
 DEEP = 100_000
@@ -52,12 +53,10 @@ def damaged(draw: st.DrawFn, text: str) -> bytes:
         end = draw(st.integers(begin, min(len(text), begin + 12)))
         new = draw(st.sampled_from([*HUGE, "", '"', "{", "}", "[", "]", ":", ",", "null", "-1", "0", "1.5", "true"]))
         text = text[:begin] + new + text[end:]
-    content = bytearray(text.encode("utf-8", "surrogatepass"))
+    content = text.encode("utf-8", "surrogatepass")
     if draw(st.booleans()):
         content = content[: draw(st.integers(0, len(content)))]
-    if content and draw(st.booleans()):
-        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
-    return bytes(content)
+    return with_other_bytes(draw, content, most=1)
 
 
 # -- data
@@ -121,32 +120,24 @@ def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
         assert datum["length"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("bad.csv", b"input,output\na,\xff\xfe\n"),
-        ("bad.csv", b'input,output\n"a,b\n'),
-        ("list.json", b"[1, 2"),
-        ("cut.parquet", b"PAR1" + bytes(60)),
-        ("nothing.json", b"[]"),
-        ("blank.jsonl", b"\n\n"),
-        ("deep.jsonl", b'{"a":' * DEEP),
-    ],
-)
-def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match="dataset"):
-        load_file_as(str(tmp_path / name), name.rpartition(".")[2].removesuffix("l"), str(tmp_path / "cache"))
-
-
-def test_a_row_of_bytes_that_are_no_text_is_marked_and_types_may_differ(tmp_path: Path) -> None:
-    files = {
-        "bytes": (b'{"input": "a", "output": "\xff\xfe"}\n', [True]),
-        "types": (b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n', [False] * 3),
-    }
-    for name, (content, marked) in files.items():
-        (tmp_path / f"{name}.jsonl").write_bytes(content)
-        rows = MarkedRows(load_file_as(str(tmp_path / f"{name}.jsonl"), "json", str(tmp_path / "cache")), dict)
+def test_files_that_are_no_data_are_refused_and_a_row_of_bytes_that_are_no_text_is_marked(tmp_path: Path) -> None:
+    """Types may differ from row to row."""
+    for name, content in {
+        "bytes.csv": b"input,output\na,\xff\xfe\n",
+        "open.csv": b'input,output\n"a,b\n',
+        "list.json": b"[1, 2",
+        "cut.parquet": b"PAR1" + bytes(60),
+        "nothing.json": b"[]",
+        "blank.jsonl": b"\n\n",
+        "deep.jsonl": b'{"a":' * DEEP,
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="dataset"):
+            load_file_as(str(tmp_path / name), name.rpartition(".")[2].removesuffix("l"), str(tmp_path / "cache"))
+    of_types = b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'
+    for content, marked in ((b'{"input": "a", "output": "\xff\xfe"}\n', [True]), (of_types, [False] * 3)):
+        (tmp_path / f"{len(marked)}.jsonl").write_bytes(content)
+        rows = MarkedRows(load_file_as(str(tmp_path / f"{len(marked)}.jsonl"), "json", str(tmp_path / "cache")), dict)
         assert [BAD_ROW in rows[i] for i in range(len(rows))] == marked
 
 
@@ -185,13 +176,6 @@ STEP = {"protocol": 1, "request_id": "a", "batch": [{"messages": [{"role": "user
 METRICS = {"protocol": 1, "request_id": "b", "batch": {"rewards": [1.0, 2], "group_id": ["x", "y"]}}
 
 
-def post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)) as connection:
-        connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-
-
 @hostile
 @given(
     st.tuples(st.just("/step"), damaged(json.dumps(STEP)))
@@ -207,17 +191,7 @@ def test_no_other_header_is_taken_for_the_token(server: str) -> None:
         assert post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})[0] == 401
 
 
-ANSWER: dict[str, Any] = {
-    "protocol": 1,
-    "observations": [{"role": "environment", "content": "c"}],
-    "metadata": [{"a": [1, 2.5]}],
-    "rewards": [1.0],
-    "terminateds": [True],
-    "next_stop_strings": [["x"]],
-    "answers": ["1"],
-    "failures": [None],
-    "metrics": [{"b": 1.0}],
-}
+MORE = {"metadata": [{"a": [1, 2.5]}], "next_stop_strings": [["x"]], "answers": ["1"], "metrics": [{"b": 1.0}]}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +207,7 @@ def liar() -> Iterator[tuple[RemoteEnvironment, list[bytes]]]:
 
 
 @hostile
-@given(damaged(json.dumps(ANSWER)))
+@given(damaged(json.dumps(GOOD | MORE)))
 def test_what_an_environment_server_says_is_a_step_or_a_failure(
     liar: tuple[RemoteEnvironment, list[bytes]], answer: bytes
 ) -> None:
@@ -312,9 +286,9 @@ def trap(text: str) -> None:
     CALLED.append(text)
 
 
+@dataclass
 class Malicious:
-    def __init__(self, *call: Any) -> None:
-        self.call = call
+    call: Any
 
     def __reduce__(self) -> Any:
         return self.call
@@ -323,7 +297,7 @@ class Malicious:
 CALLS = st.sampled_from(
     [(trap, ("x",)), (eval, ("__import__('os')",)), (getattr, (int, "real")), (exec, ("1",)), (open, ("/dev/null",))]
 )
-CALL = CALLS.map(lambda call: Malicious(*call))
+CALL = CALLS.map(Malicious)
 NESTED = CALL | st.lists(CALL, min_size=1, max_size=2) | CALL.map(lambda call: {"state_dict_metadata": {"a": call}})
 
 
@@ -337,34 +311,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @hostile
 @given(NESTED, st.integers(0, 5), st.data())
-def test_a_malicious_pickle_is_never_unpickled(
+def test_headers_of_tensors_that_are_damaged_or_malicious_are_refused_and_never_unpickled(
     saved: tuple[Path, bytes], nested: Any, protocol: int, data: st.DataObject
 ) -> None:
-    """In a header of torch's format, whole or in the middle of a sound one, and in the state of the data."""
+    """A pickle as a header of torch's format, whole or in the middle of a sound one, and in the state of the data."""
     folder, sound = saved
-    content = pickle.dumps(nested, protocol)
+    content, damaged = pickle.dumps(nested, protocol), with_other_bytes(data.draw, sound, most=3)
     at = data.draw(st.integers(2, len(sound) - 1))
-    for header in (content, sound[:at] + content, sound[:at] + content[2:] + sound[at:]):
+    others = (damaged, damaged[:at], sound[:at] + content, sound[:at] + content[2:] + sound[at:])
+    for header in (content, *others):
         (folder / METADATA_NAME).write_bytes(header)
-        with contextlib.suppress(CheckpointError):
+        try:
             saved_tensors(folder)
+        except CheckpointError as error:
+            assert str(folder) in str(error)
         assert not CALLED
     (folder / "state.pt").write_bytes(content)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(folder / "state.pt", weights_only=True)
     assert not CALLED
-
-
-@hostile
-@given(st.data())
-def test_damaged_headers_of_tensors_are_refused(saved: tuple[Path, bytes], data: st.DataObject) -> None:
-    folder, sound = saved
-    content = bytearray(sound)
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
-    (folder / METADATA_NAME).write_bytes(bytes(content))
-    try:
-        saved_tensors(folder)
-    except CheckpointError as error:
-        assert str(folder) in str(error)

@@ -13,10 +13,15 @@ from aiohttp import web
 
 from nemo_rl.environments.remote import RemoteEnvironment
 
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
 
 @contextmanager
-def served(app: web.Application) -> Iterator[str]:
-    """The URL of the application while it runs."""
+def served(app: web.Application | Mapping[str, Handler]) -> Iterator[str]:
+    """The URL of the application while it runs, or of one that answers paths so."""
+    if isinstance(app, Mapping):
+        routes, app = app, web.Application()
+        app.add_routes([web.route("*", path, handler) for path, handler in routes.items()])
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -38,16 +43,13 @@ def served(app: web.Application) -> Iterator[str]:
 
 
 @contextmanager
-def answering(step: Callable[[web.Request], Awaitable[web.Response]], **options: Any) -> Iterator[RemoteEnvironment]:
+def answering(step: Handler, **options: Any) -> Iterator[RemoteEnvironment]:
     """A remote environment; `step` answers its requests to /step."""
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"protocol": 1})
 
-    app = web.Application()
-    app.router.add_get("/health", health)
-    app.router.add_post("/step", step)
-    with served(app) as url:
+    with served({"/health": health, "/step": step}) as url:
         yield RemoteEnvironment({"base_url": url, "start_timeout_s": 5.0, **options})
 
 

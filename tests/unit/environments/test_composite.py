@@ -77,21 +77,19 @@ def test_functions_and_environments_are_weighted_and_each_is_reported():
     assert environment.global_post_process_and_metrics(batch)[1] == {}
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("raise", r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'"),
-        ("none", "reward 'number' returned a NoneType, not a number, in the conversation that ends 'none'"),
-        ("nan", "reward 'number' returned nan in the conversation"),
-        ("bad", "reward 'half': environment 'halves' raised RuntimeError('refused')"),
-        ("on", "reward 'half': environment 'halves' does not end the episode after one turn"),
-    ],
-)
-def test_a_part_that_fails_fails_its_sample_alone_and_is_named(answer, message):
-    returned = composite(NUMBER, HALVES).step([log("1"), log(answer), log("2")], [{}, {}, {}])
-    assert [failure is None for failure in returned.failures] == [True, False, True]
-    assert message in returned.failures[1]
-    assert returned.rewards.tolist() == [2.5, 0.0, 5.0]
+def test_a_part_that_fails_fails_its_sample_alone_and_is_named():
+    told = {
+        "raise": r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'",
+        "none": "reward 'number' returned a NoneType, not a number, in the conversation that ends 'none'",
+        "nan": "reward 'number' returned nan in the conversation",
+        "bad": "reward 'half': environment 'halves' raised RuntimeError('refused')",
+        "on": "reward 'half': environment 'halves' does not end the episode after one turn",
+    }
+    for answer, message in told.items():
+        returned = composite(NUMBER, HALVES).step([log("1"), log(answer), log("2")], [{}, {}, {}])
+        assert [failure is None for failure in returned.failures] == [True, False, True]
+        assert message in returned.failures[1]
+        assert returned.rewards.tolist() == [2.5, 0.0, 5.0]
 
 
 def test_a_gate_closes_the_others_and_may_weigh_nothing_and_weights_may_be_normalised():

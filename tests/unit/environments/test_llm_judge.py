@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,10 +29,8 @@ def ask(
 ) -> tuple[Any, Scripted, Any]:
     """What a step returns for the answer "2" to each row when the server follows the script; the server; the judge."""
     server = Scripted(script, wrap)
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.handle)
     metadata = metadata or [KNOWN]
-    with served(app) as url:
+    with served({"/v1/chat/completions": server.handle}) as url:
         keys = {"backoff_s": 0.01, "max_retries": 2, **options}
         environment = LLMJudgeEnvironment({"base_url": f"{url}/v1", "model": "judge", **keys})
         return environment.step([LOG] * len(metadata), metadata), server, environment
@@ -65,26 +62,21 @@ def test_a_server_in_trouble_is_asked_again():
     assert environment.global_post_process_and_metrics({})[1]["num_request_retries"] == 5
 
 
-@pytest.mark.parametrize(
-    ("script", "message", "requests"),
-    [
-        ([429], r"POST http://127\.0\.0\.1:\d+/v1/chat/completions: status 429.*tried 3 times", 3),
-        ([400], r"status 400: 'no, 400 to Bearer \*\*\*'", 1),
-        (["not json at all"], r"the answer is no JSON: 'not json at all'", 3),
-        (['{"choices": []}'], r"no chat completion but \{'choices': \[\]\}", 1),
-        ([1.0], r"no answer within 0\.05 s", 3),
-    ],
-    ids=["busy for good", "refused", "malformed", "wrong shape", "silent"],
-)
-def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(monkeypatch, script, message, requests):
-    """Its key is never repeated."""
+def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(monkeypatch):
+    """Busy for good, refused, malformed, wrong shape, silent. Its key is never repeated."""
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    limit = {"timeout_s": 0.05} if script == [1.0] else {}
-    returned, server, _ = ask(script, None, lambda text: text, api_key_env="JUDGE_KEY", **limit)
-    [failure] = returned.failures
-    assert failure is not None and "that ends '2'" in failure and "sesame" not in failure
-    assert len(server.requests) == requests
-    assert re.search(message, failure), failure
+    for answer, message, requests in (
+        (429, r"POST http://127\.0\.0\.1:\d+/v1/chat/completions: status 429.*tried 3 times", 3),
+        (400, r"status 400: 'no, 400 to Bearer \*\*\*'", 1),
+        ("not json at all", r"the answer is no JSON: 'not json at all'", 3),
+        ('{"choices": []}', r"no chat completion but \{'choices': \[\]\}", 1),
+        (1.0, r"no answer within 0\.05 s", 3),
+    ):
+        limit = {"timeout_s": 0.05} if answer == 1.0 else {}
+        returned, server, _ = ask([answer], None, lambda text: text, api_key_env="JUDGE_KEY", **limit)
+        [failure] = returned.failures
+        assert failure is not None and "that ends '2'" in failure and "sesame" not in failure
+        assert len(server.requests) == requests and re.search(message, failure), failure
 
 
 def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():

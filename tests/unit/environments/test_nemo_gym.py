@@ -89,6 +89,9 @@ def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
     result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
     assert asked["input"] == [*ROW["responses_create_params"]["input"], CALL, result] and asked["tools"]
     assert servers.verified["response"]["output"] == [CALL, result, SAID] and servers.verified["expected"] == "3"
+    servers.reward = None
+    with pytest.raises(AgentFailed, match="no reward"):
+        played(servers, tmp_path, "resources_url")
 
 
 def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
@@ -96,10 +99,3 @@ def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
     assert played(servers, tmp_path, "agent_url") == {"reward": 0.5, "metrics": {}}
     params = {**ROW["responses_create_params"], "metadata": {"nemo_rl_key": "k"}}
     assert servers.ran == {**ROW, "responses_create_params": params}
-
-
-def test_a_verifier_without_a_reward_is_an_error(tmp_path: Path):
-    servers = Servers()
-    servers.reward = None
-    with pytest.raises(AgentFailed, match="no reward"):
-        played(servers, tmp_path, "resources_url")

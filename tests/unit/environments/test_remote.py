@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,22 +68,19 @@ def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
         assert remote.global_post_process_and_metrics(batch)[1] == {"mean": 1.5, "n": 2}
 
 
-@pytest.mark.parametrize(
-    ("trouble", "state", "message"),
-    [
-        ("raise", {"turn": 0}, r"/step: environment 'env' raised RuntimeError\('no such move'\) \(in the conversation"),
-        ("nan", {"turn": 0}, "rewards must be finite"),
-        ("set", {"turn": 0}, r"no JSON: metadata\['bad'\] is a set"),
-        ("a", {"turn": 0, "image": b"x"}, r"metadata must be JSON, and metadata\['image'\] is a bytes"),
-    ],
-)
-def test_one_conversation_fails_alone_and_says_why(trouble, state, message):
+def test_one_conversation_fails_alone_and_says_why():
     with serving(Counting(), batch_size=2) as remote:
-        returned = remote.step([log("ab"), log(trouble), log("c")], [{"turn": 0}, state, {"turn": 0}])
-        assert [failure is None for failure in returned.failures] == [True, False, True]
-        assert returned.rewards.tolist() == [2.0, 0.0, 1.0]
-        assert re.search(message, returned.failures[1]), returned.failures[1]
-        assert remote.connection.url in returned.failures[1]
+        for trouble, more, message in (
+            ("raise", {}, "/step: environment 'env' raised RuntimeError('no such move') (in the conversation"),
+            ("nan", {}, "rewards must be finite"),
+            ("set", {}, "no JSON: metadata['bad'] is a set"),
+            ("a", {"image": b"x"}, "metadata must be JSON, and metadata['image'] is a bytes"),
+        ):
+            states: list[Any] = [{"turn": 0}, {"turn": 0, **more}, {"turn": 0}]
+            returned = remote.step([log("ab"), log(trouble), log("c")], states)
+            assert [failure is None for failure in returned.failures] == [True, False, True]
+            assert returned.rewards.tolist() == [2.0, 0.0, 1.0]
+            assert message in returned.failures[1] and remote.connection.url in returned.failures[1]
 
 
 def test_a_request_that_took_too_long_is_sent_again_and_not_stepped_twice():
@@ -151,20 +147,18 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rewards": [1, 2]}, "'rewards' must be a list of 1, got a list of 2"),
-        ({"rewards": [[1, None]]}, "reward[1] None"),
-        ({"observations": ["ok"]}, "observation 'ok'"),
-        ({"metrics": [{"score": "high"}]}, "metrics.score 'high'"),
-        ({"protocol": 3}, "protocol 3"),
-        ({"failures": ["fell over"]}, "fell over"),
-    ],
-)
-def test_a_wrong_answer_of_a_server_fails_the_conversation(change, message):
-    server = Scripted([json.dumps({**GOOD, **change})])
+def test_a_wrong_answer_of_a_server_fails_the_conversation():
+    wrong: dict[str, dict[str, Any]] = {
+        "'rewards' must be a list of 1, got a list of 2": {"rewards": [1, 2]},
+        "reward[1] None": {"rewards": [[1, None]]},
+        "observation 'ok'": {"observations": ["ok"]},
+        "metrics.score 'high'": {"metrics": [{"score": "high"}]},
+        "protocol 3": {"protocol": 3},
+        "fell over": {"failures": ["fell over"]},
+    }
+    server = Scripted([json.dumps({**GOOD, **change}) for change in wrong.values()])
     with answering(server.handle) as remote:
-        [failure] = remote.step([log("a")], [None]).failures
-    assert message in failure and remote.connection.url in failure
+        for message in wrong:
+            [failure] = remote.step([log("a")], [None]).failures
+            assert message in failure and remote.connection.url in failure
     assert set(server.requests[0]) == {"protocol", "request_id", "batch"}

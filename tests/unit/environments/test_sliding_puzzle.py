@@ -44,14 +44,11 @@ def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not()
     assert step.terminated and step.metadata["max_moves"] == 1
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
+def test_a_row_without_a_board_that_can_be_played_is_refused():
+    for metadata, message in (
         ({}, "rows with a board"),
         (begin([[2, 1], [3, 0]]), "exchange two"),
         (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, and .*size says 2x2"),
-    ],
-)
-def test_a_row_without_a_board_that_can_be_played_is_refused(metadata, message):
-    with pytest.raises(ValueError, match=message):
-        steps(["<action>up</action>"], [metadata])
+    ):
+        with pytest.raises(ValueError, match=message):
+            steps(["<action>up</action>"], [metadata])

@@ -201,9 +201,7 @@ async def answers_and_holds_on(request: web.Request) -> web.Response:
 
 
 def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
-    app = web.Application()
-    app.router.add_route("*", "/mcp", answers_and_holds_on)
-    with served(app) as url:
+    with served({"/mcp": answers_and_holds_on}) as url:
         env = mcp(timeout_s=2.0, held={"url": f"{url}/mcp"})
         assert list(env.servers.specs) == ["wait"]
         started = time.monotonic()

@@ -2,6 +2,7 @@ import os
 import pickle
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,9 +61,8 @@ def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, gr
     assert exact_integer("\\boxed{12}", "-12") == (False, "12")
 
 
-@pytest.mark.parametrize(
-    ("verifier", "response", "ground_truth", "correct"),
-    [
+def test_mathematics_is_compared_by_value_or_by_normalised_text():
+    for verifier, response, ground_truth, correct in (
         (hf_math_verify, "so \\boxed{\\frac{1}{2}}", "0.5", True),
         (hf_math_verify, "the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
         (hf_math_verify, "\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
@@ -75,25 +75,19 @@ def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, gr
         (dapo_math_verify, "Answer: \\dfrac 12", "\\frac{1}{2}", True),
         (dapo_math_verify, "34", "34", False),
         (dapo_math_verify, "Answer: 34" + "." * 400, "34", False),
-    ],
-)
-def test_mathematics_is_compared_by_value_or_by_normalised_text(verifier, response, ground_truth, correct):
-    assert verifier(response, ground_truth)[0] is correct
+    ):
+        assert verifier(response, ground_truth)[0] is correct, response
 
 
-def test_english_multiple_choice():
+def test_multiple_choice():
     letters = {"Answer: B": "B", "answer is (c).": "C", "**Answer:** A": "A", "Answer: \\boxed{D}": "D"}
     letters |= {"Answer: A\n... no. Answer: B": "B", "Answer: Because": None, "B": None}
     for response, letter in letters.items():
         assert english_multichoice(response, "B") == (letter == "B", letter), response
-
-
-@pytest.mark.parametrize(
-    "response", ["Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)"]
-)
-def test_multilingual_multiple_choice(response):
-    assert multilingual_multichoice(response, "B") == (True, "B")
-    assert multilingual_multichoice(response, "C")[0] is False
+    others = ("Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)")
+    for response in others:
+        assert multilingual_multichoice(response, "B") == (True, "B"), response
+        assert multilingual_multichoice(response, "C")[0] is False, response
 
 
 def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
@@ -130,28 +124,17 @@ def test_step_gives_the_contract(pool):
 
 
 def finished() -> BatchedDataDict:
-    return BatchedDataDict(
-        {
-            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
-            "is_end": torch.tensor([True, True, False, True]),
-            "generation_lengths": torch.tensor([4, 6, 8, 10]),
-            "prompt_lengths": torch.tensor([2, 2, 3, 3]),
-            "group_id": ["a", "a", "b", "b"],
-            "text": ["same"] * 4,
-        }
-    )
-
-
-class FailingPool:
-    """Gives each job the failure that its response names."""
-
-    def run(self, jobs):
-        return [VerificationResult(correct=False, failure=job.response) for job in jobs]
+    lengths = {"generation_lengths": torch.tensor([4, 6, 8, 10]), "prompt_lengths": torch.tensor([2, 2, 3, 3])}
+    rewards, is_end = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([True, True, False, True])
+    more = {"group_id": ["a", "a", "b", "b"], "text": ["same"] * 4}
+    return BatchedDataDict({"rewards": rewards, "is_end": is_end, **lengths, **more})
 
 
 def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_samples_and_verifications():
     env = MathEnvironment({"num_workers": 1})
-    env.pool = FailingPool()
+    env.pool = SimpleNamespace(
+        run=lambda jobs: [VerificationResult(correct=False, failure=job.response) for job in jobs]
+    )
     returned = env.step([answered("died"), answered("timeout")], [{"ground_truth": "12"}] * 2)
     died, late = split_return(returned, 2, "math")
     assert isinstance(died, EnvironmentFailure) and "verifier 'hf_math_verify' ended its process twice" in str(died)

@@ -5,41 +5,22 @@ from pathlib import Path
 import numpy as np
 
 from nemo_rl.rollouts.records import StepIndex, write_step
-from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.types import RolloutGroup, Sample, SampleStatus, StopReason, TurnMeta
+from tests import fakes
 from tests.conversations import answered
-
-
-def turn(generated: int, reward: float, generation_s: float = 1.0) -> TurnMeta:
-    return TurnMeta(
-        num_generated_tokens=generated,
-        num_env_tokens=0,
-        reward=reward,
-        stop_reason=StopReason.STOP,
-        weight_version=0,
-        generation_s=generation_s,
-        env_s=0.25,
-    )
 
 
 def sample(
     sample_id: str, reward: float, *, status: SampleStatus = SampleStatus.COMPLETED, generated: int = 3
 ) -> Sample:
     """Two prompt tokens, then sampled ones that get less likely."""
-    length = 2 + generated
+    meta = fakes.sample(reward, status, prompt=2, generated=generated, sample_id=sample_id)
+    meta.failure = "the environment was out" if status is SampleStatus.FAILED else None
+    of_turn = {"num_generated_tokens": generated, "num_env_tokens": 0, "reward": reward, "weight_version": 0}
+    meta.turns = [TurnMeta(**of_turn, stop_reason=StopReason.STOP, generation_s=1.0, env_s=0.25)]
     return Sample(
-        meta=SampleMeta(
-            sample_id=sample_id,
-            status=status,
-            length=length,
-            num_prompt_tokens=2,
-            num_generated_tokens=generated,
-            num_turns=1,
-            reward=reward,
-            weight_version=0,
-            failure="the environment was out" if status is SampleStatus.FAILED else None,
-            turns=[turn(generated, reward)],
-        ),
-        token_ids=np.arange(length, dtype=np.int64) + 65,
+        meta=meta,
+        token_ids=np.arange(meta.length, dtype=np.int64) + 65,
         token_mask=np.array([False, False] + [True] * generated),
         generation_logprobs=np.array([0.0, 0.0] + [0.0 - 2.0 * n for n in range(generated)], dtype=np.float32),
         messages=answered(f"answer of {sample_id}", asked="2+2?"),

@@ -126,33 +126,25 @@ def test_what_was_under_way_is_played_again_when_an_engine_or_the_rollout_worker
     assert len(collector.groups) == 2 and collector.groups[1].asked[:2] == ["g1", "g2"]
 
 
-@pytest.mark.parametrize(
-    "failures",
-    [
-        {2: error(WorkerError, "rollout-0", "KeyError")},
-        {2: error(WorkerDied, "generation-0-0")},
-        {n: error(WorkerError, "rollout-0", "EngineDied") for n in range(2, 9)},  # again and again
-    ],
-)
-def test_what_starting_again_does_not_help_against_ends_it(failures):
-    with pytest.raises(WorkerError):
-        played(OverFakes(FakeGroup(failures=failures)), 5, 2)
+def test_what_starting_again_does_not_help_against_ends_it():
+    again_and_again = {n: error(WorkerError, "rollout-0", "EngineDied") for n in range(2, 9)}
+    once = (error(WorkerError, "rollout-0", "KeyError"), error(WorkerDied, "generation-0-0"))
+    for failures in (again_and_again, *({2: failure} for failure in once)):
+        with pytest.raises(WorkerError):
+            played(OverFakes(FakeGroup(failures=failures)), 5, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "exception_type", "loss"),
-    [
-        (WorkerError, "KeeperLost", None),  # the rollout worker says so
-        (WorkerHang, "", "it answers nothing"),  # the rollout worker waits for it
-        (WorkerError, "OwnerDiedError", "gone"),
-    ],
-)
-def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(kind, exception_type, loss):
-    collector = OverFakes(FakeGroup(failures={2: error(kind, "rollout-0", exception_type)}))
-    collector.keeper_loss = loss
-    with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as raised:
-        played(collector, 5, 2)
-    assert raised.value.is_of(KEEPER)
+def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them():
+    for failure, loss in (
+        (error(WorkerError, "rollout-0", "KeeperLost"), None),  # the rollout worker says so
+        (error(WorkerHang, "rollout-0"), "it answers nothing"),  # the rollout worker waits for it
+        (error(WorkerError, "rollout-0", "OwnerDiedError"), "gone"),
+    ):
+        collector = OverFakes(FakeGroup(failures={2: failure}))
+        collector.keeper_loss = loss
+        with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as told:
+            played(collector, 5, 2)
+        assert told.value.is_of(KEEPER)
 
 
 @pytest.mark.parametrize("synced", [False, True])

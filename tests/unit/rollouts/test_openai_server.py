@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -48,21 +49,22 @@ def decode(token_ids: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(token_ids), skip_special_tokens=True))
 
 
+@dataclass
 class Engine:
-    """Says `text` and ends; notes the requests."""
+    """Says `text`, or what it makes of the request, and ends; notes the requests."""
 
-    def __init__(self, text: str = "3") -> None:
-        self.text = text
-        self.asked: list[GenerationRequest] = []
-        self.version = 0
-        self.failure: Exception | None = None
-        self.failure_at_end: Exception | None = None
+    text: str | Callable[[GenerationRequest], str] = "3"
+    asked: list[GenerationRequest] = field(default_factory=list)
+    version: int = 0
+    failure: Exception | None = None
+    failure_at_end: Exception | None = None
 
     async def __call__(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
         self.asked.append(request)
         if self.failure is not None:
             raise self.failure
-        said = spelled(self.text)[: request.sampling.max_new_tokens]
+        text = self.text if isinstance(self.text, str) else self.text(request)
+        said = spelled(text)[: request.sampling.max_new_tokens]
         for token in said if on_tokens is not None else ():
             on_tokens(([token], [-0.5]))
             await asyncio.sleep(0)

@@ -67,7 +67,7 @@ def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
         read_groups(tmp_path)
 
 
-def test_what_a_killed_process_left_is_not_read_and_written_over(tmp_path):
+def test_what_a_killed_process_left_is_not_read_and_written_over_and_a_damaged_step_is_refused(tmp_path):
     record(tmp_path, 1)
     (tmp_path / "tmp_step_000002").mkdir()
     (tmp_path / "tmp_step_000002" / "groups.jsonl").write_text("half of")
@@ -76,10 +76,6 @@ def test_what_a_killed_process_left_is_not_read_and_written_over(tmp_path):
         read_index(tmp_path, 2)
     record(tmp_path, 2)
     assert recorded_steps(tmp_path) == [1, 2] and not (tmp_path / "tmp_step_000002").exists()
-
-
-def test_a_damaged_step_is_refused(tmp_path):
-    record(tmp_path, 1)
     tokens = step_folder(tmp_path, 1) / "tokens.safetensors"
     data = bytearray(tokens.read_bytes())
     data[-1] ^= 1
@@ -104,17 +100,13 @@ def shown(folder: Path, *arguments: str, status: int = 0) -> str:
     return file.getvalue()
 
 
-def test_the_table_has_a_line_per_group(tmp_path):
+def test_groups_are_a_table_and_one_shows_what_was_said_and_what_came_of_it(tmp_path):
     record(tmp_path, 1, 2)
     lines = [line for line in shown(tmp_path, "--list").splitlines() if "/d:" in line]
     assert len(lines) == 4
     cells = re.split(r"\s{2,}", lines[1].strip())
     assert cells == ["1", "1/1/d:1 (not trained)", "chat", "3", "0.000", "0.000", "2", "3", "1.0", "1 failed"]
     assert "(not trained)" not in lines[0]
-
-
-def test_a_group_shows_what_was_said_and_what_came_of_it(tmp_path):
-    record(tmp_path, 1)
     text = shown(tmp_path, "--group", "1/0/d:0")
     for part in (
         "step 1, group 1/0/d:0, task math",
@@ -127,26 +119,16 @@ def test_a_group_shows_what_was_said_and_what_came_of_it(tmp_path):
         assert part in text, part
     one = shown(tmp_path, "--group", "1/0/d:0", "--sample", "1")
     assert "answer of 1/0/d:0/1" in one and "answer of 1/0/d:0/0" not in one
+    worst = shown(tmp_path, "--worst")
+    assert "group 1/1/d:1" in worst and "of 2 samples" in worst, "the smallest mean reward, and failures are no zeros"
+    assert "sample 1: failed, no reward" in worst and "the environment was out" in worst and "advantage" not in worst
+    noisy = token_text(sample("s", 1.0), lambda ids: "\x1b[31m")
+    assert "\x1b" not in noisy.plain, "what a model says does not drive the terminal"
 
 
-def test_the_worst_group_has_the_smallest_mean_reward_and_failures_are_no_zeros(tmp_path):
+def test_what_is_not_there_is_said(tmp_path, capsys):
     record(tmp_path, 1)
-    text = shown(tmp_path, "--worst")
-    assert "group 1/1/d:1" in text and "of 2 samples" in text
-    assert "sample 1: failed, no reward" in text and "the environment was out" in text and "advantage" not in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("--group", "nobody"), ("--filter", "weather=bad"), ("--sample", "9"), ("--filter", "status=truncated")],
-)
-def test_what_is_not_there_is_said(tmp_path, arguments, capsys):
-    record(tmp_path, 1)
-    assert shown(tmp_path, *arguments, status=2) == ""
-    assert "error: " in capsys.readouterr().err
+    for arguments in ("--group nobody", "--filter weather=bad", "--sample 9", "--filter status=truncated"):
+        assert shown(tmp_path, *arguments.split(), status=2) == ""
+        assert "error: " in capsys.readouterr().err
     shown(tmp_path / "elsewhere", status=2)
-
-
-def test_model_output_does_not_drive_the_terminal(tmp_path):
-    noisy = sample("s", 1.0)
-    assert "\x1b" not in token_text(noisy, lambda ids: "\x1b[31m").plain

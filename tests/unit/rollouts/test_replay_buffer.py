@@ -7,16 +7,12 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.async_grpo import GroupOrder, OpenGroup, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle
+from tests.fakes import handle
 from tests.unit.rollouts.engines import group_request
 
 
 def requests(start: int, num: int) -> list[GroupRequest]:
     return [group_request(number, name="") for number in range(start, start + num)]
-
-
-def handle(group_id: str) -> GroupHandle:
-    return GroupHandle(group_id=group_id, prompt_id=group_id, task_name="d", ref=None, samples=[])
 
 
 def taken(buffer: ReplayBuffer, num: int, version: int) -> list[str] | None:
@@ -27,15 +23,15 @@ def taken(buffer: ReplayBuffer, num: int, version: int) -> list[str] | None:
 def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
     buffer = ReplayBuffer(groups_per_step=1, max_age=2, open_steps=2, order="arrival")
     buffer.dispatch(requests(0, 2), 0)
-    buffer.finish([handle("1")])
+    buffer.finish([handle(name="1")])
     assert taken(buffer, 1, 0) == ["1"]
     buffer.dispatch(requests(2, 1), 1)
-    buffer.finish([handle("2")])
+    buffer.finish([handle(name="2")])
     assert taken(buffer, 1, 1) == ["2"]
     buffer.dispatch(requests(3, 1), 2)
-    buffer.finish([handle("3")])
+    buffer.finish([handle(name="3")])
     assert taken(buffer, 1, 2) is None, "group 0 is from version 0: now or never"
-    buffer.finish([handle("0")])
+    buffer.finish([handle(name="0")])
     assert taken(buffer, 1, 2) == ["0"] and taken(buffer, 1, 3) == ["3"]
 
 
@@ -73,7 +69,7 @@ def test_none_too_old_none_lost_none_twice(
         while (groups := taken(buffer, per_step, version)) is None:
             # Short jobs first, mostly: some group is left behind again and again.
             chosen = playing.pop(rng.randrange(len(playing)) if rng.random() < 0.5 else -1)
-            buffer.finish([handle(chosen)])
+            buffer.finish([handle(name=chosen)])
         assert len(groups) == per_step and groups == sorted(groups, key=int)
         assert all(0 <= version - dispatched_at[group] <= max_age for group in groups)
         trained += groups

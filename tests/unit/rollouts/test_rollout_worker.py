@@ -219,9 +219,7 @@ def image_server(released: threading.Event) -> Iterator[str]:
         assert await asyncio.to_thread(released.wait, 30)
         return web.Response(body=picture.getvalue())
 
-    app = web.Application()
-    app.router.add_get("/image.png", slow)
-    with served(app) as url:
+    with served({"/image.png": slow}) as url:
         yield f"{url}/image.png"
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
 from nemo_rl.types import SamplingParams, StopReason
+from tests.unit.policy.models import save_model
 from tests.unit.rollouts.engines import in_loop, request_of
 
 EOS = 1
@@ -18,11 +19,8 @@ EOS = 1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=13, max_position_embeddings=64, **sizes))
     path = tmp_path_factory.mktemp("frozen")
-    model.save_pretrained(path)
+    save_model("llama", path, vocab_size=13)
     return path
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -30,7 +31,6 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerationRequest,
-    OnTokens,
     Prompt,
     Sample,
     SampleStatus,
@@ -41,7 +41,7 @@ from tests.conversations import assistant, user
 from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.environments.http_servers import served
 from tests.unit.rollouts.engines import in_loop
-from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, settings, spelled, tokens
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, Engine, settings, spelled, tokens
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -56,16 +56,9 @@ def completion(text: str) -> Completion:
     return Completion(token_ids=said, logprobs=[-0.5] * len(said), stop_reason=StopReason.STOP, weight_version=0)
 
 
-class Engine:
-    """Says a number that follows from seed and prompt, one character per token."""
-
-    def __init__(self) -> None:
-        self.asked: list[GenerationRequest] = []
-
-    async def __call__(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
-        self.asked.append(request)
-        await asyncio.sleep(0)
-        return completion(str(request.seed % 1000))
+def numbers() -> Engine:
+    """Says a number that follows from seed and prompt."""
+    return Engine(lambda request: str(request.seed % 1000))
 
 
 def handle_of(runner: AgentRunner) -> Any:
@@ -86,16 +79,9 @@ def play(
     **runner: Any,
 ) -> list[Sample]:
     """One episode of each agent, all at once; or one of the command or service that `runner` names."""
-    settings = AgentSettings(
-        name="mine",
-        answers=ANSWERS,
-        limits=SessionLimits(max_calls=max_calls, max_generated_tokens=max_tokens),
-        host="127.0.0.1",
-        port=0,
-        verifies="verifier" in runner,
-        credit=credit,
-        discount=discount,
-    )
+    limits = SessionLimits(max_calls=max_calls, max_generated_tokens=max_tokens)
+    own = {"verifies": "verifier" in runner, "credit": credit, "discount": discount}
+    settings = AgentSettings(name="mine", answers=ANSWERS, limits=limits, host="127.0.0.1", port=0, **own)
     [message] = get_formatted_message_log([user("1+2")], TOKENIZER, TaskDataSpec(), add_generation_prompt=True)
     runners = [AgentRunner({"run": f"{__name__}:asks_twice", **runner}) for _ in agents] or [AgentRunner(runner)]
     for own, agent in zip(runners, agents, strict=False):
@@ -113,7 +99,7 @@ def play(
             Prompt(prompt_id="p:0", row={"expected_answer": "3"}, idx=0, task_name="t"),
             DatumSpec(message_log=[message], length=3, extra_env_info=None, loss_multiplier=1.0, idx=0),
             sample_id=f"g/{number}",
-            generate=engine or Engine(),
+            generate=engine or numbers(),
             sampling=SamplingParams(max_new_tokens=20, temperature=1.0, stop_token_ids=(EOS,)),
             seed_of_turn=lambda turn: turn + number,
         )
@@ -145,7 +131,7 @@ async def asks_twice(task: AgentTask) -> float:
 
 
 def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
-    engine = Engine()
+    engine = numbers()
     [sample] = play(asks_twice, engine=engine)
     first, second = (request.prompt_token_ids for request in engine.asked)
     assert sample.meta.status is SampleStatus.COMPLETED and sample.meta.reward == 0.5 and not sample.branches
@@ -175,37 +161,35 @@ async def says_nothing(task: AgentTask) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("agent", "time_limit_s", "status", "reason"),
-    [
-        (asks_and(KeyError("tool")), 30, SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"),
-        (asks_and(asyncio.Event()), 8, SampleStatus.AGENT_HUNG, "time_limit_s=8"),
-        (says_nothing, 30, SampleStatus.AGENT_SILENT, "without a call"),
-        (asks_and(None), 30, SampleStatus.FAILED, "gave no reward"),
-        (asks_and(float("nan")), 30, SampleStatus.AGENT_CRASHED, "finite"),
-    ],
-)
-def test_an_agent_without_an_outcome_has_no_reward(agent: Any, time_limit_s: int, status: SampleStatus, reason: str):
-    failed, well = play(agent, asks_twice, time_limit_s=time_limit_s)
-    assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
-    assert reason in str(failed.meta.failure) and "g/0" in str(failed.meta.failure)
+def test_an_agent_without_an_outcome_has_no_reward():
+    outcomes = {
+        (SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"): asks_and(KeyError("tool")),
+        (SampleStatus.AGENT_HUNG, "time_limit_s=8"): asks_and(asyncio.Event()),
+        (SampleStatus.AGENT_SILENT, "without a call"): says_nothing,
+        (SampleStatus.FAILED, "gave no reward"): asks_and(None),
+        (SampleStatus.AGENT_CRASHED, "finite"): asks_and(float("nan")),
+    }
+    *played, well = play(*outcomes.values(), asks_twice, time_limit_s=8)
+    for number, ((status, reason), failed) in enumerate(zip(outcomes, played, strict=True)):
+        assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
+        assert reason in str(failed.meta.failure) and f"g/{number}" in str(failed.meta.failure)
     assert well.meta.reward == 0.5
 
 
-@pytest.mark.parametrize(
-    ("limits", "num_calls", "text"),
-    [({"max_calls": 3}, 3, "has made its 3 calls"), ({"max_tokens": 2}, 1, "has sampled its 2 tokens")],
-)
-def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained(limits: Any, num_calls: int, text: str):
-    async def asks_on(task: AgentTask) -> float:
+def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
+    async def asks_on(text: str, task: AgentTask) -> float:
         with pytest.raises(openai.PermissionDeniedError, match=text):
             while True:
                 await ask(task, task.messages)
         return 1.0
 
-    [sample] = play(asks_on, **limits)
-    assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit
-    assert len(sample.rows) == num_calls
+    for limits, num_calls, text in (
+        ({"max_calls": 3}, 3, "has made its 3 calls"),
+        ({"max_tokens": 2}, 1, "has sampled its 2 tokens"),
+    ):
+        [sample] = play(partial(asks_on, text), **limits)
+        assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit
+        assert len(sample.rows) == num_calls
 
 
 async def branches_with_rewards(task: AgentTask) -> float:
@@ -348,9 +332,7 @@ def test_a_service_is_posted_its_task():
         await ask(tasks[-1], tasks[-1].messages)
         return answers[len(tasks) - 1]
 
-    app = web.Application()
-    app.router.add_post("/tasks", service)
-    with served(app) as url:
+    with served({"/tasks": service}) as url:
         (sample, odd, refused) = (play(url=f"{url}/tasks")[0] for _ in answers)
     assert sample.meta.reward == 0.25 and tasks[0].row == {"expected_answer": "3"}
     for failed, reason in ((odd, "not points"), (refused, "409: it cannot")):

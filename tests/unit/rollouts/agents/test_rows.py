@@ -1,4 +1,4 @@
-"""Rows of an agent's episode on their way to training: rewards, plan, tokens on the worker, records."""
+"""Rows of an agent's episode on their way to training: plan, tokens on the worker, records. Rewards: test_rewards."""
 
 import io
 from collections import Counter
@@ -8,11 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_rl.algorithms.config.grpo import GRPOConfig
-from nemo_rl.algorithms.plan.advantages import compute_advantages
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens
-from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
 from nemo_rl.models.policy.batch.samples import SampleWriter
@@ -22,16 +19,8 @@ from nemo_rl.report.run_files import read_index
 from nemo_rl.rollouts.show_records import RecordedGroup, show_group
 from nemo_rl.types import GroupHandle, PlannedSample, RankPlan, RolloutGroup, Sample
 from tests.conversations import answered
+from tests.fakes import handle
 from tests.unit.rollouts.recorded import sample
-
-GRPO = GRPOConfig.model_validate(
-    {
-        "num_prompts_per_step": 1,
-        "num_generations_per_prompt": 2,
-        "adv_estimator": {"normalize_rewards": False, "use_leave_one_out_baseline": False},
-        "reward_shaping": {"enabled": False, "max_response_length": 100},
-    }
-)
 
 
 def episode(name: str, reward: float, lengths: list[int]) -> Sample:
@@ -44,27 +33,11 @@ def episode(name: str, reward: float, lengths: list[int]) -> Sample:
 
 
 def handle_of(group: RolloutGroup) -> GroupHandle:
-    metas = [sample.meta for sample in group.samples]
-    return GroupHandle(group_id=group.group_id, prompt_id=group.prompt_id, task_name="t", ref=None, samples=metas)
+    return handle(*(sample.meta for sample in group.samples), name=group.group_id)
 
 
 def group(*episodes: Sample, name: str = "g") -> RolloutGroup:
     return RolloutGroup(group_id=name, prompt_id=name, samples=list(episodes))
-
-
-def advantages(scored: ScoredGroup) -> list[float]:
-    return scored.row_advantages(compute_advantages(scored.compared_rewards(), GRPO.adv_estimator).advantages)
-
-
-def test_rows_share_the_advantage_of_their_episode_whatever_their_number():
-    played = group(episode("a", 1.0, [3, 4, 5]), episode("b", 0.0, [2]))
-    [scored] = score_groups([handle_of(played)], GRPO)
-    assert scored.compared_rewards()[0].rewards == [1.0, 0.0], "episodes are compared, not rows"
-    assert scored.compared_rewards()[0].num_loss_tokens == [12, 2]
-    # In the order of `rows`: the first row of each episode, then the others.
-    assert advantages(scored) == [0.5, -0.5, 0.5, 0.5] and scored.row_masks == [1.0] * 4
-    played.samples[0].meta.branches[1].credit = 0.5
-    assert advantages(scored) == [0.5, -0.5, 0.5, 0.25]
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,12 +77,10 @@ def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
     played = group(episode("g/0", 0.0, [3, 4, 5]), episode("g/1", 1.0, [2, 2]), episode("g/2", 0.5, [2]))
     for number, row in enumerate(played.samples[0].rows):
         row.messages = answered(f"said in row {number}", asked="2+2?")
-    handle = handle_of(played)
-    planned = [
-        PlannedSample(group=0, index=i, lengths=(meta.length,), advantage=0.0, mask=1.0)
-        for i, meta in enumerate(handle.rows)
-    ]
-    keys = chosen_rows(planned, [handle], limit=2)
+    played_handle = handle_of(played)
+    lengths = enumerate((meta.length,) for meta in played_handle.rows)
+    planned = [PlannedSample(group=0, index=i, lengths=length, advantage=0.0, mask=1.0) for i, length in lengths]
+    keys = chosen_rows(planned, [played_handle], limit=2)
     assert keys == [(0, 1), (0, 5), (0, 0), (0, 3), (0, 4)], "the best and the worst sample, with their rows"
     writer = SampleWriter(SampleSettings(folder=tmp_path / "samples", max_tokens=9, decode=str, anchor=0), "policy-0")
     writer.begin(keys, {0: played})
