@@ -25,6 +25,7 @@ from nemo_rl.environments.code.sandbox.isolation import (
 from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable
 from nemo_rl.environments.section_parts import SandboxConfig
+from tests.unit.distributed.test_worker_groups import eventually
 from tests.unit.environments.hostile_programs import HOSTILE
 
 ROOT = str(Path(__file__).parents[3])
@@ -260,10 +261,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(t
     run.kill()
     run.wait()
     run.stdout.close()
-    deadline = time.monotonic() + 60
-    while processes_of(directory) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_of(directory) == []
+    assert eventually(lambda: not processes_of(directory))
     assert directory.startswith(f"{tmp_path}/{DIRECTORY_PREFIX}")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     SandboxPool(1, LIMITS).close()
