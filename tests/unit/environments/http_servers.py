@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 @contextmanager
 def served(app: web.Application | Mapping[str, Handler]) -> Iterator[str]:
     """The URL of the application while it runs, or of one that answers paths so."""
-    if isinstance(app, Mapping):
+    if not isinstance(app, web.Application):
         routes, app = app, web.Application()
         app.add_routes([web.route("*", path, handler) for path, handler in routes.items()])
     loop = asyncio.new_event_loop()
