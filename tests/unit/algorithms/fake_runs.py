@@ -1,8 +1,10 @@
 """Runs of trainers that sample, with fakes in place of workers."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
@@ -41,6 +43,7 @@ class FakeRun:
         reward: Any = alternate,
         rollouts: Any = None,
         tasks: Sequence[str] = ("t",),
+        identity: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         calls = [] if calls is None else calls
         self.folder = folder / "run"
@@ -49,19 +52,14 @@ class FakeRun:
         rows = [{"problem": str(i)} for i in range(8)]
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
         sampling = SamplingParams(max_new_tokens=8)
-        tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
+        tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config), **identity)
         self.refit = FakeRefit(calls, self.rollouts)
+        fakes: Any = {"policy": self.policy, "generation": None, "refit": self.refit, "rollouts": self.rollouts}
+        prompts = PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1)
         parts = RolloutParts(
-            policy=self.policy,  # type: ignore[arg-type]
-            generation=None,  # type: ignore[arg-type]
-            refit=self.refit,  # type: ignore[arg-type]
-            rollouts=self.rollouts,
-            prompts=PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1),
-            validation_prompts=[data[0], data[1]],
-            train_sampling=sampling,
-            val_sampling=sampling,
-            flops=FLOPS,
-        )
+            **fakes, prompts=prompts, validation_prompts=[data[0], data[1]], flops=FLOPS,
+            train_sampling=sampling, val_sampling=sampling,
+        )  # fmt: skip
         self.trainer = make(tools, parts)
 
     def go(self) -> list[dict[str, Any]]:
@@ -72,20 +70,13 @@ class FakeRun:
 
 def small(folder: Path, section: str) -> tuple[str, ...]:
     """Overrides: three steps of 2 x 2 samples, saved in `folder`."""
-    return (
-        f"{section}.num_prompts_per_step=2",
-        f"{section}.num_generations_per_prompt=2",
-        f"{section}.val_period=0",
-        f"{section}.max_num_steps=3",
-        "policy.train_global_batch_size=4",
-        "policy.train_micro_batch_size=2",
-        "checkpointing.metric_name=null",
-        "checkpointing.save_period=2",
-        f"checkpointing.checkpoint_dir={folder / 'ckpt'}",
-    )
+    loop = ("num_prompts_per_step=2", "num_generations_per_prompt=2", "val_period=0", "max_num_steps=3")
+    sizes = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=2")
+    saving = ("metric_name=null", "save_period=2", f"checkpoint_dir={folder / 'ckpt'}")
+    return *(f"{section}.{key}" for key in loop), *sizes, *(f"checkpointing.{key}" for key in saving)
 
 
 class GRPORun(FakeRun):
-    def __init__(self, folder: Path, *overrides: str, **options: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> None:
         config = build(*small(folder, "grpo"), *overrides)
-        super().__init__(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), **options)
+        super().__init__(folder, config, partial(trainer, config), **options)

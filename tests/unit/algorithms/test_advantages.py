@@ -1,14 +1,125 @@
+"""From rewards to advantages: scaling, shaping, sampling, estimators, and generalised advantages of a value model."""
+
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
+from nemo_rl.algorithms.config.ppo import GAEConfig
+from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig
 from nemo_rl.algorithms.plan.advantages import GroupRewards, compute_advantages
+from nemo_rl.algorithms.plan.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
 from nemo_rl.algorithms.plan.token_advantages import KLInReward, whiten, whitening_sums
+from nemo_rl.algorithms.ppo import GAEAdvantages, generalized_advantages
+from nemo_rl.types import GroupHandle, SampleStatus
+from tests.fakes import handle, rewarded, sample
+
+
+def grpo(**changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "num_prompts_per_step": 2,
+        "num_generations_per_prompt": 2,
+        "adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": False},
+        "reward_shaping": shaping(enabled=False),
+    }
+    return GRPOConfig.model_validate(values | changes)
+
+
+def shaping(**changes: Any) -> RewardShapingConfig:
+    return RewardShapingConfig.model_validate({"enabled": True, "max_response_length": 1000} | changes)
+
+
+def test_scaling_clamps_and_maps():
+    cfg = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=2.0)
+    assert [scale_reward(r, cfg) for r in (-5.0, -1.0, 1.0, 3.0, 9.0)] == [0.0, 0.0, 1.0, 2.0, 2.0]
+    assert scale_reward(-5.0, RewardScalingConfig(enabled=False)) == -5.0
+
+
+def test_the_penalty_of_dapo_grows_with_length_and_that_for_no_end_replaces_it():
+    cfg = shaping(overlong_buffer_length=20, overlong_buffer_penalty=0.5, max_response_length=100)
+    shaped = [shape_reward(1.0, sample(1.0, generated=number), cfg) for number in (80, 90, 150)]
+    assert shaped == pytest.approx([1.0, 0.75, 0.5])
+    cfg = shaping(enabled=True, max_response_length=5, overlong_buffer_length=5, stop_properly_penalty_coef=0.25)
+    assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 0.5
+    assert shape_reward(2.0, sample(2.0), cfg) == 2.0
+
+
+def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
+    """They are scaled, not shaped, and a failed episode's are left out. A branch without one shares the episode's."""
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 10.0}
+    cfg = grpo(reward_scaling=scaling)
+    branched, failed = sample(1.0, generated=10), sample(0.0, SampleStatus.FAILED)
+    branched.branches = [sample(generated=3), sample(generated=4)]
+    (shared,) = score_groups([handle(branched, failed)], cfg)
+    [compared] = shared.compared_rewards()
+    assert compared.rewards == [10.0, 0.0] and compared.num_loss_tokens == [17, 0]
+    branched.branches[1].credit = 0.5
+    assert shared.row_advantages([[2.0, 0.0]]) == [2.0, 0.0, 2.0, 1.0], "samples first, then branches"
+    branched.branches[0].own_reward, failed.own_reward = 0.5, 0.7
+    (own,) = score_groups([handle(branched, failed)], cfg)
+    [compared] = own.compared_rewards()
+    assert (*compared.rewards,) == (0.0, 5.0, 0.0, 0.0) and (*compared.valid,) == (True, True, True, False)
+    assert (*compared.num_loss_tokens,) == (10, 3, 4, 0)
+    assert own.row_advantages([[1.0, 2.0, 3.0, 4.0]]) == [1.0, 4.0, 2.0, 3.0] and own.row_masks == [1.0, 0.0, 1.0, 1.0]
+    branched.branches[1].role = "black"
+    (roles,) = score_groups([handle(branched, failed)], cfg)
+    assert [(*of_role.num_loss_tokens,) for of_role in roles.compared_rewards()] == [(10, 3, 0), (4,)]
+    assert roles.row_advantages([[1.0, 2.0, 3.0], [4.0]]) == [1.0, 3.0, 2.0, 4.0], "rows are compared within their role"
+
+
+def test_masks():
+    kinds = [SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED, SampleStatus.PROMPT_TOO_LONG]
+    assert [loss_mask(sample(1.0, kind), overlong_filtering=False) for kind in kinds] == [1.0, 1.0, 0.0, 0.0]
+    assert [loss_mask(sample(1.0, kind), overlong_filtering=True) for kind in kinds] == [1.0, 0.0, 0.0, 0.0]
+    assert loss_mask(sample(1.0, generated=0), overlong_filtering=False) == 0.0
+
+
+def test_scoring_scales_before_shaping_and_leaves_failures_alone():
+    cfg = grpo(
+        reward_scaling=RewardScalingConfig(enabled=True, target_min=10.0, target_max=20.0),
+        reward_shaping=shaping(stop_properly_penalty_coef=0.5),
+        overlong_filtering=True,
+    )
+    group = handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED), sample(0.0, SampleStatus.FAILED))
+    (scored,) = score_groups([group], cfg)
+    assert scored.rewards == [20.0, 10.0, 0.0] and scored.masks == [1.0, 0.0, 0.0]
+    [rewards] = scored.compared_rewards()
+    assert list(rewards.valid) == [True, True, False]
+    assert list(rewards.num_loss_tokens) == [10, 0, 0]  # the filtered sample's reward counts, its tokens do not
+
+
+def collect(cfg: GRPOConfig, batches: list[list[GroupHandle]]) -> DynamicSampler:
+    sampler = DynamicSampler(cfg)
+    for batch in batches:
+        sampler.add(score_groups(batch, cfg))
+    return sampler
+
+
+def test_dynamic_sampling_keeps_groups_with_variance_over_batches_or_gives_up_with_advice():
+    first = [rewarded(0.0, 1.0, name="a"), rewarded(1.0, 1.0, name="b")]
+    sampler = collect(grpo(), [first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")]])
+    assert sampler.is_complete
+    kept, metrics = sampler.take()
+    assert [group.handle.group_id for group in kept] == ["a", "c"]
+    assert metrics == {
+        "filtered_reward": 0.5,
+        "dynamic_sampling_num_gen_batches": 2.0,
+        "dynamic_sampling_num_zero_variance_groups": 1.0,
+        "dynamic_sampling_num_discarded_valid_samples": 2.0,
+    }
+    told = r"0 prompts .* 2 in 2 generation batches .* needs 2.*num_generations_per_prompt"
+    with pytest.raises(ValueError, match=told):
+        collect(grpo(dynamic_sampling_max_gen_batches=2), [[rewarded(1.0, 1.0)], [rewarded(0.0, 0.0)]])
+
+
+# -- advantages
 
 
 def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[int] | None = None) -> GroupRewards:
@@ -29,8 +140,7 @@ def test_advantages_are_bounded_and_counted_as_bounded():
     assert result.metrics["advantages/max"] == 5.0 and result.metrics["advantages/sum"] == 2.0
     raw = compute_advantages([group([0.0, 9.0])], cfg("reinforce_plus_plus"), kl_in_reward=True, bounds=(-1.0, 1.0))
     assert raw.advantages[0] == [-4.5, 4.5]  # the workers bound them, after the KL
-    mask = torch.ones(2)
-    rows = torch.tensor([-30.0, 40.0])
+    rows, mask = torch.tensor([-30.0, 40.0]), torch.ones(2)
     bounded = KLInReward(ClippedPGLossConfig(), eps=1e-6, bounds=(-0.5, 0.25))
     assert bounded.finish(rows, mask, bounded.sums(rows, mask)).tolist() == [-0.5, 0.25]
 
@@ -44,37 +154,18 @@ def test_small_spread_on_large_rewards_is_not_lost():
 
 def test_the_same_prompt_twice_stays_two_groups():
     result = compute_advantages([group([0.0, 0.0]), group([1.0, 1.0])], cfg())
-    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]]
-    assert result.metrics["num_zero_variance_groups"] == 2
-    assert result.metrics["baseline_reward/pct_0"] == 0.5
-    assert result.metrics["baseline_reward/pct_1"] == 0.5
-    assert result.metrics["baseline_reward/pct_mixed"] == 0.0
-
-
-@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.7], [3.0, 1.0, 2.0]])
-def test_the_deviation_of_the_others(rewards):
-    settings = cfg(use_leave_one_out_baseline=True, std="leave_one_out")
-    found = compute_advantages([group(rewards)], settings).advantages[0]
-    for i, reward in enumerate(rewards):
-        others = rewards[:i] + rewards[i + 1 :]
-        std = 0.0 if len(set(others)) == 1 else float(np.std(others, ddof=1))
-        assert found[i] == pytest.approx((reward - np.mean(others)) / (std + 1e-6 if std else 1.0), rel=1e-9)
+    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]] and result.metrics["num_zero_variance_groups"] == 2
+    assert [result.metrics[f"baseline_reward/pct_{kind}"] for kind in ("0", "1", "mixed")] == [0.5, 0.5, 0.0]
 
 
 def parted(*parts: list[float], valid: list[bool] | None = None) -> GroupRewards:
-    valid = valid or [True] * len(parts)
-    rewards = [sum(values) for values in parts]
-    return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=[10] * len(parts), parts=parts)
+    return replace(group([sum(values) for values in parts], valid), parts=parts)
 
 
 def test_gdpo_normalises_each_reward_and_then_the_batch():
     groups = [parted([0.0, 10.0], [1.0, 0.0], [0.0, 0.0]), parted([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])]
     found = compute_advantages(groups, cfg("gdpo")).advantages
-    want = []
-    for one in groups:
-        columns = np.array(one.parts).T
-        want.append(sum((c - c.mean()) / (c.std(ddof=1) + 1e-6) for c in columns))
-    flat = np.concatenate(want)
+    flat = np.concatenate([sum((c - c.mean()) / (c.std(ddof=1) + 1e-6) for c in np.array(g.parts).T) for g in groups])
     np.testing.assert_allclose(np.concatenate(found), (flat - flat.mean()) / (flat.std(ddof=1) + 1e-6), atol=1e-12)
     assert found[0][0] == pytest.approx(found[0][1], rel=1e-5), "10 of one reward is worth 1 of another"
 
@@ -85,27 +176,22 @@ def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
     assert compute_advantages([failed], cfg("gdpo")).advantages[0] == [whole[0], 0.0, *whole[1:]]
     equal = [parted([1.0, 0.0], [0.0, 1.0]), parted([0.5, 0.5], [0.5, 0.5])]
     assert compute_advantages(equal, cfg("gdpo")).advantages == [[0.0, 0.0]] * 2, "no variance"
-    with pytest.raises(ValueError, match=r"found 1\); return rewards \[B, n\], as math_multi_reward does"):
-        compute_advantages([parted([1.0], [0.0])], cfg("gdpo"))
-    with pytest.raises(ValueError, match=r"found 2, 3\)"):
-        compute_advantages([parted([1.0, 0.0], [0.0, 1.0]), parted([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])], cfg("gdpo"))
-    with pytest.raises(ValueError, match=r"found 0\)"):
-        compute_advantages([parted([], [])], cfg("gdpo"))
+    for told, groups in (
+        (r"found 1\); return rewards \[B, n\], as math_multi_reward does", [parted([1.0], [0.0])]),
+        (r"found 2, 3\)", [parted([1.0, 0.0], [0.0, 1.0]), parted([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])]),
+        (r"found 0\)", [parted([], [])]),
+    ):
+        with pytest.raises(ValueError, match=told):
+            compute_advantages(groups, cfg("gdpo"))
 
 
 def test_failed_samples_get_zero_and_stay_out_of_the_statistics():
-    groups = [
-        group([1.0, 0.0, 3.0], [True, False, True]),
-        group([1.0, 0.0], [True, False]),
-        group([1.0, 0.0], [False, False]),
-    ]
+    groups = [group([1.0, 0.0, 3.0], [True, False, True]), *(group([1.0, 0.0], [one, False]) for one in (True, False))]
     result = compute_advantages(groups, cfg())
     std = math.sqrt(2.0) + 1e-6
     assert result.advantages == [pytest.approx([-1 / std, 0.0, 1 / std]), [0.0, 0.0], [0.0, 0.0]]
     assert result.metrics["num_zero_variance_groups"] == 0
-
-
-def test_a_step_without_any_reward_has_no_statistics():
+    # A step without any reward has no statistics.
     for estimator in (cfg(), cfg("reinforce_plus_plus", minus_baseline=False)):
         result = compute_advantages([group([0.0, 0.0], [False, False])], estimator)
         assert result.advantages == [[0.0, 0.0]] and "advantages/mean" not in result.metrics
@@ -117,7 +203,7 @@ def test_a_reward_that_is_not_a_number_is_refused():
     group([1.0, math.nan], [True, False])  # a failed sample's reward means nothing
 
 
-finite = st.floats(-1e3, 1e3).map(lambda x: round(x, 3))
+finite = st.floats(-1e3, 1e3).map(lambda x: round(x, 3)) | st.sampled_from([0.0, 1.0, 0.1])
 groups_of_rewards = st.lists(st.lists(finite, min_size=2, max_size=6), min_size=1, max_size=4)
 
 
@@ -126,45 +212,39 @@ groups_of_rewards = st.lists(st.lists(finite, min_size=2, max_size=6), min_size=
 def test_equal_rewards_give_exact_zeros(reward: float, size: int, normalize: bool, leave_one_out: bool):
     estimator = cfg(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
     result = compute_advantages([group([reward] * size)], estimator)
-    assert result.advantages == [[0.0] * size]
-    assert result.metrics["num_zero_variance_groups"] == 1
+    assert result.advantages == [[0.0] * size] and result.metrics["num_zero_variance_groups"] == 1
 
 
-@settings(max_examples=50, deadline=None)
-@given(rewards=groups_of_rewards, leave_one_out=st.booleans(), normalize=st.booleans())
-def test_against_numpy(rewards: list[list[float]], leave_one_out: bool, normalize: bool):
-    estimator = cfg(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
+@settings(max_examples=80, deadline=None)
+@given(rewards=groups_of_rewards, leave_one_out=st.booleans(), std=st.sampled_from(["", "group", "leave_one_out"]))
+def test_against_numpy(rewards: list[list[float]], leave_one_out: bool, std: str):
+    estimator = cfg(normalize_rewards=std != "", use_leave_one_out_baseline=leave_one_out, std=std or "group")
     for r, got in zip(rewards, compute_advantages([group(r) for r in rewards], estimator).advantages, strict=True):
-        if len(set(r)) > 1:
-            others = [np.mean(np.delete(r, i) if leave_one_out else r) for i in range(len(r))]
-            expected = (np.array(r) - others) / (np.std(r, ddof=1) + 1e-6 if normalize else 1.0)
-            assert got == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+        for i, advantage in enumerate(got if len(set(r)) > 1 else []):
+            others = np.delete(r, i)
+            spread = others if std == "leave_one_out" else np.array(r)
+            scale = np.std(spread, ddof=1) + 1e-6 if std and len(set(spread)) > 1 else 1.0
+            want = (r[i] - np.mean(others if leave_one_out else r)) / scale
+            assert advantage == pytest.approx(want, rel=1e-6, abs=1e-6)
 
 
-def test_reinforce_plus_plus_whitens_over_tokens_that_carry_loss():
-    groups = [group([1.0, 0.0, 0.0], tokens=[1, 3, 0]), group([1.0, 1.0], tokens=[2, 2])]
-    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
+def test_reinforce_plus_plus_by_hand():
+    """Whitened over the tokens that carry loss, with or without a baseline; without any variance exactly 0."""
+    plain = cfg("reinforce_plus_plus", minus_baseline=False)
+    result = compute_advantages([group([1.0, 0.0, 0.0], tokens=[1, 3, 0]), group([1.0, 1.0], tokens=[2, 2])], plain)
     per_token = np.array([1.0] * 1 + [0.0] * 3 + [1.0] * 4)
     whitened = (per_token - per_token.mean()) / (per_token.std(ddof=1) + 1e-6)
     assert result.advantages == [pytest.approx([*whitened[:2], 0.0]), pytest.approx([whitened[4]] * 2)]
-
-
-def test_reinforce_plus_plus_with_baseline_by_hand():
     groups = [group([1.0, 0.0], tokens=[1, 3]), group([5.0, 5.0]), group([9.0, 0.0], [True, False])]
     result = compute_advantages(groups, cfg("reinforce_plus_plus"))
     per_token = np.array([0.5] * 1 + [-0.5] * 3 + [0.0] * 20)
     mean, std = per_token.mean(), per_token.std(ddof=1) + 1e-6
     assert result.advantages[0] == pytest.approx([(0.5 - mean) / std, (-0.5 - mean) / std])
-    assert result.advantages[1] == pytest.approx([-mean / std] * 2)
-    assert result.advantages[2] == [0.0, 0.0]
+    assert result.advantages[1:] == [pytest.approx([-mean / std] * 2), [0.0, 0.0]]
     assert result.metrics["num_zero_variance_groups"] == 1
-
-
-def test_reinforce_plus_plus_without_any_variance_is_exact_zero():
-    groups = [group([0.3, 0.3, 0.3]), group([0.3, 0.3, 0.3], tokens=[7, 3, 1])]
+    equal = [group([0.3, 0.3, 0.3]), group([0.3, 0.3, 0.3], tokens=[7, 3, 1])]
     assert float(np.average([0.3] * 6, weights=[10, 10, 10, 7, 3, 1])) != 0.3, "rounding"
-    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
-    assert result.advantages == [[0.0] * 3, [0.0] * 3]
+    assert compute_advantages(equal, plain).advantages == [[0.0] * 3, [0.0] * 3]
 
 
 @settings(max_examples=25, deadline=None)
@@ -175,9 +255,7 @@ def test_whitening_by_added_sums_equals_whitening_the_whole(cut: int, seed: int)
     mask = (torch.rand(5, 6, generator=generator) > 0.3).float()
     mask[0, :2] = 1.0
     sums = whitening_sums(advantages[:cut], mask[:cut]) + whitening_sums(advantages[cut:], mask[cut:])
-    whitened = torch.cat(
-        [whiten(advantages[:cut], mask[:cut], sums, 1e-6), whiten(advantages[cut:], mask[cut:], sums, 1e-6)]
-    )
+    whitened = torch.cat([whiten(advantages[rows], mask[rows], sums, 1e-6) for rows in (slice(cut), slice(cut, None))])
     valid = advantages[mask > 0]
     torch.testing.assert_close(whitened[mask > 0], (valid - valid.mean()) / (valid.std() + 1e-6), rtol=1e-5, atol=1e-5)
     assert (whitened[mask == 0] == 0).all()
@@ -185,18 +263,18 @@ def test_whitening_by_added_sums_equals_whitening_the_whole(cut: int, seed: int)
 
 def test_kl_in_reward_by_hand():
     """A token is charged its own KL and all later ones; an environment spoke before the last token."""
-    cfg = ClippedPGLossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
-    token_advantages, nan = KLInReward(cfg, eps=1e-6), math.nan
+    loss = ClippedPGLossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    token_advantages, nan = KLInReward(loss, eps=1e-6), math.nan
     mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
     columns = {
         "advantages": torch.full((5,), 1.0),
         "prev_logprobs": torch.tensor([nan, -1.0, -2.0, nan, -1.0]),
         "reference_policy_logprobs": torch.tensor([nan, -1.5, -1.0, nan, -1.5]),
     }
-    changed = token_advantages.adjust(columns, mask)
-    assert list(changed) == ["advantages"]
-    adjusted = changed["advantages"]
-    assert adjusted.tolist() == pytest.approx([0.0, 1.0, 1.25, 0.0, 0.75])  # k1: 0.5, -1.0 and 0.5
+    [(name, adjusted)] = token_advantages.adjust(columns, mask).items()
+    assert name == "advantages" and adjusted.tolist() == pytest.approx(
+        [0.0, 1.0, 1.25, 0.0, 0.75]
+    )  # k1: 0.5, -1.0 and 0.5
     whitened = token_advantages.finish(adjusted, mask, token_advantages.sums(adjusted, mask))
     assert whitened.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0, -1.0], abs=1e-4)
 
@@ -205,3 +283,91 @@ def test_whitening_without_variance_or_tokens_is_exact_zero():
     for mask in (torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([[1.0, 0, 0], [0, 0, 0]])):
         advantages = torch.full((2, 3), 0.3)
         assert torch.equal(whiten(advantages, mask, whitening_sums(advantages, mask), 1e-6), torch.zeros(2, 3))
+
+
+# -- with a value model
+
+NO_KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
+KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
+
+
+def estimator(loss: ClippedPGLossConfig = NO_KL, **changes: Any) -> GAEAdvantages:
+    return GAEAdvantages(loss, GAEConfig(**({"normalize_advantages": False, "eps": 1e-8} | changes)))
+
+
+def row(reward: float, mask: list[int], values: list[float]) -> tuple[dict[str, Tensor], Tensor]:
+    columns = {"advantages": torch.full((len(mask),), reward), "values": torch.tensor(values)}
+    return columns, torch.tensor(mask).float()
+
+
+THREE = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
+
+
+def naive_advantage(rewards: list[float], values: list[float], gamma: float, gae_lambda: float, step: int) -> float:
+    """The sum over all later steps of (gamma lambda)^l times the temporal difference l steps ahead."""
+    total = 0.0
+    for later in range(step, len(rewards)):
+        after = values[later + 1] if later + 1 < len(values) else 0.0
+        total += (gamma * gae_lambda) ** (later - step) * (rewards[later] + gamma * after - values[later])
+    return total
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=12),
+    gamma=st.floats(0, 1),
+    gae_lambda=st.floats(0, 1),
+)
+def test_it_is_the_discounted_sum_of_temporal_differences(steps, gamma, gae_lambda):
+    rewards, values = map(list, zip(*steps, strict=True))
+    expected = [naive_advantage(rewards, values, gamma, gae_lambda, step) for step in range(len(steps))]
+    steps = torch.tensor(steps, dtype=torch.float64)
+    result = generalized_advantages(steps[:, 0], steps[:, 1], gamma=gamma, gae_lambda=gae_lambda)
+    assert result.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_only_loss_tokens_are_steps():
+    """Reward 1 with the last of three tokens after a prompt token; an environment spoke in between and at the end."""
+    mask, values = [0, 1, 1, 0, 1, 0], [9.0, 0.2, 0.4, math.nan, 0.5, 7.0]
+    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, mask, values))
+    last = 1 - 0.5
+    middle = 0.9 * 0.5 - 0.4 + 0.45 * last
+    first = 0.9 * 0.4 - 0.2 + 0.45 * middle
+    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, 0.0, last, 0.0])
+    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, 0.0, last + 0.5, 0.0])
+
+
+def test_advantages_and_returns_have_lambdas_of_their_own():
+    """And that of advantages may grow with the length of the sample."""
+    found = estimator(gae_lambda_policy=0.0, gae_lambda_value=1.0).adjust(*THREE)
+    assert found["returns"].tolist() == pytest.approx([0.0, 1.0, 1.0, 1.0])
+    assert found["advantages"].tolist() == pytest.approx([0.0, 0.4 - 0.2, 0.5 - 0.4, 1.0 - 0.5])
+    settings = GAEConfig(length_adaptive_alpha=0.05, gae_lambda_policy=0.5)
+    assert settings.lambda_of_policy(100) == pytest.approx(0.8)
+    assert settings.lambda_of_policy(10) == 0.0 and settings.lambda_of_value == 0.95
+    found, wanted = estimator(length_adaptive_alpha=2 / 3).adjust(*THREE), estimator(gae_lambda=0.5).adjust(*THREE)
+    assert found["advantages"].tolist() == pytest.approx(wanted["advantages"].tolist())
+
+
+def test_every_step_is_charged_its_kl():
+    columns, mask = row(1.0, [0, 1, 1], [0.0, 0.0, 0.0])
+    columns |= {
+        "prev_logprobs": torch.tensor([0.0, -1.0, -2.0]),
+        "reference_policy_logprobs": torch.tensor([math.nan, -1.5, -1.0]),
+    }
+    result = estimator(KL, gae_lambda=1.0).adjust(columns, mask)
+    assert result["returns"].tolist() == pytest.approx([0.0, -0.05 + 1 + 0.1, 1 + 0.1])
+
+
+def test_advantages_are_whitened_and_returns_are_not():
+    columns, mask = THREE
+    plain, whitening = estimator(), estimator(normalize_advantages=True)
+    found = whitening.adjust(columns, mask)
+    sums = whitening.sums(found["advantages"], mask)
+    raw = found["advantages"][1:]
+    whitened = whitening.finish(found["advantages"], mask, sums)
+    torch.testing.assert_close(whitened[1:], (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found["returns"], plain.adjust(columns, mask)["returns"])
+    assert torch.equal(plain.finish(found["advantages"], mask, sums), found["advantages"])
+    nothing = whitening.adjust(*row(1.0, [0, 0], [5.0, 5.0]))
+    assert not nothing["advantages"].any() and not nothing["returns"].any()

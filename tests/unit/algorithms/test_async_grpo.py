@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from tests.fakes import FakeRollouts
-from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
-from tests.unit.config.run_configs import build
+from tests.unit.algorithms.fake_runs import GRPORun, alternate
 
+LOOP = ("max_num_steps=8", "max_num_epochs=3", "skip_reference_policy_logprobs_calculation=true")
 BASE = (
-    "grpo.max_num_steps=8",
-    "grpo.max_num_epochs=3",
-    "grpo.async_grpo.enabled=true",
-    "checkpointing.save_period=1",
-    "checkpointing.keep_top_k=null",
-    "grpo.skip_reference_policy_logprobs_calculation=true",
+    *(f"grpo.{key}" for key in (*LOOP, "async_grpo.enabled=true")),
+    *(f"checkpointing.{key}" for key in ("save_period=1", "keep_top_k=null")),
     "loss_fn.reference_policy_kl_penalty=0",
     "loss_fn.use_importance_sampling_correction=true",
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
@@ -97,14 +92,11 @@ class FakePlaying(FakeRollouts):
         return [SAVED[group_id] for group_id in json.loads((folder / "saved.json").read_text())]
 
 
-class Run(FakeRun):
+class Run(GRPORun):
     """An asynchronous run on fakes; `trained` are the groups of each step."""
 
     def __init__(self, folder: Path, *overrides: str, seed: int = 0) -> None:
-        config = build(*small(folder, "grpo"), *BASE, *overrides)
-        self.trained: list[list[str]] = []
-        self.dies_after = -1
-        self.calls: list[str] = []
+        self.trained, self.calls, self.dies_after = [], [], -1
         run = self
 
         class Noting(GRPOTrainer):
@@ -115,7 +107,7 @@ class Run(FakeRun):
                 return super().plan_and_load(groups, *args)
 
         playing = FakePlaying(alternate, self.calls, rng=random.Random(seed))
-        super().__init__(folder, config, partial(Noting, config), calls=self.calls, rollouts=playing)
+        super().__init__(folder, *BASE, *overrides, trainer=Noting, calls=self.calls, rollouts=playing)
 
 
 def test_one_step_is_sampled_while_another_trains(tmp_path):
@@ -126,15 +118,6 @@ def test_one_step_is_sampled_while_another_trains(tmp_path):
     assert [row["train/weight_version_lag/max"] for row in rows] == [0, 1, 1]
     assert [row["train/buffer_size"] for row in rows] == [2, 2, 0]
     assert [[group.split("/")[0] for group in step] for step in run.trained] == [["1"] * 2, ["2"] * 2, ["3"] * 2]
-
-
-@pytest.mark.parametrize("age", [1, 3])
-def test_what_a_step_trains_on_does_not_depend_on_time(tmp_path, age):
-    key = f"grpo.async_grpo.max_trajectory_age_steps={age}"
-    runs = [Run(tmp_path / str(seed), key, seed=seed) for seed in range(2)]
-    lags = [[row["train/weight_version_lag/mean"] for row in run.go()] for run in runs]
-    assert runs[0].trained == runs[1].trained
-    assert lags[0] == lags[1] and max(lags[0]) == age
 
 
 @pytest.mark.parametrize("order", ["in_order", "arrival"])
@@ -150,9 +133,11 @@ def test_with_weights_in_flight_nothing_waits_and_the_window_holds(tmp_path, ord
 
 @pytest.mark.parametrize(("in_flight", "killed_after"), [(False, 7), (True, 4)])
 def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path, in_flight, killed_after):
+    """And what a step trains on does not depend on time: groups end in another order in each run."""
     keys = (f"grpo.async_grpo.in_flight_weight_updates={in_flight}", "grpo.async_grpo.max_trajectory_age_steps=2")
     whole, killed, again = (Run(tmp_path / name, *keys, seed=seed) for name, seed in (("whole", 0), ("a", 3), ("a", 4)))
-    whole.go()
+    lags = [row["train/weight_version_lag/mean"] for row in whole.go()]
+    assert max(lags) == 2 or in_flight
     killed.dies_after = killed_after
     with pytest.raises(Killed):
         killed.go()

@@ -25,14 +25,7 @@ from nemo_rl.models.policy.inspection import _logits, describe_model
 from nemo_rl.refit.layout import Segment, WeightComparison
 from nemo_rl.refit.transfer import largest_difference
 from nemo_rl.rollouts.probe import Probe, ProbeRequest
-from nemo_rl.types import (
-    BatchPlan,
-    GenerationRequest,
-    GroupHandle,
-    RolloutGroup,
-    Sample,
-    SamplingParams,
-)
+from nemo_rl.types import BatchPlan, GenerationRequest, GroupHandle, RolloutGroup, Sample, SamplingParams
 from tests.fakes import handle, sample
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import policy_config, whole_weights, worker_settings
@@ -89,26 +82,19 @@ class LocalEngine:
     chosen: Callable[[Sample], np.ndarray] | None = None  # the experts it reports
 
     def draw(self, prompts: Sequence[list[int]], sampling: SamplingParams, name: str) -> RolloutGroup:
-        sampling = replace(sampling, **self.ignores)
+        asked: Any = {"sampling": replace(sampling, **self.ignores)}
         requests = [
-            GenerationRequest(request_id=f"{name}/{i}", prompt_token_ids=prompt, sampling=sampling, seed=i)
+            GenerationRequest(request_id=f"{name}/{i}", prompt_token_ids=prompt, seed=i, **asked)
             for i, prompt in enumerate(prompts)
         ]
-        answers = {a.request_id: a.completion for a in self.worker.generate(requests, self.version)}
+        answers: Any = {a.request_id: a.completion for a in self.worker.generate(requests, self.version)}
         samples = []
-        for request in requests:
-            completion, prompt = answers[request.request_id], request.prompt_token_ids
-            assert completion is not None
-            ids, drawn = prompt + completion.token_ids, len(completion.token_ids)
-            meta = sample(prompt=len(prompt), generated=drawn, version=completion.weight_version)
-            samples.append(
-                Sample(
-                    meta=replace(meta, sample_id=request.request_id),
-                    token_ids=np.array(ids),
-                    token_mask=np.arange(len(ids)) >= len(prompt),
-                    generation_logprobs=np.array([0.0] * len(prompt) + completion.logprobs, dtype=np.float32),
-                )
-            )
+        for key, prompt in ((request.request_id, request.prompt_token_ids) for request in requests):
+            ids, size = np.array(prompt + answers[key].token_ids), len(prompt)
+            how: Any = {"version": answers[key].weight_version, "sample_id": key}
+            logprobs = np.array([0.0] * size + answers[key].logprobs, dtype=np.float32)
+            tokens: Any = {"token_ids": ids, "token_mask": np.arange(len(ids)) >= size, "generation_logprobs": logprobs}
+            samples.append(Sample(meta=sample(prompt=size, generated=len(ids) - size, **how), **tokens))
             if self.chosen is not None:
                 samples[-1].routed_experts = self.chosen(samples[-1])
         return RolloutGroup(group_id=name, prompt_id=name, samples=samples)
@@ -166,30 +152,17 @@ def examine(
         worker = GeneratingPolicyWorker(policy_config(**(engine_changes or {})), settings(init_optimizer=False))
         engine: Any = LocalEngine(worker, policy)
         fault(engine)
-        worker.prepare_generation(
-            GenerationSettings(
-                max_model_len=64,
-                max_batch_size=8,
-                end_token_id=VOCAB + 1,
-                special_token_ids=frozenset(),
-                decode=str,
-            )
-        )
+        limits = {"max_model_len": 64, "max_batch_size": 8, "end_token_id": VOCAB + 1}
+        worker.prepare_generation(GenerationSettings(**limits, special_token_ids=frozenset(), decode=str))
         generator = np.random.default_rng(0)
         prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]
         drawn = handle_of(after(engine, engine.draw(prompts, SAMPLING, "0")))
         local: Any = LocalPolicy(policy)
         local.load(plan_probe(1, drawn, range(len(drawn.samples)), size=2))
-        trainer: Any = SimpleNamespace(
-            policy=local,
-            generation=engine,
-            refit=engine,
-            rollouts=engine,
-            requests=SimpleNamespace(sampling=SAMPLING),
-            val_sampling=SAMPLING,
-            version=3,
-            run=SimpleNamespace(policy=policy_config()),
-        )
+        asked = {"requests": SimpleNamespace(sampling=SAMPLING), "val_sampling": SAMPLING}
+        parts = dict.fromkeys(("generation", "refit", "rollouts"), engine)
+        trainer: Any = SimpleNamespace(policy=local, version=3, **asked, **parts)
+        trainer.run = SimpleNamespace(policy=policy_config())
         return investigate(trainer, [drawn], trained_version=trained_version)
 
     return run_world(rank_main, 1)[0]
@@ -245,58 +218,45 @@ def write_as_text(engine: LocalEngine, group: RolloutGroup) -> RolloutGroup:
     return group
 
 
+def case(cause: Cause, *said: str, **how: Any) -> tuple[dict[str, Any], Cause, tuple[str, ...]]:
+    return how, cause, said
+
+
+def break_attention(engine: LocalEngine) -> None:
+    engine.policy.parts[0].config._attn_implementation = BROKEN
+
+
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-CASES: dict[str, tuple[dict[str, Any], Cause, list[str]]] = {
-    "a temperature that generation does not apply": (
-        {"fault": lambda engine: engine.ignores.update(temperature=1.3)},
-        Cause.SAMPLING,
-        ["with temperature 1.3, top-p 1, top-k off", "applies temperature 0.8"],
+ONE_TENSOR = ("1 of 21 tensors", "model.layers.1.mlp.up_proj.weight (by up to 0.")
+MISSED = "samples with weights of version 2, the policy has version 3"
+DECODED = "change when they are decoded and tokenised again, and no recorded sample does"
+OTHER_ROPE = ("rope_parameters: training {'rope_theta': 10000.0", "100.0")
+IGNORED = ("with temperature 1.3, top-p 1, top-k off", "applies temperature 0.8")
+OLDER = "were trained at version 4; fresh completions agree"
+CASES = {
+    "a temperature that generation does not apply": case(
+        Cause.SAMPLING, *IGNORED, fault=lambda engine: engine.ignores.update(temperature=1.3)
     ),
-    "a tensor that differs after the refit": (
-        {"fault": lambda engine: change(engine.worker, "layers.1.mlp.up_proj")},
-        Cause.TENSOR,
-        ["1 of 21 tensors", "model.layers.1.mlp.up_proj.weight (by up to 0."],
+    "a tensor that differs after the refit": case(
+        Cause.TENSOR, *ONE_TENSOR, fault=lambda engine: change(engine.worker, "layers.1.mlp.up_proj")
     ),
-    "other weights as a whole": (
-        {"fault": lambda engine: change(engine.worker)},
-        Cause.STALE_WEIGHTS,
-        ["21 of 21 tensors", "version 3"],
+    "other weights as a whole": case(
+        Cause.STALE_WEIGHTS, "21 of 21 tensors", "version 3", fault=lambda engine: change(engine.worker)
     ),
-    "an engine that missed a sync": (
-        {"fault": lambda engine: setattr(engine, "version", 2)},
-        Cause.STALE_WEIGHTS,
-        ["samples with weights of version 2, the policy has version 3"],
+    "an engine that missed a sync": case(
+        Cause.STALE_WEIGHTS, MISSED, fault=lambda engine: setattr(engine, "version", 2)
     ),
-    "samples of older weights": (
-        {"after": train_both, "trained_version": 4},
-        Cause.STALE_WEIGHTS,
-        ["were trained at version 4; fresh completions agree"],
+    "samples of older weights": case(Cause.STALE_WEIGHTS, OLDER, after=train_both, trained_version=4),
+    "tokens made from text": case(Cause.TOKENIZER, DECODED, after=write_as_text),
+    "neighbours that leak into each other": case(
+        Cause.BATCHING, "each one alone 1.00000: neighbours", fault=leak, padding_free=True
     ),
-    "tokens made from text": (
-        {"after": write_as_text},
-        Cause.TOKENIZER,
-        ["change when they are decoded and tokenised again, and no recorded sample does"],
+    "attention of training that is wrong": case(
+        Cause.ATTENTION, "training's own attention is wrong", fault=break_attention, padding_free=False
     ),
-    "neighbours that leak into each other": (
-        {"fault": leak, "padding_free": True},
-        Cause.BATCHING,
-        ["each one alone 1.00000: neighbours"],
-    ),
-    "attention of training that is wrong": (
-        {
-            "fault": lambda engine: setattr(engine.policy.parts[0].config, "_attn_implementation", BROKEN),
-            "padding_free": False,
-        },
-        Cause.ATTENTION,
-        ["training's own attention is wrong"],
-    ),
-    "a head in another dtype": ({"fault": break_head}, Cause.HEAD_DTYPE, ["with a head in bfloat16"]),
-    "other positions": (
-        {"engine_changes": {"hf_config_overrides": ROPE}},
-        Cause.POSITIONS,
-        ["rope_parameters: training {'rope_theta': 10000.0", "100.0"],
-    ),
-    "kernels that mix no tokens": ({"fault": break_mlp}, Cause.KERNELS, ["so it is no attention"]),
+    "a head in another dtype": case(Cause.HEAD_DTYPE, "with a head in bfloat16", fault=break_head),
+    "other positions": case(Cause.POSITIONS, *OTHER_ROPE, engine_changes={"hf_config_overrides": ROPE}),
+    "kernels that mix no tokens": case(Cause.KERNELS, "so it is no attention", fault=break_mlp),
 }
 
 

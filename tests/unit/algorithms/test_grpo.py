@@ -23,8 +23,7 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     run = GRPORun(tmp_path)
     rows = run.go()
     step = ["collect", "load", "reference", "train", "sync"]
-    assert run.policy.calls == ["sync", *step, *step, "save", *step, "save"]
-    assert run.refit.versions == [0, 1, 2, 3]
+    assert run.policy.calls == ["sync", *step, *step, "save", *step, "save"] and run.refit.versions == [0, 1, 2, 3]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["train/reward"] == 0.5 and rows[0]["train/loss"] == 0.5 and rows[0]["train/grad_norm"] == 1.0
     assert rows[0]["performance/controller_token_bytes"] == 0
@@ -44,27 +43,20 @@ def test_on_a_known_gpu_the_report_has_prediction_and_measurement_of_each_phase(
 
 
 def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_give_them(tmp_path):
-    skip = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
-    once = GRPORun(tmp_path / "once", "grpo.max_num_steps=1", *skip)
+    one = "grpo.max_num_steps=1", "grpo.skip_reference_policy_logprobs_calculation=true"
+    once = GRPORun(tmp_path / "once", *one, "loss_fn.reference_policy_kl_penalty=0")
     assert "policy_and_reference_logprobs" not in str(once.go()[0])
-    twice = GRPORun(tmp_path / "twice", "grpo.max_num_steps=1", "policy.train_global_batch_size=2", *skip)
-    masked = GRPORun(tmp_path / "masked", "grpo.max_num_steps=1", "grpo.seq_logprob_error_threshold=2.0", *skip)
-    for run in (twice, masked):
+    for number, key in enumerate(("policy.train_global_batch_size=2", "grpo.seq_logprob_error_threshold=2.0")):
+        run = GRPORun(tmp_path / str(number), *one, "loss_fn.reference_policy_kl_penalty=0", key)
         run.go()
         assert run.policy.calls.index("logprobs") < run.policy.calls.index("train")
     assert "logprobs" not in once.policy.calls and "reference" not in once.policy.calls
 
 
 def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
-    rewards = {0: 1.0, 1: 0.0, 2: None}
-    run = GRPORun(
-        tmp_path,
-        "grpo.num_generations_per_prompt=3",
-        "policy.train_global_batch_size=6",
-        "grpo.max_failed_sample_fraction=0.5",
-        "grpo.max_num_steps=1",
-        reward=lambda request, index: rewards[index],
-    )
+    three = ("grpo.num_generations_per_prompt=3", "policy.train_global_batch_size=6", "grpo.max_num_steps=1")
+    half = "grpo.max_failed_sample_fraction=0.5"
+    run = GRPORun(tmp_path, *three, half, reward=lambda request, index: (1.0, 0.0, None)[index])
     row = run.go()[0]
     planned = {s.index: s for rank in run.policy.plans[0].ranks for batch in rank.logprobs for s in batch}
     assert (planned[2].advantage, planned[2].mask) == (0.0, 0.0)
@@ -73,27 +65,21 @@ def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
     assert "the environment was out" in run.text.getvalue()
 
 
-def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
+def test_too_many_failures_end_the_run_with_the_first_one_or_the_weights_that_caused_them(tmp_path):
     run = GRPORun(tmp_path, reward=lambda request, index: None)
     with pytest.raises(TooManyFailures, match=r"(?s)4 of 4 episodes failed.*the environment was out"):
         run.go()
     assert "train" not in run.policy.calls
-
-
-def test_weights_that_are_not_finite_are_named_in_place_of_the_failures_that_they_cause(tmp_path):
-    run = GRPORun(tmp_path, reward=lambda request, index: None)
     run.policy.bad_weights = WorkerError("weights are not finite", worker="policy-1", rank=1, method="inspect_weights")
     with pytest.raises(WorkerError, match="weights are not finite"):
-        run.go()
+        run.trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("status", "key"),
-    [
-        (SampleStatus.TIMED_OUT, "grpo.episode_timeout_s=30"),
-        (SampleStatus.AGENT_HUNG, "env.<name>.time_limit_s of their agents"),
-    ],
-)
+TIMED_OUT = (SampleStatus.TIMED_OUT, "grpo.episode_timeout_s=30")
+HUNG = (SampleStatus.AGENT_HUNG, "env.<name>.time_limit_s of their agents")
+
+
+@pytest.mark.parametrize(("status", "key"), [TIMED_OUT, HUNG])
 def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path, status, key):
     run = GRPORun(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
     late = sample_meta("g/0", 0.0, status=status)
@@ -106,12 +92,10 @@ def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_p
 
 
 def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
-    run = GRPORun(
-        tmp_path,
-        "grpo.use_dynamic_sampling=true",
-        "grpo.max_num_steps=1",
-        reward=lambda request, index: float(index) if int(request.prompt.prompt_id.split(":")[1]) % 2 else 1.0,
-    )
+    def of_odd_prompts(request: Any, index: int) -> float:
+        return float(index) if int(request.prompt.prompt_id.split(":")[1]) % 2 else 1.0
+
+    run = GRPORun(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1", reward=of_odd_prompts)
     row = run.go()[0]
     assert len(run.policy.plans) == 1
     assert row["train/dynamic_sampling_num_gen_batches"] == run.policy.calls.count("collect") > 1

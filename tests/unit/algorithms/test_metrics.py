@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from nemo_rl.algorithms.trainers.metrics import (
     turn_seconds,
     validation_metrics,
 )
-from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.types import SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
 from tests.fakes import handle, rewarded, sample
 from tests.unit.algorithms.fake_runs import GRPORun
@@ -40,42 +41,22 @@ def test_rollout_metrics_by_hand():
         handle(sample(0.0, SampleStatus.FAILED), sample(1.0, prompt=8, generated=2, turns=2, version=5)),
         handle(sample(0.0, SampleStatus.PROMPT_TOO_LONG), sample(0.0, SampleStatus.PROMPT_TOO_LONG)),
     ]
-    metrics = rollout_metrics(handles, current_weight_version=5)
-    assert metrics == {
-        "reward": pytest.approx(2 / 3),
-        "total_turns": 6.0,
-        "avg_turns_per_sample": 2.0,
-        "max_turns_per_sample": 3.0,
-        "natural_termination_rate": pytest.approx(2 / 3),
-        "truncation_rate": pytest.approx(1 / 3),
-        "repetition_loop_rate": 0.0,
-        "mean_total_tokens_per_sample": pytest.approx((12 + 14 + 10) / 3),
-        "mean_gen_tokens_per_sample": 6.0,
-        "max_gen_tokens_per_sample": 10.0,
-        "mean_env_tokens_per_sample": pytest.approx(2 / 3),
-        "mean_prompt_length": pytest.approx(16 / 3),
-        "failed_sample_rate": pytest.approx(1 / 6),
-        "num_prompts_too_long": 1.0,
-        "weight_version_lag/mean": pytest.approx(2 / 3),
-        "weight_version_lag/max": 2.0,
-    }
+    rates = {"natural_termination_rate": 2 / 3, "truncation_rate": 1 / 3, "repetition_loop_rate": 0.0}
+    rates |= {"failed_sample_rate": 1 / 6, "num_prompts_too_long": 1.0}
+    turns = {"total_turns": 6.0, "avg_turns_per_sample": 2.0, "max_turns_per_sample": 3.0}
+    tokens = {"mean_total": 12.0, "mean_gen": 6.0, "max_gen": 10.0, "mean_env": 2 / 3}
+    tokens = {f"{name}_tokens_per_sample": number for name, number in tokens.items()}
+    lags = {"weight_version_lag/mean": 2 / 3, "weight_version_lag/max": 2.0, "mean_prompt_length": 16 / 3}
+    found = rollout_metrics(handles, current_weight_version=5)
+    assert found == pytest.approx({"reward": 2 / 3} | rates | turns | tokens | lags)
 
 
 def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLETED, **cut: bool) -> SampleMeta:
     """A sample of turns of (reward, generated tokens)."""
     made = sample(sum(r for r, _ in turns), status, generated=sum(n for _, n in turns), turns=len(turns))
-    made.turns = [
-        TurnMeta(
-            num_generated_tokens=generated,
-            num_env_tokens=0,
-            reward=reward,
-            stop_reason=StopReason.STOP,
-            weight_version=0,
-            generation_s=0.5,
-            env_s=0.25,
-        )
-        for reward, generated in turns
-    ]
+    fixed: Any = {"num_env_tokens": 0, "stop_reason": StopReason.STOP, "weight_version": 0}
+    fixed |= {"generation_s": 0.5, "env_s": 0.25}
+    made.turns = [TurnMeta(num_generated_tokens=number, reward=reward, **fixed) for reward, number in turns]
     return replace(made, **cut)
 
 
@@ -88,23 +69,13 @@ def test_turn_metrics_by_hand():
         played((0.0, 4), status=truncated, hit_total_token_limit=True),
         sample(status=SampleStatus.TIMED_OUT),
     ]
-    assert turn_metrics(samples, max_turns=4) == {
-        "max_turns_reached_rate": 0.25,
-        "truncated_by_turn_tokens_rate": 0.25,
-        "truncated_by_total_tokens_rate": 0.25,
-        "timed_out_rate": 0.2,
-        "mean_gen_tokens_per_turn": pytest.approx(32 / 7),
-        "turn_1/active_fraction": 1.0,
-        "turn_1/reward": 0.375,
-        "turn_1/gen_tokens": 5.0,
-        "turn_2/active_fraction": 0.5,
-        "turn_2/reward": 0.25,
-        "turn_2/gen_tokens": 5.0,
-        "turn_3/active_fraction": 0.25,
-        "turn_3/reward": 2.0,
-        "turn_3/gen_tokens": 2.0,
-        "turn_4/active_fraction": 0.0,
-    }
+    rates = {"max_turns_reached": 0.25, "truncated_by_turn_tokens": 0.25, "truncated_by_total_tokens": 0.25}
+    want = {f"{name}_rate": rate for name, rate in (rates | {"timed_out": 0.2}).items()}
+    want |= {"mean_gen_tokens_per_turn": 32 / 7, "turn_4/active_fraction": 0.0}
+    for turn, numbers in enumerate([(1.0, 0.375, 5.0), (0.5, 0.25, 5.0), (0.25, 2.0, 2.0)], start=1):
+        names = (f"turn_{turn}/{name}" for name in ("active_fraction", "reward", "gen_tokens"))
+        want |= dict(zip(names, numbers, strict=True))
+    assert turn_metrics(samples, max_turns=4) == pytest.approx(want)
     assert turn_seconds(samples) == {"generation_s_per_turn": 0.5, "environment_s_per_turn": 0.25}
     assert turn_seconds(samples[-1:]) == {}
 
@@ -120,18 +91,11 @@ def test_best_of_k_is_the_mean_over_all_draws_and_pass_at_k_the_same_for_binary_
 
 
 def test_validation_metrics_by_hand():
-    handles = [
-        rewarded(1.0, 0.0, 0.0, 0.0),
-        rewarded(0.5, 1.0, 1.0, 1.0),
-        handle(sample(1.0), sample(0.0, SampleStatus.FAILED)),
-    ]
-    metrics = validation_metrics(handles, k_values=(2,))
-    assert metrics["accuracy"] == pytest.approx(5 / 9)
-    assert metrics["reward"] == pytest.approx(5.5 / 9)
-    assert metrics["avg_length"] == 10.0
-    assert metrics["failed_sample_rate"] == pytest.approx(1 / 10)
-    assert metrics["pass_at_2"] == pytest.approx((0.5 + 1.0) / 2)  # the third prompt has one rewarded sample
-    assert metrics["best_of_2"] == pytest.approx((0.5 + 1.0) / 2)
+    third = handle(sample(1.0), sample(0.0, SampleStatus.FAILED))
+    metrics = validation_metrics([rewarded(1.0, 0.0, 0.0, 0.0), rewarded(0.5, 1.0, 1.0, 1.0), third], k_values=(2,))
+    want = {"accuracy": 5 / 9, "reward": 5.5 / 9, "avg_length": 10.0, "failed_sample_rate": 1 / 10}
+    want |= dict.fromkeys(("pass_at_2", "best_of_2"), (0.5 + 1.0) / 2)  # the third prompt has one rewarded sample
+    assert {name: metrics[name] for name in want} == pytest.approx(want)
 
 
 def test_performance_metrics_by_hand():
@@ -139,21 +103,13 @@ def test_performance_metrics_by_hand():
     sizes = {"num_samples": 20, "num_tokens": 1000, "num_training_devices": 2, "num_generation_devices": 2}
     use = GenerationUse(busy_s=5.0, window_s=10.0, num_tokens=500)
     metrics = performance_metrics(timings, use, **sizes, num_devices=4)
-    assert metrics == {
-        "samples_per_sec": 2.0,
-        "samples_per_sec_per_gpu": 0.5,
-        "tokens_per_sec": 100.0,
-        "tokens_per_sec_per_gpu": 25.0,
-        "policy_training_tokens_per_sec_per_gpu": 125.0,
-        "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 500.0,
-        "training_worker_group_tokens_per_sec": 200.0,
-        "training_worker_group_tokens_per_sec_per_gpu": 100.0,
-        "generation_tokens_per_sec": 100.0,
-        "generation_tokens_per_sec_per_gpu": 50.0,
-        "training_idle_fraction": 0.4,
-        "generation_idle_fraction": 0.5,
-        "exposed_generation_s": 4.0,
-    }
+    whole = {"samples_per_sec": 2.0, "tokens_per_sec": 100.0, "generation_tokens_per_sec": 100.0}
+    per_gpu = {"samples_per_sec": 0.5, "tokens_per_sec": 25.0, "policy_training_tokens_per_sec": 125.0}
+    per_gpu |= {"policy_and_reference_logprobs_tokens_per_sec": 500.0, "training_worker_group_tokens_per_sec": 100.0}
+    per_gpu |= {"generation_tokens_per_sec": 50.0}
+    want = whole | {f"{name}_per_gpu": value for name, value in per_gpu.items()}
+    want |= {"training_worker_group_tokens_per_sec": 200.0, "exposed_generation_s": 4.0}
+    assert metrics == want | {"training_idle_fraction": 0.4, "generation_idle_fraction": 0.5}
     idle = replace(use, busy_s=0.0, num_tokens=0)
     replayed = performance_metrics(timings, idle, **sizes, num_devices=4)
     assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
@@ -176,21 +132,17 @@ TWO_TASKS = (
 )
 
 
-def of_task(task: str, group: GroupHandle) -> GroupHandle:
-    return replace(group, task_name=task)
-
-
 def test_each_task_is_told_apart_by_hand():
+    long, failed = sample(0.0, SampleStatus.TRUNCATED, generated=8), sample(0.0, SampleStatus.FAILED)
     groups = [
-        of_task("sums", rewarded(1.0, 0.0)),
-        of_task("codes", handle(sample(1.0, generated=4, turns=3), sample(0.0, SampleStatus.TRUNCATED, generated=8))),
-        of_task("codes", handle(sample(0.0, SampleStatus.FAILED), sample(0.0, SampleStatus.FAILED))),
+        handle(sample(1.0), sample(0.0), task="sums"),
+        handle(sample(1.0, generated=4, turns=3), long, task="codes"),
+        handle(failed, failed, task="codes"),
     ]
     of_rollouts = partial(rollout_metrics, current_weight_version=0)
     metrics = by_task(of_rollouts, groups, ["sums", "codes", "absent"], metric_names.TASK)
-    assert {name for name in metrics if name.startswith("codes/")} == {
-        f"codes/{name}" for name in (*metric_names.TASK, "num_samples")
-    }
+    of_codes = {f"codes/{name}" for name in (*metric_names.TASK, "num_samples")}
+    assert {name for name in metrics if name.startswith("codes/")} == of_codes
     assert (metrics["codes/num_samples"], metrics["codes/reward"], metrics["codes/failed_sample_rate"]) == (4, 0.5, 0.5)
     assert metrics["sums/reward"] == 0.5
     assert {name for name in metrics if name.startswith("absent/")} == {"absent/num_samples"}
@@ -203,8 +155,7 @@ def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_pa
     run = GRPORun(tmp_path, *larger, "grpo.val_period=1", "checkpointing.enabled=false", *TWO_TASKS, tasks=tasks)
     rows, config = run.go(), run.trainer.run
     found = {name.removeprefix("train/") for name in rows[0] if name.startswith(tuple(f"train/{t}/" for t in tasks))}
-    assert found == config.task_metrics
-    assert config.task_metrics <= config.train_metrics
+    assert found == config.task_metrics <= config.train_metrics
     assert rows[0]["train/arithmetic/reward"] == 0.5
     assert sum(rows[0][f"train/{task}/num_samples"] for task in tasks) == 8
     assert math.isfinite(rows[0]["train/arithmetic#2/mean_gen_tokens_per_sample"])

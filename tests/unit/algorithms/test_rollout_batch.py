@@ -40,16 +40,13 @@ def fixed(train: int, logprobs: int) -> Batching:
 
 
 def padded(train: int, logprobs: int, length_round: int = 1) -> Batching:
-    rules = [PaddedTokens(tokens=tokens, length_round=length_round) for tokens in (train, logprobs)]
-    return Batching(train=rules[0], logprobs=rules[1], quadratic_weight=0.01)
+    first, second = (PaddedTokens(tokens=tokens, length_round=length_round) for tokens in (train, logprobs))
+    return Batching(train=first, logprobs=second, quadratic_weight=0.01)
 
 
 def packed(train: int, logprobs: int, length_multiple: int = 1, algorithm: str = "first_fit_decreasing") -> Batching:
-    rules = [
-        PackedTokens(tokens=tokens, algorithm=PackingAlgorithm(algorithm), length_multiple=length_multiple)
-        for tokens in (train, logprobs)
-    ]
-    return Batching(train=rules[0], logprobs=rules[1], quadratic_weight=0.01)
+    rule = partial(PackedTokens, algorithm=PackingAlgorithm(algorithm), length_multiple=length_multiple)
+    return Batching(train=rule(tokens=train), logprobs=rule(tokens=logprobs), quadratic_weight=0.01)
 
 
 def lengths_of(micro_batches: list[MicroBatch]) -> list[list[int]]:
@@ -66,15 +63,11 @@ def batchings(sequences_per_sample: int) -> st.SearchStrategy[Batching]:
     longest, most = sequences_per_sample * LONGEST, sequences_per_sample * 400
     budgets = st.integers(longest, most), st.integers(longest, most)
     packed_budgets = st.integers(longest + 10, most), st.integers(longest + 10, most)
+    multiples, algorithms = st.sampled_from([1, 4]), st.sampled_from([rule.value for rule in PackingAlgorithm])
     return st.one_of(
         st.builds(fixed, st.integers(1, 7), st.integers(1, 7)),
         st.builds(padded, *budgets, st.sampled_from([1, 8, 64])),
-        st.builds(
-            packed,
-            *packed_budgets,
-            st.sampled_from([1, 4]),
-            st.sampled_from([algorithm.value for algorithm in PackingAlgorithm]),
-        ),
+        st.builds(packed, *packed_budgets, multiples, algorithms),
     )
 
 
@@ -98,8 +91,7 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
     multiple, global_batch = batching.micro_batch_multiple, layout["global_batch_size"]
     order = {sample: number for number, sample in enumerate(samples)}
     trained = [s for rank in plan.ranks for step in rank.train for mb in step for s in mb]
-    assert len(plan.ranks) == layout["num_ranks"]
-    assert sorted(trained, key=order.__getitem__) == samples
+    assert len(plan.ranks) == layout["num_ranks"] and sorted(trained, key=order.__getitem__) == samples
     for rank in plan.ranks:
         assert len(rank.train) == len(samples) // global_batch
         mine = {s for step in rank.train for mb in step for s in mb}
@@ -110,8 +102,7 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
             check_room(batching.logprobs, batch, shares=batching.shares_prompts)
         for number, step in enumerate(rank.train):
             assert len(step) == len(plan.ranks[0].train[number]), "ranks enter the same collectives"
-            assert len(step) % multiple == 0
-            assert all(order[s] // global_batch == number for mb in step for s in mb)
+            assert len(step) % multiple == 0 and all(order[s] // global_batch == number for mb in step for s in mb)
             for batch in step:
                 check_room(batching.train, batch, shares=batching.shares_prompts)
         for micro_batches in (*rank.train, rank.logprobs):
@@ -147,17 +138,11 @@ def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_r
     batching = data.draw(batchings(sequences))
     shares &= not (isinstance(batching.train, PackedTokens) and batching.train.length_multiple > 1) and sequences == 1
     batching = replace(batching, micro_batch_multiple=multiple, shares_prompts=shares)
-    samples = [
-        PlannedSample(
-            group=i // group_size,
-            index=sequences * (i % group_size),
-            lengths=own,
-            advantage=float(i),
-            mask=1.0,
-            prompt=min(map(min, lengths[i - i % group_size :][:group_size])) - 1 if sequences == 1 else 0,
-        )
-        for i, own in enumerate(lengths)
-    ]
+    samples = []
+    for i, own in enumerate(lengths):
+        place = {"group": i // group_size, "index": sequences * (i % group_size)}
+        prompt = min(map(min, lengths[i - i % group_size :][:group_size])) - 1 if sequences == 1 else 0
+        samples.append(PlannedSample(**place, lengths=own, advantage=float(i), mask=1.0, prompt=prompt))
     refs = [(f"ref{i}", 0) for i in range(-(-num // group_size))]
     if sequences == 1:
         plan = plan_of([n for (n,) in lengths], batching, group_size, **layout)
@@ -219,6 +204,8 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
     # With room to spare the micro-batches are even, not the first full and the last empty.
     plan = plan_of(lengths, packed(300, 300), num_ranks=2, global_batch_size=16)
     assert [sorted(map(sum, lengths_of(rank.train[0]))) for rank in plan.ranks] == [[200, 200], [200, 200]]
+    with pytest.raises(ValueError, match=r"a sample of 99 tokens.*sequence_packing\.logprob_mb_tokens.* 100"):
+        plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
 
 
 def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
@@ -226,8 +213,7 @@ def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
     for batching in (packed(8192, 8192), padded(8192, 8192, 64), fixed(4, 4)):
         plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
         metrics = packing_metrics(plan, batching)
-        assert metrics["packing/work_imbalance"] < 1.01
-        assert metrics["packing/wait_imbalance"] < 1.03
+        assert metrics["packing/work_imbalance"] < 1.01 and metrics["packing/wait_imbalance"] < 1.03
 
 
 @pytest.mark.parametrize("batching", [packed(200, 200), fixed(2, 2)], ids=["packed", "fixed"])
@@ -244,21 +230,14 @@ def test_images_count_in_the_balance_of_ranks_and_micro_batches(batching):
         assert batching.cost([s for batch in rank.train[0] for s in batch]) == pytest.approx(4 * 200 + 100)
 
 
-def test_a_packed_sample_longer_than_any_micro_batch_is_refused_with_its_key():
-    with pytest.raises(ValueError, match=r"a sample of 99 tokens.*sequence_packing\.logprob_mb_tokens.* 100"):
-        plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
-
-
-def policy(**changes: Any) -> RolloutPolicyConfig:
-    """The policy of the minimal run, with some sections or values replaced."""
-    return RolloutPolicyConfig.model_validate(build().policy.model_dump() | changes)
-
-
 def test_batching_of_a_policy():
     sizes = {"max_total_sequence_length": 1022, "train_micro_batch_size": 2, "logprob_batch_size": 3}
-    assert Batching.of(policy(**sizes), quadratic_weight=0.01) == fixed(2, 3)
-    dynamic = policy(**sizes, dynamic_batching={"enabled": True}, make_sequence_length_divisible_by=48)
-    assert Batching.of(dynamic, quadratic_weight=0.01) == padded(2044, 3066, 192)
-    packing = policy(**sizes, sequence_packing={"enabled": True, "train_mb_tokens": 4096})
-    want = packed(4096, 3066, algorithm="modified_first_fit_decreasing")
-    assert Batching.of(packing, quadratic_weight=0.01) == want
+    dynamic = {"dynamic_batching": {"enabled": True}, "make_sequence_length_divisible_by": 48}
+    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 4096}}
+    for changes, want in (
+        ({}, fixed(2, 3)),
+        (dynamic, padded(2044, 3066, 192)),
+        (packing, packed(4096, 3066, algorithm="modified_first_fit_decreasing")),
+    ):
+        policy = RolloutPolicyConfig.model_validate(build().policy.model_dump() | sizes | changes)
+        assert Batching.of(policy, quadratic_weight=0.01) == want

@@ -8,13 +8,12 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
 from tests.fakes import FakeRollouts, handle
-from tests.unit.algorithms.fake_runs import FakeRun, alternate, small
+from tests.unit.algorithms.fake_runs import GRPORun, alternate, small
 from tests.unit.config.run_configs import build
 
 IDENTITY = {
@@ -63,24 +62,17 @@ class Replaying(RecordedRollouts):
         return 0
 
     def load(self, folder: Path) -> list[GroupHandle]:
-        return [
-            handle(*(sample.meta for sample in group.samples), name=group.group_id, prompt=group.prompt_id)
-            for group in read_groups(folder)[0]
-        ]
+        groups, *_ = read_groups(folder)
+        return [handle(*(s.meta for s in g.samples), name=g.group_id, prompt=g.prompt_id) for g in groups]
 
 
-class Run(FakeRun):
+class Run(GRPORun):
     """A GRPO in `folder`, from `rollouts` or from its own."""
 
     def __init__(self, folder: Path, *overrides: str, reward: Any = alternate, rollouts: Any = None) -> None:
-        config = build(*small(folder, "grpo"), *overrides)
         calls: list[str] = []
-
-        def make(tools: Any, parts: Any) -> GRPOTrainer:
-            tools.identity = IDENTITY
-            return GRPOTrainer(config, tools, parts)
-
-        super().__init__(folder, config, make, calls=calls, rollouts=rollouts or Recording(reward, calls))
+        rollouts = rollouts or Recording(reward, calls)
+        super().__init__(folder, *overrides, calls=calls, rollouts=rollouts, identity=IDENTITY)
 
 
 def recording(root: Path) -> tuple[str, ...]:
@@ -91,7 +83,7 @@ def trained(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name.startswith("train/")} for row in rows]
 
 
-def test_every_step_is_recorded_with_what_was_trained(tmp_path):
+def test_every_step_is_recorded_with_what_was_trained_in_a_folder_of_this_run(tmp_path):
     run = Run(tmp_path, *recording(tmp_path / "record"))
     rows = run.go()
     assert recorded_steps(tmp_path / "record") == [1, 2, 3]
@@ -102,20 +94,14 @@ def test_every_step_is_recorded_with_what_was_trained(tmp_path):
     assert index.environment_metrics == {"math/num_groups": 2.0}
     assert "the first step" in run.text.getvalue() and "3 steps of rollouts" in run.text.getvalue()
     assert rows[0]["performance/recorded_bytes"] == 0 < rows[1]["performance/recorded_bytes"]
-
-
-def test_a_run_that_goes_on_replaces_what_is_after_its_checkpoint(tmp_path):
-    Run(tmp_path, *recording(tmp_path / "record")).go()
+    # A run that goes on replaces what is after its checkpoint.
     for path in (tmp_path / "ckpt").glob("step_3"):
         path.rename(tmp_path / "taken_away")
     again = Run(tmp_path, *recording(tmp_path / "record"))
     again.go()
     assert recorded_steps(tmp_path / "record") == [1, 2, 3]
     assert recorded_steps(tmp_path / "record" / "superseded_001") == [3] and "superseded_001" in again.text.getvalue()
-
-
-def test_a_folder_of_another_run_is_refused(tmp_path):
-    Run(tmp_path / "one", *recording(tmp_path / "record")).go()
+    # Another run is refused.
     other = Run(tmp_path / "two", *recording(tmp_path / "record"), "policy.generation.temperature=0.5")
     with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*temperature.*0\.5"):
         other.go()
@@ -125,11 +111,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
     caplog.set_level("INFO")
     record = tmp_path / "record"
-    want = Run(
-        tmp_path / "one",
-        *recording(record),
-        reward=lambda request, i: float(crc32(f"{request.group_id}/{i}".encode()) % 3),
-    ).go()
+
+    def by_name(request: Any, i: int) -> float:
+        return float(crc32(f"{request.group_id}/{i}".encode()) % 3)
+
+    want = Run(tmp_path / "one", *recording(record), reward=by_name).go()
     replay = Run(tmp_path / "two", f"grpo.replay_from={record}", "grpo.max_num_steps=4", rollouts=Replaying(record))
     got = replay.go()
     assert trained(got)[:3] == trained(want) and len({row["train/reward"] for row in want}) > 1
@@ -151,13 +137,9 @@ def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
     step_folder(record, 1).rename(tmp_path / "gone")
     with pytest.raises(ValueError, match="holds steps 2 to 3; a replay needs all from 1 on"):
         check_record(same, IDENTITY)
-    (tmp_path / "nowhere").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no recorded step"):
-        check_record(build(*keys, f"grpo.replay_from={tmp_path / 'nowhere'}"), IDENTITY)
-
-
-def test_a_replay_that_asks_for_engines_is_refused(tmp_path):
+        check_record(build(*keys, f"grpo.replay_from={tmp_path / 'gone'}"), IDENTITY)
     with pytest.raises(ValueError, match="no engine is started that could answer validation prompts"):
-        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", "grpo.val_period=5")
+        build(*keys, "grpo.val_period=5")
     with pytest.raises(ValueError, match="nothing is sampled with replay_from"):
-        build(*small(tmp_path, "grpo"), "grpo.replay_from=somewhere", "grpo.rollout_record.enabled=true")
+        build(*keys, "grpo.rollout_record.enabled=true")

@@ -37,14 +37,11 @@ Rows = Sequence[Mapping[str, Any]]
 def make(prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
     """Sequences of ids 1, 2, ... from a row {"lengths": (n, ...), "problem": kind or None}; the last two carry loss."""
     problem = prompt.row.get("problem")
-    examples = [
-        Example(
-            sample_id=f"{prompt.prompt_id}/{number}",
-            token_ids=np.arange(1, length + 1, dtype=np.int32) + prompt.idx % 7 + number,
-            token_mask=(np.arange(length) >= length - 2) & (problem is None),
-        )
-        for number, length in enumerate(prompt.row["lengths"])
-    ]
+    examples = []
+    for number, length in enumerate(prompt.row["lengths"]):
+        ids = np.arange(1, length + 1, dtype=np.int32) + prompt.idx % 7 + number
+        mask = (np.arange(length) >= length - 2) & (problem is None)
+        examples.append(Example(sample_id=f"{prompt.prompt_id}/{number}", token_ids=ids, token_mask=mask))
     meta = ExampleMeta(
         prompt_id=prompt.prompt_id,
         index=0,
@@ -69,8 +66,7 @@ class Pool:
 def handles(prompts: Sequence[Prompt]) -> list[ExampleHandle]:
     made = []
     for start in range(0, len(prompts), ROWS_PER_GROUP):
-        samples: list[Example] = []
-        rows = []
+        samples, rows = [], []
         for prompt in prompts[start : start + ROWS_PER_GROUP]:
             examples, meta = make(prompt)
             rows.append(replace(meta, index=len(samples)))
@@ -83,8 +79,8 @@ def dataset(name: str, rows: Rows) -> PromptDataset:
     return PromptDataset([NamedRows(name=name, task_name="t", rows=[dict(row) for row in rows])])
 
 
-def prompts(name: str, rows: Rows) -> list[Prompt]:
-    return list(dataset(name, rows))
+def handles_of(name: str, rows: Rows) -> list[ExampleHandle]:
+    return handles(list(dataset(name, rows)))
 
 
 def counted(plan: BatchPlan) -> list[tuple[RowKey, Example]]:
@@ -112,12 +108,8 @@ class RowPolicy(FakePolicy):
         return {"loss": ids.mean(), "global_valid_toks": float(len(ids))}
 
 
-BASE = (
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-    "checkpointing.metric_name=null",
-    "checkpointing.save_period=2",
-)
+SIZES = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=2")
+BASE = (*SIZES, "checkpointing.metric_name=null", "checkpointing.save_period=2")
 TWELVE: Rows = [{"lengths": (5 + i % 4,)} for i in range(12)]
 
 
@@ -143,7 +135,7 @@ class Run:
             policy=self.policy,
             loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
             num_batches=None if is_streamed else source.num_batches,
-            validation={name: partial(handles, prompts(name, own)) for name, own in (validation or {}).items()},
+            validation={name: partial(handles_of, name, own) for name, own in (validation or {}).items()},
             flops=FLOPS,
         )
         if kind == "dpo":
@@ -165,16 +157,13 @@ class Run:
 def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     run = Run(tmp_path, "sft.max_num_steps=2")
     rows = run.go()
-    assert run.policy.calls == [*["load", "train"] * 2, "save"]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert run.policy.calls == [*["load", "train"] * 2, "save"] and [row["step"] for row in rows] == [1, 2]
     assert run.trainer.state.consumed_samples == 8 and run.trainer.state.total_valid_tokens == 48
     lengths = [len(sample.token_ids) for group, _ in run.policy.plans[0].groups for sample in group.samples]
     assert rows[0]["train/total_num_tokens"] == sum(lengths) and rows[0]["train/num_left_out"] == 0
-
-
-def test_dpo_asks_the_reference_before_it_learns(tmp_path):
+    # DPO asks the reference before it learns.
     one = ("dpo.max_num_steps=1", "checkpointing.enabled=false")
-    run = Run(tmp_path, *one, kind="dpo", rows=[{"lengths": (5, 4)}] * 4)
+    run = Run(tmp_path / "dpo", *one, kind="dpo", rows=[{"lengths": (5, 4)}] * 4)
     run.go()
     assert run.policy.calls == ["load", "reference", "sum reference_policy_logprobs", "train"]
 
@@ -184,12 +173,10 @@ def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
     rows = [{**row, "problem": problems.get(i)} for i, row in enumerate(TWELVE)]
     mixed = Run(tmp_path, "policy.train_global_batch_size=12", rows=rows)
     (logged,) = mixed.go()
-    assert logged["train/num_left_out"] == 3
-    assert logged["train/num_too_long"] == 2 and logged["train/num_empty_answer"] == 1
+    assert [logged[f"train/num_{kind}"] for kind in ("left_out", "too_long", "empty_answer")] == [3, 2, 1]
     assert trained(mixed.policy)[0] == sorted(f"d:{i}/0" for i in range(12) if i not in problems)
-    text = mixed.text.getvalue()
-    assert "3 of 12 rows of this step are left out:" in text
-    assert "row d:7, column 'messages': empty_answer" in text
+    for said in ("3 of 12 rows of this step are left out:", "row d:7, column 'messages': empty_answer"):
+        assert said in mixed.text.getvalue()
 
 
 BATCHINGS: dict[str, MicroBatching] = {
@@ -214,7 +201,7 @@ def test_every_row_is_planned_once_and_copies_are_masked(lengths, num_ranks, mul
     ]
     rule, policy = BATCHINGS[batching], RowPolicy()
     how = Batching(train=rule, logprobs=rule, quadratic_weight=0.0, micro_batch_multiple=multiple)
-    plan = plan_examples(handles(prompts("d", rows)), num_ranks=num_ranks, batching=how)
+    plan = plan_examples(handles_of("d", rows), num_ranks=num_ranks, batching=how)
     policy.load(plan)
     keys = keys_of_plan(plan)
     assert len(keys) == len(set(keys)), "a copy is a row of its own"
@@ -234,14 +221,11 @@ def test_every_set_is_validated_under_its_name_and_their_losses_are_averaged_by_
     first, step, last = run.go()
     assert run.policy.calls[:4] == ["load", "evaluate", "load", "evaluate"]
     easy, hard = (first[f"validation/validation-{name}_loss"] for name in sets)
-    assert first["validation/validation-hard_global_valid_toks"] == 12
-    assert hard > easy + 0.1
+    assert first["validation/validation-hard_global_valid_toks"] == 12 and hard > easy + 0.1
     assert first["validation/val_loss"] == pytest.approx((2 * easy + 6 * hard) / 8)
     assert "validation/val_loss" not in step and last["validation/val_loss"] == first["validation/val_loss"]
-
-
-def test_a_validation_set_of_nothing_but_problems_is_refused(tmp_path):
-    run = Run(tmp_path, "sft.val_period=1", validation={"mine": [{"lengths": (4,), "problem": "too_long"}] * 2})
+    bad = [{"lengths": (4,), "problem": "too_long"}] * 2
+    run = Run(tmp_path / "bad", "sft.val_period=1", validation={"mine": bad})
     with pytest.raises(ValueError, match=r"validation set 'mine': not one of its 2 rows can be scored.*row mine:0"):
         run.go()
 
@@ -249,21 +233,15 @@ def test_a_validation_set_of_nothing_but_problems_is_refused(tmp_path):
 # -- the end of the data, and what is between two starts of a run
 
 
-@pytest.mark.parametrize(
-    ("overrides", "is_streamed", "num_steps"),
-    [
-        (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), False, 6),
-        (("sft.max_num_steps=5", "+sft.max_num_epochs=2"), False, 5),
-        (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), True, 6),
-        (("sft.max_num_steps=4", "+sft.max_num_epochs=2"), True, 4),
-    ],
-)
-def test_a_run_ends_with_its_steps_or_its_data(tmp_path, overrides, is_streamed, num_steps):
-    sets = {"default": [{"lengths": (4,)}]}
-    run = Run(tmp_path, *overrides, "+sft.val_at_end=true", validation=sets, is_streamed=is_streamed)
+ENDS = [(100, False, 6), (5, False, 5), (99, True, 6), (4, True, 4)]
+
+
+@pytest.mark.parametrize(("most", "is_streamed", "num_steps"), ENDS)
+def test_a_run_ends_with_its_steps_or_its_data(tmp_path, most, is_streamed, num_steps):
+    keys = (f"sft.max_num_steps={most}", "+sft.max_num_epochs=2", "+sft.val_at_end=true")
+    run = Run(tmp_path, *keys, validation={"default": [{"lengths": (4,)}]}, is_streamed=is_streamed)
     rows = run.go()
-    assert run.trainer.state.total_steps == num_steps
-    assert (tmp_path / "c" / f"step_{num_steps}").is_dir()
+    assert run.trainer.state.total_steps == num_steps and (tmp_path / "c" / f"step_{num_steps}").is_dir()
     assert "validation/val_loss" in rows[-1] and rows[-1]["step"] == num_steps
     epochs = [sorted(chain(*trained(run.policy)[at : at + 3])) for at in range(0, num_steps - 2, 3)]
     assert all(epoch == sorted(f"d:{i}/0" for i in range(12)) for epoch in epochs)
@@ -273,16 +251,15 @@ def test_a_run_ends_with_its_steps_or_its_data(tmp_path, overrides, is_streamed,
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_run_that_is_continued_sees_the_rows_that_one_run_sees(tmp_path, is_streamed):
-    long = ("+sft.max_num_epochs=3", "sft.max_num_steps=8")
-    whole = Run(tmp_path / "whole", *long, is_streamed=is_streamed)
-    whole.go()
-    first = Run(tmp_path / "cut", "+sft.max_num_epochs=3", "sft.max_num_steps=4", is_streamed=is_streamed)
-    first.go()
-    second = Run(tmp_path / "cut", *long, is_streamed=is_streamed)
-    second.go()
+    def run(name: str, num_steps: int) -> Run:
+        keys = ("+sft.max_num_epochs=3", f"sft.max_num_steps={num_steps}")
+        made = Run(tmp_path / name, *keys, is_streamed=is_streamed)
+        made.go()
+        return made
+
+    whole, first, second = run("whole", 8), run("cut", 4), run("cut", 8)
     assert trained(first.policy) + trained(second.policy) == trained(whole.policy)
-    assert second.policy.calls[0] == "load_checkpoint"
-    assert second.trainer.state == whole.trainer.state
+    assert second.policy.calls[0] == "load_checkpoint" and second.trainer.state == whole.trainer.state
 
 
 # -- what goes wrong
@@ -300,7 +277,7 @@ BATCHING = Batching(train=FixedSize(2), logprobs=FixedSize(2), quadratic_weight=
 @pytest.mark.parametrize(("num_ranks", "first_batch"), [(1, 3), (3, 1)])
 def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ranks, first_batch):
     """Whatever the ranks and batches, and the copies that fill them."""
-    made = handles(prompts("d", ROWS))
+    made = handles_of("d", ROWS)
     policy: Any = RowPolicy(data_parallel_size=num_ranks)
     plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING)
     sums = ReferenceSums.compute(policy, filter(None, [made[:first_batch], made[first_batch:]]), plan).sums
@@ -313,11 +290,10 @@ def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ra
 
 def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():
     sums = ReferenceSums({f"d:{i}": (float(i), -float(i)) for i in range(7)})
-    made = handles(prompts("d", ROWS))[::-1]  # seven pairs in groups of 1, 3 and 3, on two ranks: one copy
+    made = handles_of("d", ROWS)[::-1]  # seven pairs in groups of 1, 3 and 3, on two ranks: one copy
     plan = plan_examples(made, num_ranks=2, batching=BATCHING)
     found = sums.of(made, plan)
     assert sorted(found) == sorted(keys_of_plan(plan)) and len(found) == 16
     assert all(value.dtype == np.float32 and value.shape == () for value in found.values())
-    assert (found[0, 0], found[0, 1]) == (6.0, -6.0)
-    assert (found[1, 2], found[1, 3]) == (4.0, -4.0)
+    assert (found[0, 0], found[0, 1]) == (6.0, -6.0) and (found[1, 2], found[1, 3]) == (4.0, -4.0)
     assert (found[3, 2], found[3, 3]) == (0.0, 0.0), "a copy of the shortest pair, in a group of its own"

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite
 from tests.fakes import FakePolicy, checkpoints_in, result, run_tools
+
+NEVER = LoopConfig(val_period=0)
 
 
 class Position:
@@ -40,26 +40,15 @@ class FakeTrainer(Trainer):
     """Calls `at_step` with the number of each step, and says what it validates by `values`."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        num_steps: int = 6,
-        loop: LoopConfig | None = None,
-        policies: Any = (),
-        at_step: Callable[[int], None] = lambda step: None,
-        values: list[float] | None = None,
-        **checkpointing: object,
+        self, folder: Path, *, num_steps: int = 6, loop: Any = NEVER, policies: Any = (), values: Any = (), **save: Any
     ) -> None:
-        self.folder, self.at_step, self.values, self.position = folder, at_step, values or [], Position()
-        tools, self.text = run_tools(folder, checkpoints_in(folder, **checkpointing), num_steps)
-        super().__init__(
-            loop or LoopConfig(val_period=0),
-            tools,
-            num_steps=num_steps,
-            policies=policies,
-            data=self.position,
-            nonfinite_action="stop",
-        )
+        self.folder, self.values, self.position = folder, values, Position()
+        tools, self.text = run_tools(folder, checkpoints_in(folder, **save), num_steps)
+        how = {"policies": policies, "data": self.position, "nonfinite_action": "stop"}
+        super().__init__(loop, tools, num_steps=num_steps, **how)
+
+    def at_step(self, step: int) -> None:
+        """What else happens."""
 
     def step(self) -> None:
         self.at_step(self.state.total_steps + 1)
@@ -102,13 +91,11 @@ class CountingTrainer(FakeTrainer):
 
     def __init__(self, folder: Path, *, polls: int = 2, failure: BaseException | None = None, **how: Any) -> None:
         super().__init__(folder, **{"save_period": 3, "keep_top_k": None, "async_save": True} | how)
-        self.polls, self.failure = polls, failure
-        self.calls: list[str] = []
-        self.seen: dict[int, list[str]] = {}
+        self.polls, self.failure, self.calls, self.seen = polls, failure, [], {}
         self.replacements = {"policy": lambda: self.calls.append("recover")}
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "c").iterdir()) if (self.folder / "c").is_dir() else []
+        return sorted(path.name for path in (self.folder / "c").glob("*"))
 
     def step(self) -> None:
         self.seen[self.state.total_steps + 1] = self.names()
@@ -161,8 +148,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_p
     trainer.resume()
     with pytest.raises(DiskFullError, match=r"no space to save step 6 .*step_3 is untouched"):
         trainer.train()
-    assert max(trainer.seen) == 7
-    assert trainer.sound_steps() == ["step_3"]
+    assert max(trainer.seen) == 7 and trainer.sound_steps() == ["step_3"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +163,8 @@ def test_an_error_of_the_run_is_told_whatever_becomes_of_the_save(tmp_path, erro
         if step == 4:
             raise error
 
-    trainer = CountingTrainer(tmp_path, polls=100, at_step=fail, failure=RuntimeError("rank 3 could not write"))
+    trainer = CountingTrainer(tmp_path, polls=100, failure=RuntimeError("rank 3 could not write"))
+    trainer.at_step = fail
     with pytest.raises(type(error)) as raised:
         trainer.train()
     assert raised.value is error and said in trainer.text.getvalue()
@@ -188,14 +175,14 @@ def test_an_error_of_the_run_is_told_whatever_becomes_of_the_save(tmp_path, erro
 def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_path, polls, resumed_after):
     """Step 6 was on its way to the disk: it counts if all of it had been written, and otherwise was never there."""
     CountingTrainer(tmp_path, num_steps=3).train()
-    deaths = [8]
+    deaths = {8: died("policy-0")}
 
     def die(step: int) -> None:
         if step in deaths:
-            deaths.remove(step)
-            raise died("policy-0")
+            raise deaths.pop(step)
 
-    trainer = CountingTrainer(tmp_path, num_steps=8, polls=polls, at_step=die)
+    trainer = CountingTrainer(tmp_path, num_steps=8, polls=polls)
+    trainer.at_step = die
     trainer.resume()
     trainer.train()
     assert trainer.calls[:4] == ["read whole 3", "start 6", "recover", f"read whole {resumed_after}"]
@@ -206,26 +193,15 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
 
 
 class TwoPolicies(FakeTrainer):
-    """A policy and a critic. `error` is raised once, in step 3."""
+    """A policy and a critic, which has the `results`. `error` is raised once, in step 3."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_steps: int = 4,
-        error: Exception | None = None,
-        results: list[TrainResult] | None = None,  # of the critic
-        is_async: bool = False,
-    ) -> None:
-        self.calls: list[str] = []
-        self.errors = {} if error is None else {3: error}
+    def __init__(self, folder: Path, *, num_steps: int = 4, error: Any = None, results: Any = None, **how: Any) -> None:
+        self.calls, self.errors = [], {} if error is None else {3: error}
         critic = FakePolicy(results or [result()], self.calls, name_prefix="value")
-        policies: Any = [FakePolicy(calls=self.calls), critic]
-        super().__init__(
-            folder, num_steps=num_steps, policies=policies, at_step=self.learn, save_period=2, async_save=is_async
-        )
+        policies = [FakePolicy(calls=self.calls), critic]
+        super().__init__(folder, num_steps=num_steps, policies=policies, save_period=2, **how)
 
-    def learn(self, step: int) -> None:
+    def at_step(self, step: int) -> None:
         if step in self.errors:
             raise self.errors.pop(step)
         for policy in self.policies:
@@ -234,10 +210,10 @@ class TwoPolicies(FakeTrainer):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_all_policies_and_the_place_in_the_data_are_saved_and_restored(tmp_path, is_async):
-    first = TwoPolicies(tmp_path, num_steps=2, is_async=is_async)
+    first = TwoPolicies(tmp_path, num_steps=2, async_save=is_async)
     first.train()
     assert first.calls == [*["train", "value.train"] * 2, "save", "value.save"]
-    again = TwoPolicies(tmp_path, is_async=is_async)
+    again = TwoPolicies(tmp_path, async_save=is_async)
     assert again.resume()
     assert again.calls == ["load_checkpoint", "value.load_checkpoint"]
     assert again.position.taken == 2 and again.state.total_steps == 2
@@ -272,18 +248,12 @@ def test_passes_are_merged_into_one_result():
 # -- the end of a run that is good enough
 
 
-class StoppingTrainer(FakeTrainer):
-    """Its checkpoints hold counters alone."""
-
-    def read_state(self, directory: Path) -> None:
-        pass
-
-
-def stopping(folder: Path, values: list[float], *, val_at_start: bool = False, **rule: object) -> StoppingTrainer:
+def stopping(folder: Path, values: list[float], *, val_at_start: bool = False, **rule: object) -> FakeTrainer:
     """A run that validates after every step; the value after step n is number n of `values`."""
     early = EarlyStoppingConfig.model_validate({"metric_name": "val:val_loss"} | rule)
     loop = LoopConfig(val_period=1, val_at_start=val_at_start, early_stopping=early)
-    return StoppingTrainer(folder, loop=loop, values=values, num_steps=len(values) - 1, save_period=100)
+    how: Any = {"policies": [FakePolicy()], "num_steps": len(values) - 1, "save_period": 100}
+    return FakeTrainer(folder, loop=loop, values=values, **how)
 
 
 @pytest.mark.parametrize(
@@ -318,10 +288,7 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
         assert trainer.state.total_steps == taken
         stays = "early_stopping.metric_name=null would go on" in trainer.text.getvalue()
         assert stays == (is_resumed and taken == 3)
-
-
-def test_a_model_that_is_good_enough_before_the_first_step_is_not_trained(tmp_path):
-    trainer = stopping(tmp_path, [1.0, 2.0], val_at_start=True, threshold=1.5)
+    # And one that is good enough before the first step is not trained.
+    trainer = stopping(tmp_path / "good", [1.0, 2.0], val_at_start=True, threshold=1.5)
     trainer.train()
-    assert trainer.state.total_steps == 0
-    assert "val:val_loss is good enough" in trainer.text.getvalue()
+    assert trainer.state.total_steps == 0 and "val:val_loss is good enough" in trainer.text.getvalue()

@@ -1,11 +1,32 @@
 """Random micro-batches for the tests of losses."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.losses.preference import PreferenceInputs
 from nemo_rl.algorithms.losses.value import ValueInputs
-from nemo_rl.types import LossInputs
+from nemo_rl.types import LossFunction, LossInputs
+from tests.loss_invariance import global_counts
+
+InputsT = TypeVar("InputsT", bound=LossInputs)
+
+
+def all_valid(kind: type[InputsT], rows: int, length: int, **columns: Tensor) -> InputsT:
+    """Inputs of rows without a prompt or padding."""
+    ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length)
+    return kind(input_ids=ids, token_mask=mask, sample_mask=torch.ones(rows), **columns)
+
+
+def evaluated(
+    loss_fn: LossFunction, outputs: Tensor, inputs: LossInputs, *counts: float
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradient and metrics; the counts of sequences and tokens are those of the inputs unless given."""
+    seqs, toks = map(torch.tensor, counts) if counts else global_counts(inputs)
+    loss, metrics = loss_fn(outputs, inputs, seqs, toks)
+    (gradient,) = torch.autograd.grad(loss, outputs)
+    return loss.item(), gradient, {name: value.item() for name, value in metrics.items()}
 
 
 def random_rows(num_rows: int, seed: int, length: int = 8) -> tuple[Tensor, LossInputs]:
@@ -59,16 +80,10 @@ def pair_of(
     chosen: list[float], rejected: list[float], reference: tuple[float, float]
 ) -> tuple[Tensor, PreferenceInputs]:
     """One pair of answers with these logprobs, every token valid, and the reference's sums."""
-    width = max(len(chosen), len(rejected))
-    logprobs, mask = torch.zeros(2, width), torch.zeros(2, width)
+    columns = {"reference_logprob_sum": torch.tensor(reference), "margin": torch.zeros(2)}
+    inputs = all_valid(PreferenceInputs, 2, max(len(chosen), len(rejected)), **columns)
+    logprobs = torch.zeros_like(inputs.token_mask)
     for row, values in enumerate((chosen, rejected)):
         logprobs[row, : len(values)] = torch.tensor(values)
-        mask[row, : len(values)] = 1.0
-    inputs = PreferenceInputs(
-        input_ids=torch.zeros(2, width, dtype=torch.int64),
-        token_mask=mask,
-        sample_mask=torch.ones(2),
-        reference_logprob_sum=torch.tensor(reference),
-        margin=torch.zeros(2),
-    )
+        inputs.token_mask[row, len(values) :] = 0.0
     return logprobs.requires_grad_(), inputs

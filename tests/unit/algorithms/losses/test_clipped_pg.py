@@ -1,4 +1,4 @@
-"""The loss against numbers worked out by hand, where tests/parity does not have them."""
+"""The loss and its parts against numbers worked out by hand, where tests/parity does not have them."""
 
 import math
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.losses.divergence import agreement_metrics, calculate_kl, importance_weights
 from nemo_rl.types import PolicyGradientInputs
-from tests.loss_invariance import global_counts
-from tests.unit.algorithms.losses.batches import random_rows
+from tests.unit.algorithms.losses.batches import all_valid, evaluated, random_rows
 
 GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 CORRECTION = {"use_importance_sampling_correction": True}
@@ -60,13 +60,9 @@ def random_batch(num_rows: int, seed: int) -> tuple[torch.Tensor, PolicyGradient
     def near(scale: float) -> torch.Tensor:
         return prev + scale * torch.randn(prev.shape, generator=generator)
 
-    inputs = PolicyGradientInputs(
-        **vars(rows),
-        advantages=torch.randn(num_rows, 1, generator=generator).expand(prev.shape).clone(),
-        prev_logprobs=prev,
-        generation_logprobs=near(0.15),
-        reference_policy_logprobs=near(0.3),
-    )
+    columns = {"advantages": torch.randn(num_rows, 1, generator=generator).expand(prev.shape).clone()}
+    columns |= {"generation_logprobs": near(0.15), "reference_policy_logprobs": near(0.3)}
+    inputs = PolicyGradientInputs(**vars(rows), prev_logprobs=prev, **columns)
     return near(0.4).requires_grad_(), inputs
 
 
@@ -78,26 +74,18 @@ def one_row(
     def log(probs: list[float]) -> torch.Tensor:
         return torch.tensor([probs]).log()
 
-    inputs = PolicyGradientInputs(
-        input_ids=torch.zeros(1, len(curr), dtype=torch.int64),
-        token_mask=torch.ones(1, len(curr)),
-        sample_mask=torch.ones(1),
-        advantages=torch.full((1, len(curr)), advantage),
-        prev_logprobs=log(prev),
-        generation_logprobs=log(changes.get("gen", prev)),
-        reference_policy_logprobs=log(changes.get("reference", prev)),
-    )
-    return log(curr).requires_grad_(), inputs
+    columns = {"prev_logprobs": log(prev), "advantages": torch.full((1, len(curr)), advantage)}
+    columns["generation_logprobs"] = log(changes.get("gen", prev))
+    columns["reference_policy_logprobs"] = log(changes.get("reference", prev))
+    return log(curr).requires_grad_(), all_valid(PolicyGradientInputs, 1, len(curr), **columns)
 
 
 def run(
     cfg: dict[str, Any], logprobs: torch.Tensor, inputs: PolicyGradientInputs
 ) -> tuple[float, list[float], dict[str, float]]:
-    loss, metrics = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))(
-        logprobs, inputs, *global_counts(inputs)
-    )
-    (grad,) = torch.autograd.grad(loss, logprobs)
-    return loss.item(), grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
+    loss_fn = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))
+    loss, gradient, metrics = evaluated(loss_fn, logprobs, inputs)
+    return loss, gradient[0].tolist(), metrics
 
 
 def test_clip_by_hand():
@@ -105,11 +93,9 @@ def test_clip_by_hand():
     loss, grad, metrics = run({}, *one_row([0.6, 0.2], [0.4, 0.4], 2.0))
     assert loss == pytest.approx(-(2.4 + 1.0) / 2)
     assert grad == pytest.approx([0.0, -1.0 / 2])  # the clipped token has no gradient
-    assert metrics["clip_fraction"] == 0.5
-    assert metrics["probs_ratio"] == pytest.approx(1.0)
-    assert metrics["probs_ratio_clamped"] == pytest.approx(1.0)
-    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
-    assert (metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"]) == pytest.approx((0.8, 1.2))
+    want = {"clip_fraction": 0.5, "probs_ratio": 1.0, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5}
+    want |= {"probs_ratio_clamped": 1.0, "probs_ratio_clamped_min": 0.8, "probs_ratio_clamped_max": 1.2}
+    assert {name: metrics[name] for name in want} == pytest.approx(want)
 
 
 def test_kl_in_reward_is_reported_and_not_in_the_loss():
@@ -143,11 +129,46 @@ def test_what_trl_does_not_have_by_hand(name: str, loss: float, grad: list[float
 
 def test_importance_metrics_by_hand():
     batch = one_row([0.4, 0.4], [0.4, 0.4], 1.0, gen=[0.1, 0.4])
-    switches = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0}
-    loss, _, metrics = run(switches, *batch)
+    loss, _, metrics = run(CORRECTION | {"truncated_importance_sampling_ratio": 2.0}, *batch)
     assert loss == pytest.approx(-(2.0 + 1.0) / 2)
-    assert metrics["sampling_importance_ratio"] == pytest.approx(2.5)
-    assert metrics["is_oob_ratio"] == 0.5
-    entropy = -(4.0 * math.log(0.4) + 1.0 * math.log(0.4)) / 2
-    assert metrics["approx_entropy"] == pytest.approx(entropy)
-    assert metrics["num_valid_samples"] == 1.0
+    want = {"sampling_importance_ratio": 2.5, "is_oob_ratio": 0.5, "num_valid_samples": 1.0}
+    want["approx_entropy"] = -(4.0 * math.log(0.4) + 1.0 * math.log(0.4)) / 2
+    assert {name: metrics[name] for name in want} == pytest.approx(want)
+
+
+def test_clamps_and_their_absence():
+    logprobs, reference = torch.tensor([0.0, 0.0]), torch.tensor([5.0, -5.0])
+    assert calculate_kl(logprobs, reference, "k1", 2.0, None).tolist() == [-2.0, 2.0]
+    assert calculate_kl(logprobs, reference, "k1", None, 3.0).tolist() == [-3.0, 3.0]
+    assert calculate_kl(logprobs, reference, "k1", None, None).tolist() == [-5.0, 5.0]
+    assert calculate_kl(logprobs, reference, "k3").tolist() == pytest.approx([10.0, math.exp(-5) - 1 + 5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "used", "out_of_bounds"),
+    [
+        ("tis", [0.5, 1.0, 2.0], [False, False, True]),
+        ("tis", [0.8, 1.0, 2.0], [True, False, True]),
+        ("icepop", [0.5, 1.0, 0.0], [False, False, True]),  # the bound itself is inside
+    ],
+)
+def test_weights_beyond_their_bounds_are_clamped_or_left_out(kind, used, out_of_bounds):
+    cfg = ClippedPGLossConfig.model_validate(bounded(kind, used[0], 2.0))
+    weights = importance_weights(torch.tensor([[0.5, 1.0, 4.0]]).log(), torch.zeros(1, 3), torch.ones(1, 3), cfg)
+    assert weights.used[0].tolist() == pytest.approx(used) and weights.out_of_bounds[0].tolist() == out_of_bounds
+
+
+def test_agreement_by_hand():
+    prev, gen = torch.tensor([[math.log(0.4)]]), torch.tensor([[math.log(0.5)]])
+    metrics = agreement_metrics(prev, gen, torch.ones(1, 1), torch.tensor(1.0))
+    assert metrics["token_mult_prob_error"].item() == pytest.approx(1.25)
+    assert metrics["gen_kl_error"].item() == pytest.approx(0.8 - 1 - math.log(0.8), abs=1e-6)
+    assert metrics["policy_kl_error"].item() == pytest.approx(1.25 - 1 - math.log(1.25), abs=1e-6)
+    js = sum(r - 1 - math.log(r) for r in (0.45 / 0.4, 0.45 / 0.5)) / 2
+    assert metrics["js_divergence_error"].item() == pytest.approx(js, abs=1e-6)
+
+    # The worst of three samples, of which one is masked.
+    gen = torch.tensor([[0.0] * 4, [0.0, 0.0, -1.0, -1.0], [-9.0] * 4])
+    mask = torch.tensor([[1.0] * 4, [1.0] * 4, [0.0] * 4])
+    metrics = agreement_metrics(torch.zeros(3, 4), gen * mask, mask, mask.sum())
+    assert metrics["sample_mult_prob_error_max"].item() == pytest.approx((2 + 2 * math.e) / 4)

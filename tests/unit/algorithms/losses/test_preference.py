@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
-from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs, PreferenceLoss
+from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
 from nemo_rl.config.rules import StrictModel
 from tests.loss_invariance import global_counts
 from tests.tables import cases, pattern
-from tests.unit.algorithms.losses.batches import pair_of, random_pairs, random_scores
+from tests.unit.algorithms.losses.batches import evaluated, pair_of, random_pairs, random_scores
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dpo": {},
@@ -34,70 +34,53 @@ def loss_fn(name: str, **changes: Any) -> DPOLoss:
     return DPOLoss(DPOLossConfig.model_validate(values))
 
 
-def run(loss: DPOLoss, logprobs: torch.Tensor, inputs: PreferenceInputs) -> tuple[float, Any, dict[str, float]]:
-    value, metrics = loss(logprobs, inputs, *global_counts(inputs))
-    (gradient,) = torch.autograd.grad(value, logprobs)
-    return value.item(), gradient, {name: metric.item() for name, metric in metrics.items()}
-
-
 # log-ratios: chosen (-1 - 2) - (-4) = 1, rejected -3 - (-2) = -1; h = 2
 PAIR = ([-1.0, -2.0], [-3.0], (-4.0, -2.0))
 
 
 def test_dpo_by_hand():
-    value, gradient, metrics = run(loss_fn("dpo"), *pair_of(*PAIR))
+    value, gradient, metrics = evaluated(loss_fn("dpo"), *pair_of(*PAIR))
     probability = 1 / (1 + math.exp(-BETA * 2))
     assert value == pytest.approx(-math.log(probability))
     slope = BETA * (1 - probability)
     torch.testing.assert_close(gradient, torch.tensor([[-slope, -slope], [slope, 0.0]]))
-    assert metrics == {
-        "loss": value,
-        "preference_loss": value,
-        "sft_loss": pytest.approx(3.0),
-        "accuracy": 1.0,
-        "rewards_chosen_mean": BETA * 1,
-        "rewards_rejected_mean": BETA * -1,
-        "rewards_margin_mean": BETA * 2,
-        "logprobs_chosen_mean": -3.0,
-        "logprobs_rejected_mean": -3.0,
-        "num_valid_samples": 1.0,
-    }
+    want = {"loss": value, "preference_loss": value, "sft_loss": 3.0, "accuracy": 1.0, "num_valid_samples": 1.0}
+    rewards = {"chosen": BETA * 1, "rejected": BETA * -1, "margin": BETA * 2}
+    want |= {f"rewards_{name}_mean": reward for name, reward in rewards.items()}
+    assert metrics == pytest.approx(want | {"logprobs_chosen_mean": -3.0, "logprobs_rejected_mean": -3.0})
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("ipo", (1 / 2 - -1 / 1 - 1 / (2 * BETA)) ** 2),
-        ("length_normalised", math.log1p(math.exp(-BETA * 1.5))),
-        ("with_sft", math.log1p(math.exp(-1)) + 0.3 * 3.0),
-        ("with_sft_per_token", 0.5 * math.log1p(math.exp(-1)) + 0.3 * 1.5),
-        ("sft_alone", 3.0),
-    ],
-)
-def test_variants_by_hand(name: str, expected: float):
+BY_HAND = {
+    "ipo": (1 / 2 - -1 / 1 - 1 / (2 * BETA)) ** 2,
+    "length_normalised": math.log1p(math.exp(-BETA * 1.5)),
+    "with_sft": math.log1p(math.exp(-1)) + 0.3 * 3.0,
+    "with_sft_per_token": 0.5 * math.log1p(math.exp(-1)) + 0.3 * 1.5,
+    "sft_alone": 3.0,
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_variants_by_hand(name: str):
     """tests/parity has the others."""
-    value, _, metrics = run(loss_fn(name), *pair_of(*PAIR))
-    assert value == pytest.approx(expected, abs=1e-6)
+    value, _, metrics = evaluated(loss_fn(name), *pair_of(*PAIR))
+    assert value == pytest.approx(BY_HAND[name], abs=1e-6)
     averages = name in ("ipo", "length_normalised")
     assert metrics["rewards_margin_mean"] == pytest.approx(BETA * (1.5 if averages else 2.0))
     assert metrics["logprobs_chosen_mean"] == pytest.approx(-1.5 if averages else -3.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *((name, math.log(2)) for name in ("dpo", "cdpo", "robust", "length_normalised", "with_sft")),
-        ("hinge", 1.0),
-        ("ipo", 1 / (4 * BETA**2)),
-    ],
-)
-def test_a_policy_equal_to_the_reference(name: str, expected: float):
+EQUAL = dict.fromkeys(("dpo", "cdpo", "robust", "length_normalised", "with_sft"), math.log(2))
+EQUAL |= {"hinge": 1.0, "ipo": 1 / (4 * BETA**2)}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_policy_equal_to_the_reference(name: str):
     """With answers so long that the rounding of their sums would show."""
     logprobs, inputs = random_pairs(4, 0, length=3000)
     summed = [(row * mask).sum() for row, mask in zip(logprobs.detach().double(), inputs.token_mask, strict=True)]
     inputs.reference_logprob_sum = torch.stack(summed).float()
-    _, _, metrics = run(loss_fn(name), logprobs, inputs)
-    assert metrics["preference_loss"] == pytest.approx(expected, abs=1e-6)
+    _, _, metrics = evaluated(loss_fn(name), logprobs, inputs)
+    assert metrics["preference_loss"] == pytest.approx(EQUAL[name], abs=1e-6)
     assert metrics["accuracy"] == 0.0, "equal rewards are not a preference"
 
 
@@ -154,13 +137,7 @@ def test_scores_are_reported_as_rewards():
     _, inputs = random_pairs(2, 0, length=3)
     inputs.token_mask = torch.ones(4, 3)
     scores = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.5, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
-    loss, metrics = PLAIN(scores, inputs, *global_counts(inputs))
-    assert loss.item() == pytest.approx((math.log1p(math.exp(-1.5)) + math.log1p(math.exp(1.0))) / 2)
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "loss": loss.item(),
-        "accuracy": 0.5,
-        "rewards_chosen_mean": 0.5,
-        "rewards_rejected_mean": 0.25,
-        "rewards_margin_mean": 0.25,
-        "num_valid_samples": 2.0,
-    }
+    loss, _, metrics = evaluated(PLAIN, scores.requires_grad_(), inputs)
+    assert loss == pytest.approx((math.log1p(math.exp(-1.5)) + math.log1p(math.exp(1.0))) / 2)
+    want = {"loss": loss, "accuracy": 0.5, "num_valid_samples": 2.0}
+    assert metrics == want | {"rewards_chosen_mean": 0.5, "rewards_rejected_mean": 0.25, "rewards_margin_mean": 0.25}

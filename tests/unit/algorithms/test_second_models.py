@@ -1,6 +1,7 @@
-"""The step of on-policy distillation, who teaches what, its configuration, and teachers that do not fit."""
+"""Steps and configurations of runs with models beside the policy: PPO's critic, and the teachers of distillation."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.plan.micro_batches import Batching
+from nemo_rl.algorithms.ppo import PPOTrainer
 from nemo_rl.algorithms.setup.distillation import check_teacher, tasks_by_teacher
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.algorithms.setup.placement import describe_placement
@@ -21,10 +24,102 @@ from nemo_rl.config.loader import build_config
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
+from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, handle, keys_of_plan, sample
 from tests.tables import cases, pattern
-from tests.unit.algorithms.fake_runs import FakeRun, small
+from tests.unit.algorithms.fake_runs import FLOPS, FakeRun, small
 from tests.unit.config.run_configs import MINIMAL
+
+PPO_BASE = ("ppo.ppo_epochs=2", "ppo.max_num_steps=2", "value.train_micro_batch_size=1")
+VALUE_METRICS = {"loss": 0.25, "global_valid_toks": 24.0, "returns_mean": 0.5, "returns_square_mean": 0.5}
+VALUE_METRICS |= {"value_error_mean": 0.0, "value_error_square_mean": 0.0625}
+
+
+def build_ppo(*overrides: str) -> PPOMasterConfig:
+    return build_config(PPOMasterConfig, copy.deepcopy(MINIMAL), overrides)
+
+
+class PPORun(FakeRun):
+    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1) -> None:
+        calls: list[str] = []
+        config = build_ppo(*small(folder, "ppo"), *PPO_BASE, *overrides)
+        result = TrainResult(losses=[0.25], grad_norms=[2.0], learning_rates=[0.1], metrics=VALUE_METRICS)
+        self.value = FakePolicy([result], calls, name_prefix="value", data_parallel_size=value_ranks)
+        make: Any = partial(PPOTrainer, config, value=self.value, value_flops=FLOPS)
+        super().__init__(folder, config, make, calls=calls)
+
+
+def test_the_first_steps_train_the_value_model_alone(tmp_path):
+    run = PPORun(tmp_path, "ppo.policy_training_start_step=1")
+    rows = run.go()
+    syncs = [i for i, call in enumerate(run.policy.calls) if call == "sync"]
+    first, second = run.policy.calls[syncs[0] : syncs[1]], run.policy.calls[syncs[1] : syncs[2]]
+    assert (first.count("value.train"), first.count("train")) == (2, 0)
+    assert (second.count("value.train"), second.count("train")) == (2, 2)
+    assert "train/loss" not in rows[0] and "train/loss" in rows[1] and rows[0]["train/value/loss"] == 0.25
+
+
+def test_a_step_of_ppo_runs_its_phases_in_order(tmp_path):
+    run = PPORun(tmp_path)
+    rows = run.go()
+    loading = ["collect", "value.load", "load"]
+    scoring = ["logprobs", "reference", "value.values", "attach values"]
+    learning = ["token_advantages", "value.attach returns", *["value.train"] * 2, *["train"] * 2]
+    step = [*loading, *scoring, *learning, "sync"]
+    assert run.policy.calls == ["sync", *step, *step, "save", "value.save"]
+    assert set(run.policy.attached["values"].values()) == {"values of value"}
+    assert set(run.value.attached["returns"].values()) == {"returns of policy"} and rows[0]["train/reward"] == 0.5
+    assert rows[0]["train/value/loss"] == 0.25 and rows[0]["train/value/grad_norm"] == 2.0
+    assert rows[0]["train/value/explained_variance"] == 0.75
+    assert rows[0]["train/global_valid_toks"] == 48  # both passes
+
+
+def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
+    run = PPORun(tmp_path, "value.train_global_batch_size=2", value_ranks=2)
+    run.go()
+    policy, value = run.policy.plans[0], run.value.plans[0]
+    assert len(policy.ranks) == 1 and len(value.ranks) == 2
+    assert len(policy.ranks[0].train) == 1 and len(value.ranks[0].train) == 2
+    assert policy.groups is not value.groups and sorted(keys_of_plan(policy)) == sorted(keys_of_plan(value))
+    rewards = {(s.group, s.index): s.advantage for rank in value.ranks for batch in rank.logprobs for s in batch}
+    assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
+
+
+PPO_REFUSED = """
+value.train_global_batch_size=3 -> value.train_global_batch_size=3: 3 does not divide the 512 samples
+value.dtensor_cfg.tensor_parallel_size=2 -> value.dtensor_cfg.tensor_parallel_size
+value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_model_type: regression
+value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
+value.sequence_packing={enabled: true, train_mb_tokens: 100}
+    -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
+value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action=stop
+loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
+ppo.skip_reference_policy_logprobs_calculation=true
+    -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
+ppo.use_dynamic_sampling=true -> not supported yet: ppo.use_dynamic_sampling
+checkpointing.metric_name=train:value/los -> did you mean train:value/loss?
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(PPO_REFUSED))
+def test_what_cannot_work_in_ppo_is_named(given, told):
+    with pytest.raises(ConfigError, match=pattern(told)):
+        build_ppo(*given)
+
+
+def test_the_value_model_takes_after_the_policy():
+    config = build_ppo(
+        "policy.precision=float32", "policy.train_micro_batch_size=2", "policy.max_total_sequence_length=64"
+    )
+    value = config.value
+    assert (value.model_name, value.tokenizer.name) == ("m", "m")
+    assert (value.precision, value.train_micro_batch_size, value.logprob_batch_size) == ("float32", 2, 2)
+    assert value.max_total_sequence_length == 64 and build_ppo("value.model_name=other").value.tokenizer.name == "other"
+    # A section copied from `policy` may have its `generation`.
+    build_ppo("+value.generation={max_new_tokens: 4}")
+
+
+# -- distillation
 
 COLUMN = "teacher_topk"
 ONE = {"teacher": {"model_name": "big"}}
@@ -34,9 +129,7 @@ TWO = {
 }
 
 BASE = (
-    "distillation.num_prompts_per_step=4",
-    "distillation.num_generations_per_prompt=1",
-    "distillation.max_num_steps=2",
+    *(f"distillation.{key}" for key in ("num_prompts_per_step=4", "num_generations_per_prompt=1", "max_num_steps=2")),
     "policy.logprob_batch_size=4",
 )
 
@@ -46,13 +139,9 @@ def build(*overrides: str, sections: dict[str, Any] = ONE) -> DistillationMaster
     return build_config(DistillationMasterConfig, copy.deepcopy(MINIMAL | small | sections), overrides)
 
 
-def make_teacher(config: TeacherConfig, policy: FakePolicy, *tasks: str) -> Teacher:
-    return Teacher(
-        policy=policy,  # type: ignore[arg-type]
-        batching=Batching.of(config, quadratic_weight=0.0).of_scoring(),
-        task=TopKLogits(2, 8),
-        tasks=frozenset(tasks),
-    )
+def make_teacher(config: TeacherConfig, policy: Any, *tasks: str) -> Teacher:
+    batching = Batching.of(config, quadratic_weight=0.0).of_scoring()
+    return Teacher(policy=policy, batching=batching, task=TopKLogits(2, 8), tasks=frozenset(tasks))
 
 
 class Run(FakeRun):
@@ -62,26 +151,14 @@ class Run(FakeRun):
         config = build(*small(folder, "distillation"), *BASE, sections=sections)
         taught = tasks_by_teacher(config, tasks)
         names = {model.key: model.key.replace("teachers.", "teacher-") for model in config.further_models}
-        teachers = [
-            make_teacher(
-                model.config,  # type: ignore[arg-type]
-                FakePolicy(calls=calls, name_prefix=names[model.key]),
-                *taught[model.key],
-            )
-            for model in config.further_models
-        ]
-        super().__init__(
-            folder,
-            config,
-            lambda tools, parts: DistillationTrainer(
-                config, tools, parts, teachers, student_task=TopKLogprobs(2), column=COLUMN
-            ),
-            calls=calls,
-            tasks=tasks,
-        )
+        policies = [FakePolicy(calls=calls, name_prefix=name) for name in names.values()]
+        own: Any = [model.config for model in config.further_models]
+        teachers = [make_teacher(cfg, p, *taught[key]) for cfg, p, key in zip(own, policies, names, strict=True)]
+        make = partial(DistillationTrainer, config, student_task=TopKLogprobs(2), column=COLUMN, teachers=teachers)
+        super().__init__(folder, config, make, calls=calls, tasks=tasks)
 
 
-def test_a_step_runs_its_phases_in_order(tmp_path):
+def test_a_step_of_distillation_runs_its_phases_in_order(tmp_path):
     run = Run(tmp_path)
     rows = run.go()
     step = ["collect", "load", "teacher.load", f"teacher.{COLUMN}", f"attach {COLUMN}", "train", "sync"]
@@ -128,16 +205,14 @@ def test_students_get_the_outputs_of_each_tasks_teacher_and_only_a_dead_teacher_
     assert run.policy.calls == ["teacher-ab.restart"]
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        (["sums", "circles", "proofs"], r"nobody teaches proofs; name one of algebra, geometry .*\{proofs: algebra\}"),
-        (["sums"], r"no training dataset is called circles; there are: sums"),
-    ],
-)
-def test_every_task_has_one_teacher(tasks, message):
-    with pytest.raises(ValueError, match=message):
-        tasks_by_teacher(build(sections=TWO), tasks)
+def test_every_task_has_one_teacher():
+    nobody = r"nobody teaches proofs; name one of algebra, geometry .*\{proofs: algebra\}"
+    for tasks, told in (
+        ("sums circles proofs", nobody),
+        ("sums", "no training dataset is called circles; there are: s"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            tasks_by_teacher(build(sections=TWO), tasks.split())
 
 
 REFUSED = """
@@ -163,7 +238,7 @@ one & checkpointing.metric_name=train:reverse_k -> did you mean train:reverse_kl
 
 
 @pytest.mark.parametrize(("given", "told"), cases(REFUSED))
-def test_what_cannot_work_is_named(given, told):
+def test_what_cannot_work_in_distillation_is_named(given, told):
     """A case begins with the teachers; the overrides follow."""
     who, *overrides = given
     sections = {"nobody": {}, "one": ONE, "two": TWO, "both": ONE | TWO}[who]
@@ -172,11 +247,8 @@ def test_what_cannot_work_is_named(given, told):
 
 
 def test_a_teacher_takes_after_the_student_and_has_a_layout_of_its_own():
-    config = build(
-        "policy.precision=float32",
-        "distillation.teacher_resources={gpus_per_node: 4}",
-        "teacher.dtensor_cfg.tensor_parallel_size=4",
-    )
+    four = ("distillation.teacher_resources={gpus_per_node: 4}", "teacher.dtensor_cfg.tensor_parallel_size=4")
+    config = build("policy.precision=float32", *four)
     assert config.teacher is not None and config.teacher.precision == "float32"
     assert config.teacher.tokenizer.name == "big"
     assert config.teacher_cluster.num_workers == 4 and config.cluster.num_workers == 1
@@ -191,16 +263,9 @@ MERGES = [("a", "b"), ("b", "c")]
 
 
 def tokenizer_of(tokens: list[str] = TOKENS, merges: list[tuple[str, str]] = MERGES) -> PreTrainedTokenizerFast:
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template="{{ messages }}"
-    )
-
-
-def words() -> PreTrainedTokenizerFast:
-    model = models.WordLevel({token: number for number, token in enumerate(TOKENS)})
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "chat_template": "{{ messages }}"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 SWAPPED = """teacher.tokenizer.name: 2 of the student's 7 tokens are others for the teacher, so the two distributions \
@@ -210,7 +275,7 @@ are not of the same things:
 set teacher.model_name to a model with the student's tokenizer, such as a larger one of its family"""
 
 
-def test_a_teacher_that_does_not_fit_is_explained_by_its_first_differences():
+def test_a_teacher_that_does_not_fit_is_explained_by_its_first_differences_and_tokens_it_has_more_are_left_out(caplog):
     with pytest.raises(ValueError) as error:
         check_teacher(tokenizer_of(), tokenizer_of(["<pad>", "<eos>", "b", "a", "c", "ab", "bc"]), 4)
     assert str(error.value) == SWAPPED
@@ -218,21 +283,22 @@ def test_a_teacher_that_does_not_fit_is_explained_by_its_first_differences():
     with pytest.raises(ValueError, match=rf"{len(tiny) - 2} of the student's {len(tiny)} tokens") as error:
         check_teacher(tiny, tokenizer_of(), 4)
     assert str(error.value).count("\n  token ") == 3
+    words = Tokenizer(models.WordLevel({token: number for number, token in enumerate(TOKENS)}))
     for teacher, topk, told in (
         (tokenizer_of(merges=MERGES[::-1]), 4, "2 of 2 merges differ ... \n  merge 0: student 'a b', teacher 'b c'"),
         (tokenizer_of(merges=MERGES[:1]), 4, "1 of 2 merges differ ... \n  merge 1: student 'b c', teacher None"),
-        (words(), 4, "the student's tokenizer is a BPE and the teacher's a WordLevel"),
+        (
+            PreTrainedTokenizerFast(tokenizer_object=words),
+            4,
+            "the student's tokenizer is a BPE and the teacher's a WordLevel",
+        ),
         (tokenizer_of(), 8, "distillation.topk_logits_k=8: set it to 1 to 7, the size"),
     ):
         with pytest.raises(ValueError, match=pattern(told)):
             check_teacher(tokenizer_of(), teacher, topk)
-
-
-def test_tokens_that_the_teacher_does_not_have_are_refused_and_those_it_has_more_are_left_out(caplog):
     more = tokenizer_of()
     more.add_tokens(["<think>", "</think>"])
     told = "2 of the student's 9 tokens ... (2 of them the teacher does not have) ... '<think>', teacher none"
     with pytest.raises(ValueError, match=pattern(told)):
         check_teacher(more, tokenizer_of(), 4)
-    assert check_teacher(tokenizer_of(), more, 4) == 7
-    assert "the teacher has 2 tokens more" in caplog.text
+    assert check_teacher(tokenizer_of(), more, 4) == 7 and "the teacher has 2 tokens more" in caplog.text

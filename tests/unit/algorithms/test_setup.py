@@ -1,0 +1,242 @@
+"""What is checked and shown before anything starts: models, environments, servers, placement, and rows of data."""
+
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
+from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.setup.placement import describe_placement
+from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
+from nemo_rl.algorithms.setup.serve import write_address
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from tests.tables import cases, lines, pattern
+from tests.unit.config.run_configs import CONFIGS, build
+from tests.unit.rollouts.test_openai_server import settings
+
+JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
+
+
+def check(section: str, used: str = "it") -> None:
+    check_environments(build(f"+env.it={{{section}}}").env, [used])
+
+
+REMOTE = "type: remote, base_url: 'http://localhost:1'"
+FORMAT = "{name: a, reward: format, kwargs: {pattern: x}}"
+MISSING = f"""
+type: retrieval, dataset_name: nope.jsonl -> env.it.dataset_name: the corpus 'nope.jsonl' does not exist
+type: retrieval, dataset_name: 'nomod:f' -> env.it.dataset_name: ... no module 'nomod'
+type: retrieval, dataset_name: 'json:f' -> env.it.dataset_name: ... 'json' has no 'f'
+type: python_tools, tools: ['nomod:x'] -> env.it.tools: ... no module 'nomod'
+{JUDGE}, api_key_env: NOT_SET -> env.it.api_key_env: ... NOT_SET is not set; export it
+{REMOTE}, token_env: NOT_SET -> env.it.token_env: ... NOT_SET
+type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
+    -> env.it.reward_functions.1: ... no module 'nomod'
+"""
+
+
+@pytest.mark.parametrize(("section", "told"), lines(MISSING))
+def test_a_missing_input_is_named_with_its_key(section: str, told: str, alone: None, monkeypatch) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises((ValueError, FileNotFoundError), match=pattern(told)):
+        check(section)
+    check(section, used="math")  # no dataset names it
+
+
+def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
+    config = build(f"policy.model_name={model}", *overrides)
+    return json.loads(json.dumps(prepare_model(config.policy, config.checkpointing).identity))
+
+
+def test_adapters_of_another_kind_are_another_run(tiny_model_dir: Path) -> None:
+    lora = "policy.dtensor_cfg.lora_cfg."
+    saved = identity_of(tiny_model_dir, f"{lora}enabled=true")
+    for changes, told in cases("""
+        dim=16 & alpha=16 -> dim: the checkpoint has 8, this run 16 ... alpha: the checkpoint has 32.0
+        match_all_linear=false & target_modules=[q_proj,v_proj] & exclude_modules=[o_proj]
+            -> exclude_modules: the checkpoint has [], ... target_modules: the checkpoint has 'all'
+        enabled=false -> enabled: the checkpoint has True, this run '(absent)'
+    """):
+        current = identity_of(tiny_model_dir, f"{lora}enabled=true", *(lora + change for change in changes))
+        with pytest.raises(CheckpointIdentityError) as refusal:
+            check_identity(saved, current)
+        assert all(part in str(refusal.value) for part in told.split(" ... "))
+
+
+def test_another_model_or_tokenizer_is_another_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model_dir, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    before, after = identity_of(tiny_model_dir), identity_of(copy)
+    assert before["policy.model"]["config_hash"] != after["policy.model"]["config_hash"]
+    assert before["policy.tokenizer"] == after["policy.tokenizer"]
+    other = identity_of(tiny_model_dir, "policy.tokenizer.chat_template='{{ messages }}'")
+    assert before["policy.tokenizer"]["vocabulary_hash"] == other["policy.tokenizer"]["vocabulary_hash"]
+    assert before["policy.tokenizer"]["chat_template_hash"] != other["policy.tokenizer"]["chat_template_hash"]
+
+
+def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
+    there = tmp_path / "policy.model_name"
+    config = build(f"policy.model_name={there}")
+    with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
+        prepare_model(config.policy.at("value"), config.checkpointing)
+
+
+def test_the_servers_token_is_random_or_that_of_the_environment_and_its_file_for_the_owner_alone(monkeypatch, tmp_path):
+    random, another = (http_server_token(HttpServerConfig()) for _ in range(2))
+    assert len(random) >= 32 and random != another
+    named = HttpServerConfig(token_env="AGENT_TOKEN")
+    monkeypatch.delenv("AGENT_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"http_server\.token_env: .*AGENT_TOKEN"):
+        http_server_token(named)
+    monkeypatch.setenv("AGENT_TOKEN", "geheim\n")
+    assert http_server_token(named) == "geheim"
+    path = write_address(tmp_path, "http://127.0.0.1:1/v1", settings())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text()) == {"base_url": "http://127.0.0.1:1/v1", "api_key": "secret", "model": "tiny"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def lines_of(*overrides: str) -> list[str]:
+    return [" ".join(line.split()) for line in describe_placement(build(*overrides)).splitlines()]
+
+
+def test_every_axis_of_a_layout_is_shown() -> None:
+    axes = ("pipeline_parallel", "dp_replicate", "context_parallel", "tensor_parallel", "expert_parallel")
+    lines = lines_of(
+        "cluster.gpus_per_node=8",
+        "cluster.num_nodes=4",
+        *(f"policy.dtensor_cfg.{axis}_size=2" for axis in axes),
+        "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, target_modules: [q_proj, v_proj]}",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 1024, logprob_mb_tokens: 4096}",
+    )
+    assert "per data rank 128 samples, 128 in each optimizer step" in lines
+    assert "micro-batches packed, at most 1024 tokens; for logprobs alone 4096; each cut over 2 context ranks" in lines
+    assert "policy m on 32 ranks: 2 pipeline x 4 data x 2 context x 2 tensor" in lines
+    experts = "experts over groups of 2, then FSDP2 over 2; 2 copies (HSDP)"
+    assert f"parameters 2 stages x tensor 2 x FSDP2 over 4; {experts}" in lines
+    assert "trained adapters of rank 8 on q_proj, v_proj; the model itself is frozen" in lines
+    ranks = lines[lines.index("node GPU policy generation") + 1 :]
+    assert len(ranks) == 32
+    assert ranks[0] == "0 0 rank 0 (stage 0, copy 0, data 0, context 0, tensor 0, experts 0) engine 0"
+    assert ranks[13] == "1 5 rank 13 (stage 0, copy 1, data 3, context 0, tensor 1, experts 0) engine 13"
+    assert ranks[-1] == "3 7 rank 31 (stage 1, copy 1, data 3, context 1, tensor 1, experts 1) engine 31"
+
+
+def test_the_gpus_that_are_wanted_and_found_are_named_and_those_of_a_reward_model_in_use_count() -> None:
+    config = build("cluster.gpus_per_node=4")
+    with pytest.raises(ConfigError, match=r"examples/configs/grpo_math_cpu\.yaml"):
+        check_hardware(config, num_gpus=0, environment={})
+    with pytest.raises(ConfigError, match=r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"):
+        check_hardware(config, num_gpus=2, environment={})
+    check_hardware(config, num_gpus=4, environment={})
+    two = ("cluster.gpus_per_node=2", "+env.judge={type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}")
+    check_hardware(build(*two), num_gpus=2, environment={})
+    used = build(*two, "data.default.env_name=judge")
+    check_hardware(used, num_gpus=3, environment={})
+    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"):
+        check_hardware(used, num_gpus=2, environment={})
+    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
+        check_hardware(used, num_gpus=1, environment={})
+
+
+def test_a_replay_starts_no_engine(tmp_path) -> None:
+    replay = (f"grpo.replay_from={tmp_path}", "grpo.val_period=0", "grpo.val_at_end=false")
+    two = ("cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}")
+    for apart in ((), two):
+        lines = lines_of("cluster.gpus_per_node=1", *replay, *apart, "checkpointing.metric_name=null")
+        assert f"generation recorded rollouts from {tmp_path}; no engine starts" in lines
+        assert lines[-2:] == ["node GPU policy", "0 0 rank 0"], lines
+
+
+APART = "policy.generation.colocated.enabled=false"
+RESOURCES = "policy.generation.colocated.resources"
+COLOCATED = "policy.generation.colocated.enabled=true"
+CPU = "cluster.gpus_per_node=0"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=6", "policy.train_micro_batch_size=4"), (2, 6)),
+        ((CPU, "cluster.cpu_workers_per_node=3", f"{RESOURCES}.cpu_workers_per_node=1"), (2, 1)),
+        (("cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{RESOURCES}.num_nodes=2"), (16, 16)),
+        (("cluster.gpus_per_node=2", "cluster.num_nodes=5", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}"), (8, 2)),
+        ((CPU, "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1"), (2, 2)),
+        (("cluster.gpus_per_node=4", "cluster.num_nodes=2", COLOCATED), (8, 8)),
+    ],
+)
+def test_one_node_is_divided_and_several_are_shared_out_whole(overrides, expected) -> None:
+    config = build(APART, "cluster.worker_timeout_s=77", *overrides)
+    assert (config.training_cluster.num_workers, config.generation_cluster.num_workers) == expected
+    assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
+
+
+def megatron_lines(model: str, *layout: str) -> list[str]:
+    megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "cluster.gpus_per_node=8")
+    return lines_of(f"policy.model_name={model}", *megatron, *(f"policy.megatron_cfg.{key}" for key in layout))
+
+
+MEGATRON = """
+tiny:arithmetic & pipeline_model_parallel_size=4 -> pipeline_model_parallel_size=4: the model has 2 layers
+tiny:arithmetic & tensor_model_parallel_size=8 -> tensor_model_parallel_size=8 does not divide the 4
+tiny:arithmetic & expert_model_parallel_size=2 -> is a dense model and has no experts
+tiny:arithmetic-moe & expert_model_parallel_size=8 -> expert_model_parallel_size=8 does not divide the 4
+tiny:arithmetik -> did you mean tiny:arithmetic
+"""
+
+
+@pytest.mark.parametrize(("model_and_layout", "message"), cases(MEGATRON))
+def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=pattern(message)):
+        megatron_lines(*model_and_layout)
+
+
+@pytest.mark.parametrize("model", ["nobody/has-this-model", "/on/another/machine"])
+def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
+    lines = megatron_lines(model, "pipeline_model_parallel_size=4")
+    assert "model not checked against the layout: its config.json is not on this machine" in lines
+
+
+def test_prompts_of_a_run_that_samples():
+    config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [])
+    inputs = preview_inputs(config, "train", 5)
+    assert inputs.total is not None
+    assert [prompt.idx for prompt in inputs.prompts][:2] == [0, round((inputs.total - 1) / 4)]
+    assert inputs.prompts[-1].idx == inputs.total - 1 and "sampled" in inputs.note
+    (example,), meta = inputs.make(inputs.prompts[0])
+    assert meta.problem is None and not example.token_mask.any()
+    assert preview_inputs(config, "validation", 5).prompts[0].prompt_id.startswith("arithmetic/validation:")
+
+
+def test_rows_of_a_run_that_learns_from_them(tmp_path):
+    config = load_run_config(CONFIGS / "sft_cpu.yaml", ["sft.roles_to_train_on=[user]"])
+    inputs = preview_inputs(config, "train", 2)
+    (example,), _ = inputs.make(inputs.prompts[0])
+    learned = inputs.tokenizer.decode(example.token_ids[example.token_mask])
+    assert learned.endswith("<eos>") and "boxed" not in learned
+    rows = [{"prompt": f"{i}+1", "chosen": "a", "rejected": "b" if i else "a"} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for streaming in (False, True):
+        table = f"{{dataset_name: null, split: null, data_path: {tmp_path}/pairs.jsonl, streaming: {streaming}}}"
+        inputs = preview_inputs(load_run_config(CONFIGS / "dpo_cpu.yaml", [f"data.train={table}"]), "train", 3)
+        assert inputs.total == (None if streaming else 4)
+        made = [inputs.make(prompt) for prompt in inputs.prompts]
+        assert [meta.problem_kind for _, meta in made] == ["identical_answers", "", ""]
+        names = [example.sample_id for example in made[1][0]]
+        assert names == [f"{inputs.prompts[1].prompt_id}/{answer}" for answer in ("chosen", "rejected")]
+
+
+def test_a_file_of_no_algorithm_is_refused(tmp_path):
+    for text, told in (("policy: {}\n", "it has none"), ("sft: {}\ndpo: {}\n", "it has several: sft, dpo")):
+        (tmp_path / "a.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            load_run_config(tmp_path / "a.yaml", [])
