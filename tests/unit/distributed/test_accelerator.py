@@ -1,12 +1,18 @@
+from collections.abc import Callable
+
 import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
 
 
+def moving(moves: list[str], name: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    return lambda: moves.append(f"+{name}"), lambda: moves.append(f"-{name}")
+
+
 def build(exclusive: bool) -> tuple[Accelerator, list[str]]:
     accelerator, moves = Accelerator(exclusive), []
     for name in ("policy", "generation"):
-        accelerator.register(name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}"))
+        accelerator.register(name, *moving(moves, name))
     return accelerator, moves
 
 
@@ -24,16 +30,14 @@ def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
 
 def test_one_move_may_take_the_place_of_sleep_and_wake() -> None:
     accelerator, moves = build(True)
-    accelerator.register(
-        "refit", lambda: moves.append("+refit"), lambda: moves.append("-refit"),
-        wake_after={"policy": lambda: moves.append("policy>refit")},
-    )  # fmt: skip
+    after = {"policy": lambda: moves.append("policy>refit")}
+    accelerator.register("refit", *moving(moves, "refit"), wake_after=after)
     for name in ("policy", "refit", "generation", "refit"):
         accelerator.acquire(name)
     assert moves == ["+policy", "policy>refit", "-refit", "+generation", "-generation", "+refit"]
 
 
-def test_a_held_device_cannot_be_acquired() -> None:
+def test_a_held_device_cannot_be_acquired_unless_it_is_lent() -> None:
     accelerator, moves = build(True)
     with accelerator.hold("policy"):
         with accelerator.hold("policy"):
@@ -44,9 +48,7 @@ def test_a_held_device_cannot_be_acquired() -> None:
             accelerator.release("policy")
     accelerator.release("policy")
     assert moves == ["+policy", "-policy"] and accelerator.awake is None
-
-
-def test_a_held_device_can_be_lent_and_comes_back() -> None:
+    # It can be lent, and comes back.
     accelerator, moves = build(True)
     with accelerator.hold("generation"):
         with accelerator.lend("generation"), accelerator.hold("policy"):
@@ -63,7 +65,7 @@ def test_a_held_device_can_be_lent_and_comes_back() -> None:
 
 def test_a_group_may_be_registered_or_rebuilt_awake_and_none_is_after_a_move_that_failed() -> None:
     accelerator, moves = build(True)
-    accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), is_awake=True)
+    accelerator.register("critic", *moving(moves, "critic"), is_awake=True)
     accelerator.acquire("critic")
     accelerator.acquire("policy")
     assert moves == ["-critic", "+policy"]

@@ -1,30 +1,32 @@
+"""Batches and layouts of ranks as scripts of NeMo RL use them."""
+
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
 from tests.worlds import run_world
 
 
-def test_batches_are_joined_and_right_padded():
+def test_batches_are_joined_and_right_padded_and_taken_apart():
     first = {"ids": torch.tensor([[1, 2]]), "n": torch.tensor([2]), "names": ["a"], "x": torch.ones(1, 1, 2)}
     second = {"names": ["b"], "ids": torch.tensor([[3, 4, 5]]), "n": torch.tensor([3]), "x": torch.ones(1, 2, 2)}
     batch = BatchedDataDict.from_batches([first, second], pad_value_dict={"ids": 9})
     assert list(batch) == ["ids", "n", "names", "x"]
-    assert batch["ids"].tolist() == [[1, 2, 9], [3, 4, 5]]
-    assert batch["n"].tolist() == [2, 3]
-    assert batch["names"] == ["a", "b"]
-    assert batch["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
+    assert batch["ids"].tolist() == [[1, 2, 9], [3, 4, 5]] and batch["n"].tolist() == [2, 3]
+    assert batch["names"] == ["a", "b"] and batch["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
     assert batch.size == 2
-
-
-def test_slices_and_selections_are_new_batches():
+    # Slices and selections are new batches.
     batch = BatchedDataDict({"a": torch.arange(4), "b": list("wxyz")})
     assert batch.slice(1, 3).get_dict()["b"] == ["x", "y"]
     chosen = batch.select_indices([3, 0])
-    assert chosen["a"].tolist() == [3, 0]
-    assert chosen["b"] == ["z", "w"]
-    assert batch.size == 4
-    assert batch.to("cpu") is batch
+    assert chosen["a"].tolist() == [3, 0] and chosen["b"] == ["z", "w"]
+    assert batch.size == 4 and batch.to("cpu") is batch
 
 
 def test_what_does_not_fit_is_refused():
@@ -50,7 +52,7 @@ def rows_of(batch):
     return batch["input_ids"][:, 0].tolist()
 
 
-def test_rows_are_divided_repeated_and_cut():
+def test_rows_are_divided_repeated_cut_and_sharded():
     batch = numbered([1, 2, 3, 4])
     assert [rows_of(batch.chunk(rank, 2)) for rank in (0, 1)] == [[0, 1], [2, 3]]
     repeated = BatchedDataDict({"x": torch.arange(2), "log": [[1], [2]]}).repeat_interleave(2)
@@ -61,9 +63,7 @@ def test_rows_are_divided_repeated_and_cut():
     assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="4 is no multiple of 3"):
         batch.make_microbatch_iterator(3)
-
-
-def test_shards_have_their_part_of_each_global_batch():
+    # Shards have their part of each global batch.
     batch = numbered([1] * 8)
     shards = batch.shard_by_batch_size(2, batch_size=4)
     assert [rows_of(shard) for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -120,3 +120,50 @@ def test_all_ranks_get_the_rows_of_all():
         return [gathered["x"].tolist(), gathered["name"]]
 
     assert run_world(rank_main, 2) == [[[[0, 0], [1, 1]], ["rank 0", "rank 1"]]] * 2
+
+
+def two_by_two() -> NamedSharding:
+    return NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+
+
+def test_shape_names_and_fixed_axes() -> None:
+    sharding = two_by_two()
+    assert sharding.shape == {"data_parallel": 2, "tensor_parallel": 2}
+    assert (sharding.names, sharding.ndim, sharding.size) == (["data_parallel", "tensor_parallel"], 2, 4)
+    assert sharding.get_axis_index("tensor_parallel") == 1 and sharding.get_axis_size("data_parallel") == 2
+    assert sharding.get_ranks(tensor_parallel=1) == NamedSharding([1, 3], ["data_parallel"])
+    assert sharding.get_ranks(data_parallel=1, tensor_parallel=0) == 2 and sharding.get_ranks_by_coord() == [0, 1, 2, 3]
+    assert sharding != NamedSharding([[0, 1], [2, 3]], ["tensor_parallel", "data_parallel"])
+    sharding.layout[0, 0] = 9  # of a copy
+    assert sharding == two_by_two()
+    for outside in (2, -1):
+        assert sharding.get_ranks_by_coord(data_parallel=outside) == []
+
+
+def test_impossible_layouts_and_questions() -> None:
+    for layout, names, message in (
+        ([[0, 1], [2]], "ab", "ragged"),
+        ([0.0, 1.0], "a", "integer"),
+        ([[0, 1], [1, 2]], "ab", r"more than once in the layout: \[1\]"),
+        ([0, 1], "ab", "1 axes but 2 names"),
+        ([[0, 1]], "aa", "names must differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NamedSharding(layout, list(names))
+    with pytest.raises(IndexError, match="data_parallel=2 is out of range: the axis has 2"):
+        two_by_two().get_ranks(data_parallel=2)
+    with pytest.raises(ValueError, match="no axis 'pipeline'"):
+        two_by_two().get_ranks_by_coord(pipeline=0)
+    with pytest.raises(ValueError, match="rank 4 is not in the layout"):
+        two_by_two().get_worker_coords(4)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.randoms())
+@settings(max_examples=40, deadline=None)
+def test_coordinates_lead_back_to_the_rank(sizes: list[int], random: Any) -> None:
+    ranks = np.arange(int(np.prod(sizes)))
+    random.shuffle(ranks)
+    sharding = NamedSharding(ranks.reshape(sizes), [f"axis{i}" for i in range(len(sizes))])
+    for rank in ranks.tolist():
+        coords = sharding.get_worker_coords(rank)
+        assert sharding.get_ranks(**coords) == rank and sharding.get_ranks_by_coord(**coords) == [rank]

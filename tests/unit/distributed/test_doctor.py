@@ -16,18 +16,13 @@ from nemo_rl.distributed.worker_groups import require_shared
 from tests.functional.cli import ROOT
 
 
-def test_a_folder_that_can_be_written_has_space_and_speed(tmp_path: Path) -> None:
+def test_a_folder_has_space_and_speed_or_is_bad_where_it_cannot_be_written(tmp_path: Path) -> None:
     finding = doctor.examine_folder(tmp_path / "new")
     assert "GB free" in finding.text and "MB/s written" in finding.text
     assert not list((tmp_path / "new").iterdir())
-
-
-def test_a_folder_in_the_place_of_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    finding = doctor.examine_folder(tmp_path / "file" / "logs")
-    assert str(finding) == (
-        f"bad    folder {tmp_path}/file/logs: cannot be written: Not a directory; name another folder with --folder"
-    )
+    told = f"{tmp_path}/file/logs: cannot be written: Not a directory; name another folder with --folder"
+    assert str(doctor.examine_folder(tmp_path / "file" / "logs")) == f"bad    folder {told}"
 
 
 def test_few_open_files_are_bad() -> None:
@@ -42,14 +37,15 @@ def test_few_open_files_are_bad() -> None:
 
 
 def test_a_machine_whose_ports_are_taken_is_bad(tmp_path: Path) -> None:
-    (tmp_path / "sys/net/ipv4").mkdir(parents=True)
-    (tmp_path / "net").mkdir()
-    (tmp_path / "sys/net/ipv4/ip_local_port_range").write_text("40000\t41999\n")
-    lines = [f"{slot}: 0100007F:{40000 + slot:04X} 00000000:0000 0A" for slot in range(1500)]
-    (tmp_path / "net/tcp").write_text("\n".join(["  sl  local_address rem_address st", *lines]))
-    (tmp_path / "net/tcp6").write_text(
-        "  sl  local_address rem_address st\n0: 00000000000000000000000001000000:9C40 0 0A\n"
-    )
+    head = "  sl  local_address rem_address st\n"
+    lines = [f"{slot}: 0100007F:{40000 + slot:04X} 00000000:0000 0A\n" for slot in range(1500)]
+    for name, text in (
+        ("sys/net/ipv4/ip_local_port_range", "40000\t41999\n"),
+        ("net/tcp", head + "".join(lines)),
+        ("net/tcp6", f"{head}0: 00000000000000000000000001000000:9C40 0 0A\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     finding = doctor.examine_ports(tmp_path)
     assert finding.level == "bad" and finding.text == "500 of 40000 to 41999 are free"
     assert doctor.examine_ports().level == "good"

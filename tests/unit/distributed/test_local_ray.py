@@ -6,7 +6,9 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
@@ -45,13 +47,10 @@ for number, (function, variables) in enumerate(json.load(sys.stdin)):
     os.wait()
 """
 TOKEN = "^ValueError: Ray's token cannot be read: .*{}.* Set RAY_AUTH_TOKEN_PATH"
+CLIENT = "ValueError: .*Ray Client.*RAY_ADDRESS=<head>:6379.*ray job submit"
 UNUSABLE = [
     ("init_ray", {"RAY_ADDRESS": "[::1]:9"}, r"ValueError: .*at \[::1\]:9: it does not answer \(\[Errno 1?\d\d\]"),
-    (
-        "init_ray",
-        {"RAY_ADDRESS": "ray://head:10001"},
-        r"ValueError: .*Ray Client.*RAY_ADDRESS=<head>:6379.*ray job submit",
-    ),
+    ("init_ray", {"RAY_ADDRESS": "ray://head:10001"}, CLIENT),
     ("start_local_ray", {"RAY_AUTH_TOKEN_PATH": "empty"}, TOKEN.format("empty")),
     ("start_local_ray", {"RAY_AUTH_TOKEN_PATH": "missing"}, TOKEN.format("missing")),
     ("start_local_ray", {"HOME": "/sys"}, TOKEN.format("/sys/.ray")),
@@ -82,22 +81,12 @@ def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker
     (tmp_path / "listeners.py").write_text(LISTENERS)
     taken = []
     for port in FIXED_PORTS:
-        blocker = socket.socket()
-        try:
-            blocker.bind(("127.0.0.1", port))
-            blocker.listen()
-        except OSError:
-            pass  # taken already: as good
-        taken.append(blocker)
-    done = subprocess.run(
-        [str(launcher), "run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
+        taken.append(socket.socket())
+        with suppress(OSError):  # taken already: as good
+            taken[-1].bind(("127.0.0.1", port))
+            taken[-1].listen()
+    how: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280, "start_new_session": True}
+    done = subprocess.run([str(launcher), "run"], env={**os.environ, "PYTHONPATH": str(ROOT)}, **how)
     for blocker in taken:
         blocker.close()
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,10 +2,15 @@
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +21,7 @@ from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerDied, Wo
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
+from nemo_rl.utils.venvs import VenvBuildError, python_executable_for
 from tests.unit.distributed.conftest import ECHO
 
 WORKERS = "tests.unit.distributed.workers"
@@ -34,17 +40,14 @@ def free_cpus() -> float:
 
 def eventually(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return False
+    return condition()
 
 
 def alive(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
@@ -63,13 +66,19 @@ def test_results_can_be_had_as_they_come(echo_pair: RayWorkerGroup) -> None:
         echo_pair.wait_any([slow], timeout_s=0.5)
 
 
-def test_calls_reach_the_workers_they_name(echo_pair: RayWorkerGroup) -> None:
+def test_calls_reach_the_workers_they_name_and_wrong_ones_are_refused(echo_pair: RayWorkerGroup) -> None:
     assert echo_pair.call_all("echo", 1, k=2) == [("hello", 0, (1,), {"k": 2}), ("hello", 1, (1,), {"k": 2})]
     each = echo_pair.call_each("echo", [("a",), ("b", "c")], k=2)
     assert each == [("hello", 0, ("a",), {"k": 2}), ("hello", 1, ("b", "c"), {"k": 2})]
     assert echo_pair.call_one(1, "echo") == ("hello", 1, (), {})
     refs = echo_pair.start_all("echo")
     assert [result[1] for result in echo_pair.wait(refs[::-1])] == [1, 0]
+    with pytest.raises(ValueError, match=r"echo.echo: 1 sets of arguments for 2 workers"):
+        echo_pair.call_each("echo", [("a",)])
+    with pytest.raises(ValueError, match="give each worker a tuple"):
+        echo_pair.call_each("echo", ["a", "b"])  # type: ignore[list-item]
+    with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
+        echo_pair.call_all("ecko")
 
 
 class RecordedGroup(RayWorkerGroup):
@@ -98,29 +107,21 @@ def test_workers_are_called_by_axis() -> None:
     assert refs == [(rank, {"k": k, "c": 1}) for rank, k in enumerate((5, 6, 7, 8))]
     with pytest.raises(ValueError, match=r"items for \{'k': 2\}, and 4 workers are called"):
         group.run_all_workers_multiple_data("echo", k=[5, 6])
-    future = group.run_all_workers_sharded_data(
-        "echo", data=["a", "b"], in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"],
-        output_is_replicated=["tensor_parallel"],
-    )  # fmt: skip
+    sharded = partial(group.run_all_workers_sharded_data, "echo")
+    rows: Any = {"data": ["a", "b"], "in_sharded_axes": ["data_parallel"]}
+    future = sharded(**rows, replicate_on_axes=["tensor_parallel"], output_is_replicated=["tensor_parallel"])
     assert future.called_workers == [0, 1, 2, 3]
     assert group.get_all_worker_results(future) == [(0, {"data": "a"}), (2, {"data": "b"})]
     for dummies, called in ((False, [0, 2]), (True, [0, 1, 2, 3])):
-        future = group.run_all_workers_sharded_data(
-            "echo", data=["a", "b"], in_sharded_axes=["data_parallel"], make_dummy_calls_to_free_axes=dummies
-        )
-        assert future.called_workers == called
-        assert future.get_results(group) == [(0, {"data": "a"}), (2, {"data": "b"})]
+        future = sharded(**rows, make_dummy_calls_to_free_axes=dummies)
+        assert future.called_workers == called and future.get_results(group) == [(0, {"data": "a"}), (2, {"data": "b"})]
     assert group.wait(future.futures)[1] == (1, {"data": None})
-    nested = group.run_all_workers_sharded_data(
-        "echo", data=[["a", "b"], ["c", "d"]], in_sharded_axes=["data_parallel", "tensor_parallel"]
-    )
+    nested = sharded(data=[["a", "b"], ["c", "d"]], in_sharded_axes=["data_parallel", "tensor_parallel"])
     assert [kwargs["data"] for _, kwargs in nested.get_results(group)] == ["a", "b", "c", "d"]
     for axes in (["pipeline"], ["data_parallel", "data_parallel"]):
         with pytest.raises(ValueError, match="unknown"):
-            group.run_all_workers_sharded_data("echo", data=["a"], in_sharded_axes=axes)
-
-
-def test_bundles_counted_on_each_node() -> None:
+            sharded(data=["a"], in_sharded_axes=axes)
+    # Bundles are counted on each node.
     nodes = [[0, 1, 2], [3, 4]]
     assert _groups_by_node(nodes, 2, None) == [[0], [1], [3], [4]]
     assert _groups_by_node(nodes, [1, 2], None) == [[0], [3], [4]]
@@ -129,24 +130,12 @@ def test_bundles_counted_on_each_node() -> None:
         _groups_by_node(nodes, 3, None)
 
 
-def test_wrong_arguments_and_methods_are_refused(echo_pair: RayWorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"echo.echo: 1 sets of arguments for 2 workers"):
-        echo_pair.call_each("echo", [("a",)])
-    with pytest.raises(ValueError, match="give each worker a tuple"):
-        echo_pair.call_each("echo", ["a", "b"])  # type: ignore[list-item]
-    with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
-        echo_pair.call_all("ecko")
-
-
-def test_environment_holds_the_rank_and_what_was_given(
-    echo_pair: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_holds_the_rank_and_what_was_given(echo_pair: RayWorkerGroup, monkeypatch) -> None:
     monkeypatch.setenv("A_SECRET_OF_THE_DRIVER", "token")
-    environments = echo_pair.call_all("environment")
+    environments = echo_pair.call_all("apply", lambda: dict(os.environ))
     for rank, environment in enumerate(environments):
         expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "GIVEN": "yes"}
-        assert expected.items() <= environment.items()
-        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert expected.items() <= environment.items() and environment["CUDA_VISIBLE_DEVICES"] == ""
         assert "A_SECRET_OF_THE_DRIVER" not in environment
     assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
 
@@ -161,9 +150,7 @@ def test_arrays_through_the_controller_are_counted_and_references_are_not(echo_p
     assert echo_pair.controller_tensor_bytes - before == 4000 + 2 * 2 * 4000
 
 
-def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_killed_before_its_peers(
-    cluster: RayVirtualCluster,
-) -> None:
+def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_killed_before_its_peers(cluster):
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)policy-1 \(rank 1, node .*pid \d+\) failed in raise_on") as caught:
@@ -171,8 +158,7 @@ def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_
         assert time.monotonic() - start < 50
         error = caught.value
         assert (error.worker, error.rank, error.method) == ("policy-1", 1, "raise_on")
-        assert error.exception_type == "KeyError"
-        assert 'raise KeyError("missing row")' in error.remote_traceback
+        assert error.exception_type == "KeyError" and 'raise KeyError("missing row")' in error.remote_traceback
         refs = group.start_all("raise_on", 1)  # as one that misses its peer in a collective does
         group.start_one(1, "sleep", 60)
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
@@ -185,9 +171,7 @@ def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_
         assert time.monotonic() - start < 50
 
 
-def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(
-    cluster: RayVirtualCluster,
-) -> None:
+def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(cluster):
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy", timeout_s=2) as group:
         for method, args in (("wait_async", [(0.0,), (60.0,)]), ("sleep_on", [(1, 60), (1, 60)])):
             told = rf"no answer from policy-1 \(rank 1.* in {method} after 2 s"
@@ -208,9 +192,7 @@ def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_
 
 
 @pytest.mark.over_20s("the shortest time that a start is waited for is 10 s, and a busy machine takes 8 to begin one")
-def test_starts_that_hang_are_named_and_one_that_is_stopped_is_not_waited_for_as_long_as_a_constructor(
-    cluster: RayVirtualCluster,
-) -> None:
+def test_starts_that_hang_are_named_and_one_that_is_stopped_is_not_waited_for_as_long_as_a_constructor(cluster):
     """Both at once."""
     cluster.bundles()
 
@@ -226,15 +208,17 @@ def test_starts_that_hang_are_named_and_one_that_is_stopped_is_not_waited_for_as
     assert re.search(r"no answer from still-0 .* in __init__ after 10 s\n.*T \(stopped\)", still.result())
 
 
-def test_failed_starts_and_shutdown_release_what_they_took(
-    echo_pair: RayWorkerGroup, cluster: RayVirtualCluster
-) -> None:
+def with_child() -> tuple[int, int]:
+    return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
+
+
+def test_failed_starts_and_shutdown_release_what_they_took(echo_pair: RayWorkerGroup, cluster: RayVirtualCluster):
     with pytest.raises(WorkerError, match=r"(?s)echo-1 .* failed in __init__: ValueError: no such weights"):
         failing = RayWorkerBuilder(f"{WORKERS}.EchoWorker", fail_on_rank=1)
         RayWorkerGroup(cluster, failing, name_prefix="echo", num_workers=2)
     assert eventually(lambda: free_cpus() == 4)  # echo_cluster holds four of eight
     group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")  # the bundles can be had again
-    pids = group.call_all("pid") + group.call_all("start_child")
+    pids = [pid for pids in group.call_all("apply", with_child) for pid in pids]
     assert all(alive(pid) for pid in pids)
     group.shutdown(method="echo")
     group.shutdown()
@@ -254,9 +238,7 @@ def test_impossible_groups(cluster: RayVirtualCluster) -> None:
         RayWorkerGroup(cluster, RayWorkerBuilder("nowhere.Worker"), name_prefix="echo", num_workers=1)
 
 
-def test_groups_share_bundles_up_to_the_limit_and_have_process_groups_of_their_own(
-    echo_cluster: RayVirtualCluster, echo_pair: RayWorkerGroup
-) -> None:
+def test_groups_share_bundles_up_to_the_limit_and_have_process_groups_of_their_own(echo_cluster, echo_pair):
     with RayWorkerGroup(echo_cluster, ECHO, name_prefix="reward", bundle_groups=[[0, 1]]) as other:
         with pytest.raises(ValueError, match=r"bundle 0 of cluster 'echo' holds \['echo', 'reward'\] already"):
             RayWorkerGroup(echo_cluster, ECHO, name_prefix="generation")
@@ -274,7 +256,7 @@ def test_two_nodes_in_order_whose_workers_are_decorated_and_get_values_for_refer
         assert cluster.bundles_by_node() == [[0], [1, 2]]
         how: Any = {"remote_worker_builder": builder, "workers_per_node": [1, 2], "sharding_annotations": axes}
         with RayWorkerGroup(cluster, **how) as group:
-            environments = group.call_all("environment")
+            environments = group.call_all("apply", lambda: dict(os.environ))
             assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
             future = group.run_all_workers_sharded_data("echo", k=[3, 4, 5], in_sharded_axes=["data_parallel"])
             assert [kwargs["k"] for *_, kwargs in group.get_all_worker_results(future)] == [3, 4, 5]
@@ -301,3 +283,50 @@ def test_bundles_are_booked_at_first_use_and_given_back(echo_pair: RayWorkerGrou
         assert eventually(lambda: free_cpus() == 2)
     cluster.shutdown()
     assert eventually(lambda: free_cpus() == 4)
+
+
+PYPROJECT = """\
+[project]
+name = "conflicting"
+version = "0"
+requires-python = ">=3.11"
+[project.optional-dependencies]
+old = ["six==1.16.0"]
+new = ["six==1.17.0"]
+[tool.uv]
+package = false
+conflicts = [[{ extra = "old" }, { extra = "new" }]]
+"""
+
+
+def python_with_ray(extra: str, project: Path) -> str:
+    """The Python of `extra`; Ray and this library come from the environment of the tests."""
+    python = python_executable_for(extra, project)
+    if Path(python).is_relative_to(project):
+        show = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        packages = Path(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip())
+        driver_packages = sysconfig.get_path("purelib")
+        # Processed in order: the extra's own packages come first on sys.path.
+        (packages / "driver.pth").write_text(f"import site; site.addsitedir({driver_packages!r})\n")
+    return python
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    try:
+        pythons = {extra: python_with_ray(extra, tmp_path) for extra in ("old", "new")}
+    except VenvBuildError as error:
+        if "could not reach the package index" not in str(error):
+            raise
+        pytest.skip(f"no package index: {error}")
+    assert pythons["old"] != pythons["new"]
+    builder = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
+    with (
+        RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2) as cluster,
+        RayWorkerGroup(cluster, builder, name_prefix="old", py_executable=pythons["old"]) as old,
+        RayWorkerGroup(cluster, builder, name_prefix="new", py_executable=pythons["new"]) as new,
+    ):
+        versions = [group.call_one(0, "apply", lambda: __import__("six").__version__) for group in (old, new)]
+        assert versions == ["1.16.0", "1.17.0"]

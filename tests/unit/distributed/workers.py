@@ -3,8 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,11 +20,8 @@ class EchoWorker:
     def echo(self, *args: Any, **kwargs: Any) -> tuple[str, int, tuple[Any, ...], dict[str, Any]]:
         return self.greeting, self.rank, args, kwargs
 
-    def multiply(self, size: int) -> float:
-        """A matrix product, for profiles."""
-        import torch
-
-        return float((torch.ones(size, size) @ torch.ones(size, size))[0, 0])
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
     def join(self) -> int:
         """Its process group, again if it had before; the number of ranks."""
@@ -45,12 +42,6 @@ class EchoWorker:
         dist.all_reduce(value)
         return value.item()
 
-    def environment(self) -> dict[str, str]:
-        return dict(os.environ)
-
-    def pid(self) -> int:
-        return os.getpid()
-
     def raise_on(self, rank: int) -> None:
         if rank == self.rank:
             raise KeyError("missing row")
@@ -69,14 +60,6 @@ class EchoWorker:
 
     async def block_loop(self, seconds: float) -> None:
         time.sleep(seconds)
-
-    def start_child(self) -> int:
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    def six_version(self) -> str:
-        import six
-
-        return six.__version__
 
 
 @ray.remote
