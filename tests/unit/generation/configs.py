@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
@@ -21,36 +21,26 @@ def generation_config(
     max_model_len: int = 128, *, vllm_cfg: Mapping[str, Any] | None = None, **vllm_kwargs: Any
 ) -> GenerationConfig:
     """`vllm_cfg`: differences from an engine in float32 on one rank."""
-    return GenerationConfig(
-        max_new_tokens=32,
-        val_temperature=1.0,
-        val_top_p=1.0,
-        val_top_k=None,
-        vllm_cfg=VllmConfig.model_validate(
-            {"precision": "float32", "max_model_len": max_model_len, **(vllm_cfg or {})}
-        ),
-        vllm_kwargs=vllm_kwargs,
-    )
+    engine = {"precision": "float32", "max_model_len": max_model_len} | dict(vllm_cfg or {})
+    validation: Any = {"val_temperature": 1.0, "val_top_p": 1.0, "val_top_k": None}
+    engine_cfg = VllmConfig.model_validate(engine)
+    return GenerationConfig(max_new_tokens=32, vllm_cfg=engine_cfg, vllm_kwargs=vllm_kwargs, **validation)
+
+
+def engine_settings(model: Any, config: GenerationConfig, **settings: Any) -> EngineSettings:
+    return EngineSettings(model=str(model), tokenizer=str(model), cfg=config, seed=0, **settings)
 
 
 @contextmanager
 def engines(
-    model: str,
-    config: GenerationConfig,
-    *,
-    replicas: int = 1,
-    num_nodes: int = 1,
-    accelerator: Accelerator | None = None,
-    load_format: Literal["dummy", "auto"] = "auto",
-    **settings: Any,
+    model: Any, config: GenerationConfig, *, replicas: int = 1, num_nodes: int = 1, accelerator: Any = None, **more: Any
 ) -> Iterator[VllmGeneration]:
     """Real engines, which end with the block. `num_nodes` are groups of processes of this machine."""
     bundles = [replicas * config.vllm_cfg.engine_size // num_nodes] * num_nodes
-    engine = EngineSettings(model=model, tokenizer=model, cfg=config, seed=0, load_format=load_format, **settings)
+    engine = engine_settings(model, config, **{"load_format": "auto"} | more)
+    accelerator = accelerator or Accelerator(exclusive=False)
     with RayVirtualCluster(bundles, use_gpus=False, name=f"engines of {model}") as cluster:
-        generation = VllmGeneration(
-            cluster, engine, accelerator=accelerator or Accelerator(exclusive=False), timeout_s=120
-        )
+        generation = VllmGeneration(cluster, engine, accelerator=accelerator, timeout_s=120)
         yield generation
         generation.shutdown()
 

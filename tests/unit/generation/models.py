@@ -7,30 +7,19 @@ from typing import Any
 def make_model(directory: Path) -> str:
     """A float32 Qwen2 with tied embeddings and the tiny model's tokenizer."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from nemo_rl.data.tiny_model import build_tiny_tokenizer
+    from tests.unit.policy.families import family_config
 
     tokenizer = build_tiny_tokenizer()
     pad, eos = (tokenizer.convert_tokens_to_ids([token])[0] for token in ("<pad>", "<eos>"))
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=448,
-        intermediate_size=1600,
-        num_hidden_layers=2,
-        num_attention_heads=7,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        dtype="float32",
-    )
+    shape = {"hidden_size": 448, "intermediate_size": 1600, "num_attention_heads": 7, "num_key_value_heads": 1}
+    shape |= {"max_position_embeddings": 2048, "initializer_range": 0.06, "vocab_size": len(tokenizer)}
+    config = family_config("qwen2", **shape, bos_token_id=None, eos_token_id=eos, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)

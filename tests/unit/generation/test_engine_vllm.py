@@ -1,5 +1,6 @@
-"""What vLLM is told and made to do, as far as neither an engine nor a GPU is needed."""
+"""What vLLM is told and made to do, as far as no GPU is needed; one engine, which records experts."""
 
+import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -7,22 +8,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.refit.layout import TensorMeta
-from tests.unit.generation.configs import generation_config
+from nemo_rl.types import SamplingParams
+from tests.unit.generation.configs import ask, engine_settings, engines, generation_config, requests_of
 from tests.unit.generation.models import make_model
 from tests.unit.policy.families import family_config
+from tests.unit.policy.models import save_model
 
 pytestmark = pytest.mark.slow  # they import vLLM
 
 
 def settings_for(path: Path, precision: str, device: Any, **vllm_kwargs: Any) -> EngineSettings:
-    cfg = generation_config(vllm_cfg={"precision": precision}, **vllm_kwargs)
-    return EngineSettings(model=str(path), tokenizer=str(path), cfg=cfg, device=device, seed=0)
+    return engine_settings(path, generation_config(vllm_cfg={"precision": precision}, **vllm_kwargs), device=device)
 
 
 def args_of(settings: EngineSettings) -> Any:
@@ -46,17 +50,14 @@ def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
     assert args_of(settings_for(tmp_path, "float32", "cpu")).hf_overrides == {}
 
 
-@pytest.mark.parametrize("tuned", [True, False])
-def test_queries_of_llama_4_are_scaled_as_in_training(tmp_path: Path, tuned: bool) -> None:
+def test_queries_of_llama_4_are_scaled_and_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
     """vLLM would decide by max_model_len."""
-    save_family(tmp_path, "llama4_text", attn_temperature_tuning=tuned)
-    settings = settings_for(tmp_path, "float32", "cpu")
-    assert args_of(settings).override_generation_config == {"attn_temperature_tuning": tuned}
-    asked = replace(settings, hf_overrides={"attn_temperature_tuning": not tuned})
-    assert args_of(asked).override_generation_config == {"attn_temperature_tuning": not tuned}
-
-
-def test_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
+    for tuned in (True, False):
+        save_family(tmp_path, "llama4_text", attn_temperature_tuning=tuned)
+        settings = settings_for(tmp_path, "float32", "cpu")
+        assert args_of(settings).override_generation_config == {"attn_temperature_tuning": tuned}
+        asked = replace(settings, hf_overrides={"attn_temperature_tuning": not tuned})
+        assert args_of(asked).override_generation_config == {"attn_temperature_tuning": not tuned}
     save_family(tmp_path, "deepseek_v3")
     overrides = args_of(settings_for(tmp_path, "float32", "cpu")).hf_overrides
     assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -68,13 +69,12 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     from nemo_rl.models.generation.vllm.startup import engine_config
 
     make_model(tmp_path)
-    chosen = args_of(settings_for(tmp_path, "bfloat16", "cuda"))
-    assert (chosen.max_num_seqs, chosen.max_num_batched_tokens) == (None, None)
-    asked = args_of(settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7))
-    assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
-    on_cpu = args_of(settings_for(tmp_path, "float32", "cpu"))
-    assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
-    colocated = (settings := settings_for(tmp_path, "bfloat16", "cuda")).cfg.colocated
+    settings = settings_for(tmp_path, "bfloat16", "cuda")
+    asked, on_cpu = settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7), settings_for(tmp_path, "float32", "cpu")
+    chosen, *others = map(args_of, (settings, asked, on_cpu))
+    sizes = [(args.max_num_seqs, args.max_num_batched_tokens) for args in (chosen, *others)]
+    assert sizes == [(None, None), (7, None), (256, 8192)]
+    colocated = settings.cfg.colocated
     awake = {"colocated": colocated.model_copy(update={"enabled": False})}  # a CPU has no sleep mode
     apart = replace(settings, cfg=settings.cfg.model_copy(update=awake))
     tokens, requests = (defaults[UsageContext.LLM_CLASS] for defaults in chosen.get_batch_defaults(1))
@@ -139,3 +139,54 @@ def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
     for target, value in recorder.fills:
         target.fill_(value)
     assert (model.table[4:] == 0.5).all() and (model.table[:4] == 9.0).all()
+
+
+# -- the experts of a real engine, against those of transformers for the same tokens
+
+MAX_MODEL_LEN, LAYERS, TOP_K = 96, 3, 2
+
+
+def make_moe(directory: Path) -> PreTrainedModel:
+    """A random Qwen3-MoE whose second layer is dense, with the tiny model's tokenizer."""
+    tokenizer = build_tiny_tokenizer()
+    experts = {"num_experts": 8, "mlp_only_layers": [1], "num_hidden_layers": LAYERS}
+    save_model("qwen3-moe", directory, vocab_size=len(tokenizer), head_dim=32, **experts)  # the least of vLLM on CPU
+    tokenizer.save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def experts_of_transformers(model: PreTrainedModel, token_ids: list[int]) -> dict[int, torch.Tensor]:
+    """By layer: int64 [T, TOP_K]."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        return lambda router, args, output: found.update({layer: output[2]})
+
+    gates = {layer: model.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in (0, 2)}
+    hooks = [gate.register_forward_hook(keep(layer)) for layer, gate in gates.items()]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local: None, tmp_path: Path) -> None:
+    model = make_moe(tmp_path)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
+    with engines(str(tmp_path), generation_config(MAX_MODEL_LEN), return_routed_experts=True) as engine:
+        completions = ask(engine.workers[0], requests_of(prompts, SamplingParams(max_new_tokens=30)))
+    num_same = num_all = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        experts = completion.routed_experts
+        tokens = prompt + completion.token_ids
+        assert (experts.dtype, experts.shape) == (np.uint8, (len(tokens) - 1, LAYERS, TOP_K))
+        assert not experts[:, 1].any(), "a dense layer has no experts"
+        for layer, want in experts_of_transformers(model, tokens[:-1]).items():
+            got = torch.from_numpy(experts[:, layer].astype(np.int64))
+            same = (got.sort(dim=1).values == want.sort(dim=1).values).all(dim=1)
+            num_same += int(same.sum())
+            num_all += len(same)
+    assert num_all > 300
+    assert num_same >= 0.99 * num_all, "but for scores that differ in the last bits"

@@ -86,11 +86,6 @@ def synced(policy: Any, generation: Any, exclusive: bool = False) -> Refit:
     return refit
 
 
-def test_nodes_that_share_a_machine_are_refused_with_the_remedy():
-    with pytest.raises(RefitError, match="several Ray nodes run on one machine; start one"):
-        synced(Policy(endpoints=[{"machine": {"pid": 1}}, {"machine": {"pid": 2}}]), Generation())
-
-
 def test_generation_drops_weights_only_where_all_of_them_come_again():
     adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]
     with_adapters = PackLayout.build([*LAYOUT.tensors, *adapters], 1 << 20)
@@ -131,17 +126,18 @@ def test_who_misses_the_dead_is_not_blamed_for_the_death(policy: Policy, generat
     assert isinstance(raised.value, WorkerDied) if blamed == "policy-0" else raised.value.engine_died
 
 
-def test_a_policy_that_answers_nothing_is_not_waited_for_a_second_time():
+def test_a_policy_that_answers_nothing_is_not_waited_for_a_second_time(monkeypatch: pytest.MonkeyPatch):
     generation = Generation()
     with pytest.raises(RefitError, match="policy-0 failed"):
         synced(Policy(fails=error(WorkerHang, "policy-0")), generation)
     assert generation.num_checks == 0
-
-
-def test_what_nobody_died_of_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    # What nobody died of is said as it is.
     monkeypatch.setattr(refit, "_DEATH_SEEN_S", 0.0)
     with pytest.raises(RefitError, match="failed at bucket 0 of 1"):
         synced(Policy(), Generation(error(WorkerError, "generation-0-0", "RefitError")))
+    # Nodes that share a machine are refused with the remedy.
+    with pytest.raises(RefitError, match="several Ray nodes run on one machine; start one"):
+        synced(Policy(endpoints=[{"machine": {"pid": 1}}, {"machine": {"pid": 2}}]), Generation())
 
 
 def test_from_training_to_a_sync_only_the_optimizer_moves():

@@ -1,5 +1,8 @@
-"""Refit into a real vLLM engine: afterwards its logprobs are those of the model whose weights were sent."""
+"""Refit into real vLLM engines: afterwards their logprobs are those of the model whose weights were sent."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
@@ -18,13 +23,17 @@ from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.peft_format import adapter_tensors
 from nemo_rl.models.policy.weight_loading import named_tensors
-from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
+from nemo_rl.refit.layout import ExportedTensor, RefitError, Rendezvous, exported
 from nemo_rl.refit.sync import Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
+from tests.functional.faulty import processes_below
 from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
 from tests.unit.policy.families import family_config
+from tests.unit.policy.filter_reference import filter_logits
 
+pytestmark = pytest.mark.slow  # a whole run in bfloat16 is among the default tests: tests/gpu/test_runs.py
+PLAIN = SamplingParams(max_new_tokens=1)
 BUCKET_BYTES = 64 << 10  # the embedding is larger
 
 
@@ -40,10 +49,8 @@ class OneRankPolicy:
 
     def weights(self) -> list[ExportedTensor]:
         names = [name for name, _ in self.model.named_parameters() if name not in self.leave_out]
-        return [
-            exported(name, lambda name=name: self.model.get_parameter(name))
-            for name in (names[::-1] if self.backwards else names)
-        ]
+        names = names[::-1] if self.backwards else names
+        return [exported(name, lambda name=name: self.model.get_parameter(name)) for name in names]
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         self.sender = WeightSender(self.weights(), device=torch.device("cpu"), rank=0, local_rank=0, **settings)
@@ -102,15 +109,10 @@ def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
 
 @contextmanager
 def refit_into_engine(
-    directory: Path,
-    *,
-    tied: bool = False,
-    dtype: str = "float32",
-    kind: type[OneRankPolicy] = OneRankPolicy,
-    tensor_parallel_size: int = 1,
+    directory: Path, *, tied: bool, dtype: str, kind: type[OneRankPolicy] = OneRankPolicy, num_ranks: int = 1
 ) -> Iterator[tuple[Any, Any, Refit]]:
     policy = kind(make_model(directory, tied=tied, dtype=dtype))
-    config = generation_config(vllm_cfg={"precision": dtype, "tensor_parallel_size": tensor_parallel_size})
+    config = generation_config(vllm_cfg={"precision": dtype, "tensor_parallel_size": num_ranks})
     with refitted_engines(policy, directory, config, bucket_bytes=BUCKET_BYTES) as (generation, refit):
         yield policy, generation, refit
 
@@ -126,14 +128,21 @@ def logprob_difference(model: PreTrainedModel, generation: VllmGeneration, versi
     return worst
 
 
+def distribution(model: Any, prompt: list[int], completion: list[int], sampling: SamplingParams) -> torch.Tensor:
+    """Logprobs of the vocabulary at each place of a completion, as they are to be drawn from: [T, V]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    return filter_logits(logits, logits.argmax(-1), sampling.top_k, sampling.top_p).log_softmax(-1)
+
+
 def expected_logprobs(
-    model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0
+    model: Any, prompt: list[int], completion: list[int], sampling: SamplingParams = PLAIN
 ) -> torch.Tensor:
     """What the model says of the tokens of a completion."""
-    ids = torch.tensor([prompt + completion])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return distribution(model, prompt, completion, sampling).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def change(model: PreTrainedModel, seed: int) -> None:
@@ -151,7 +160,6 @@ def assert_synced(policy: Any, generation: VllmGeneration, refit: Refit, version
         assert logprob_difference(policy.model, generation, version, replica) < limit
 
 
-@pytest.mark.slow
 def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path) -> None:
     with refit_into_engine(tmp_path, tied=False, dtype="float32") as (policy, generation, refit):
         policy.leave_out = {"lm_head.weight"}
@@ -160,11 +168,8 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         policy.leave_out = set()
         refit.prepare()
         figures = refit.sync(0)
-        assert refit.layout is not None
-        assert figures["bytes"] == sum(p.nbytes for p in policy.model.parameters())
-        assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), (
-            "nothing was split"
-        )
+        assert refit.layout is not None and figures["bytes"] == sum(p.nbytes for p in policy.model.parameters())
+        assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), "none is split"
         assert logprob_difference(policy.model, generation, 0) < 1e-5
         change(policy.model, 1)
         assert logprob_difference(policy.model, generation, 0) > 0.1, "this test would see stale weights"
@@ -178,11 +183,9 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         assert refit.compare().different == {"model.layers.0.self_attn.k_proj.weight": pytest.approx(0.5, rel=1e-5)}
         assert generation.describe_model()["vocab_size"] == 300
 
-        victim = "model.layers.1.mlp.up_proj.weight"
-        names = [meta.name for meta in policy.sender.layout.tensors]
-        bucket, piece = next(
-            (b, p) for b, pieces in enumerate(policy.sender.layout.buckets) for p in pieces if names[p.tensor] == victim
-        )
+        victim, layout = "model.layers.1.mlp.up_proj.weight", policy.sender.layout
+        number = [meta.name for meta in layout.tensors].index(victim)
+        bucket, piece = next((b, p) for b, ps in enumerate(layout.buckets) for p in ps if p.tensor == number)
 
         def flip(at: int, sender: WeightSender) -> None:
             if at == bucket:
@@ -203,7 +206,6 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
             generation.finish_weight_update(5)
 
 
-@pytest.mark.slow  # a whole run in bfloat16 is among the default tests: tests/gpu/test_runs.py
 def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
     """bfloat16 on a CPU: linear layers keep a repacked copy only, the tied head a copy beside its weight."""
     with refit_into_engine(tmp_path, tied=True, dtype="bfloat16") as (policy, generation, refit):
@@ -224,16 +226,14 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
 
         refit.policy = AdapterPolicy(policy.model)  # type: ignore[assignment]
         refit.prepare()
-        with pytest.raises(
-            RefitError, match=r"refit=adapter needs .* and model\.\S+ keeps a repacked copy .*to merged"
-        ):
+        told = r"refit=adapter needs .* and model\.\S+ keeps a repacked copy .*to merged"
+        with pytest.raises(RefitError, match=told):
             refit.sync(3)
 
 
-@pytest.mark.slow
 def test_adapters_alone_make_the_engine_sample_as_the_adapted_model_does(ray_local: None, tmp_path: Path) -> None:
     """Each rank of a tensor-parallel engine adds its own part."""
-    parts = refit_into_engine(tmp_path, tied=True, dtype="float32", kind=AdapterPolicy, tensor_parallel_size=2)
+    parts = refit_into_engine(tmp_path, tied=True, dtype="float32", kind=AdapterPolicy, num_ranks=2)
     with parts as (policy, generation, refit):
         adapter_bytes = policy.train(0)
         assert refit.sync(0)["bytes"] == adapter_bytes + sum(
@@ -252,3 +252,116 @@ def test_adapters_alone_make_the_engine_sample_as_the_adapted_model_does(ray_loc
         policy.train(6)
         assert refit.sync(4)["bytes"] == adapter_bytes
         assert logprob_difference(policy.model, generation, 4) < 1e-5
+
+
+# -- by collective, into engines on resources of their own
+
+PROMPT = [5, 6, 7, 8]
+
+
+class LeavingPolicy(OneRankPolicy):
+    """As `DTensorPolicyWorker`: it leaves the group before it makes another. Misstates bucket `flip`."""
+
+    flip: int | None = None
+
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        if "sender" in vars(self):
+            self.sender.close()
+        return super().prepare_refit(settings)
+
+    def pack(self, bucket: int) -> list[dict[str, Any]]:
+        packed = super().pack(bucket)
+        wrong = packed[0]["fingerprints"]
+        return [packed[0] | {"fingerprints": bytes([wrong[0] ^ 1]) + wrong[1:]}] if bucket == self.flip else packed
+
+    def check_health(self, timeout_s: float | None = None) -> None:
+        """It is this process."""
+
+
+class LeavingAdapterPolicy(LeavingPolicy, AdapterPolicy):
+    """The same with adapters."""
+
+
+@contextmanager
+def engines_apart(
+    directory: Path, *, replicas: int, kind: type[LeavingPolicy] = LeavingPolicy, num_nodes: int = 1, **settings: Any
+) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
+    policy = kind(make_model(directory, tied=True, dtype="float32"))
+    config = generation_config(vllm_cfg={"pipeline_parallel_size": num_nodes})
+    config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
+    num_receivers = replicas * config.vllm_cfg.engine_size
+    settings["rendezvous"] = Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=100)
+    settings |= {"transport": "packed_collective", "bucket_bytes": BUCKET_BYTES}
+    engine = {"replicas": replicas, "num_nodes": num_nodes}
+    with refitted_engines(policy, directory, config, engine, **settings) as (generation, refit):
+        yield policy, generation, refit
+        policy.sender.close()
+
+
+def worker_process(generation: VllmGeneration, replica: int) -> int:
+    identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=60)
+    return identity.pid
+
+
+def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
+    with engines_apart(tmp_path, replicas=2) as (policy, generation, refit):
+        for version in (0, 1):
+            assert_synced(policy, generation, refit, version)
+
+        def kill(bucket: int, sender: Any) -> None:
+            if bucket == 2:
+                os.kill(worker_process(generation, 0), signal.SIGKILL)
+
+        policy.damage = kill
+        with pytest.raises(WorkerError) as error:
+            refit.sync(2)
+        assert error.value.engine_died and error.value.worker.startswith("generation-0")
+        policy.damage = None
+        assert generation.dead_workers() == [0]
+        generation.restart_worker(0)
+        assert_synced(policy, generation, refit, 2)
+
+        # The second bucket may be on its way already: its announced fingerprint is changed instead.
+        policy.flip = 1
+        with pytest.raises(RefitError, match=r"packed_collective, version 3, bucket 1: tensor '.+' .*not what the pol"):
+            refit.sync(3)
+        policy.flip = None
+        assert_synced(policy, generation, refit, 4)
+
+
+def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
+    """Adapters too, sent alone after the first sync. The nodes are two groups of processes on this one."""
+    with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, num_nodes=2) as (policy, generation, refit):
+        policy.train(0)
+        everything = refit.sync(0)["bytes"]
+        policy.train(1)
+        assert refit.sync(1)["bytes"] < everything / 4
+        assert logprob_difference(policy.model, generation, 1) < 1e-5
+
+        worker = worker_process(generation, 0)
+        (core,) = [pid for pid, (_, command) in processes_below(worker).items() if "EngineCore" in command]
+        os.kill(worker, signal.SIGKILL)  # an engine of several ranks must not outlive it
+        deadline = time.monotonic() + 60
+        while os.path.exists(f"/proc/{core}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{core}")
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Path, recompute: bool) -> None:
+    """With the KV cache of the new or of the old weights; a later request with the new ones alone."""
+    with engines_apart(tmp_path, replicas=1, recompute_kv_cache=recompute) as (policy, generation, refit):
+        refit.sync(0)
+        requests = requests_of([PROMPT] * 8, SamplingParams(max_new_tokens=100))
+        calls = [generation.workers[0].call.remote("generate", request) for request in requests]
+        time.sleep(0.1)  # of the time that 100 steps take
+        change(policy.model, 1)
+        refit.sync(1)
+        completions: list[Any] = ray.get(calls, timeout=60)
+        assert {completion.weight_version for completion in completions} == {0}
+        whole = [completion for completion in completions if len(completion.token_ids) == 100]
+        assert whole, "all found the end-of-sequence token"
+        found = [(expected_logprobs(policy.model, PROMPT, c.token_ids), torch.tensor(c.logprobs)) for c in whole]
+        last = [float((ours - theirs)[-20:].abs().max()) for ours, theirs in found]
+        assert (max(last) < 1e-5) if recompute else (min(last) > 1e-3), last
+        assert logprob_difference(policy.model, generation, 1) < 1e-5

@@ -1,20 +1,24 @@
-"""What a vLLM replica does about weight updates, sleep and answers, with a fake for the engine."""
+"""What replicas do about weight updates, sleep and answers, with fakes for the engine and for the ranks of a policy."""
 
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue
+from nemo_rl.models.generation.hf import HfWorker, split_requests
+from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm.startup import start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
-from nemo_rl.types import GenerationAnswer, GenerationRequest
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, StopReason
 from tests.unit.rollouts.engines import in_loop, request_of
 
 
@@ -30,7 +34,7 @@ class Engine:
 
     async def pause_generation(self, **how: Any) -> None: ...
 
-    async def start_weight_update(self) -> None: ...
+    start_weight_update = pause_generation
 
     async def finish_weight_update(self, version: str) -> None:
         await asyncio.sleep(0.01)
@@ -60,19 +64,13 @@ class Worker(VllmWorker):
     """One without the attributes that the start of an engine sets."""
 
     def __init__(self, engine: Engine) -> None:
-        self.weight_version = -1
-        self._num_updates = self._num_syncs = 0
-        self._turns = asyncio.Condition()
+        self.weight_version, self._num_updates, self._num_syncs, self._num_inside = -1, 0, 0, 0
+        self._turns, self._admitted, self._sampling_allowed = asyncio.Condition(), asyncio.Semaphore(8), asyncio.Event()
         self._engine: Any = engine
-        self._request_ids = iter(range(100))
-        self._admitted = asyncio.Semaphore(8)
-        self._sampling_allowed = asyncio.Event()
+        self._name, self._max_model_len, self._request_ids = "generation-0", 8, iter(range(100))
         self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
-        self._sleep_mode, self._asleep, self._has_weights = True, set(), True
+        self._sleep_mode, self._asleep, self._has_weights, self._sleep = True, set(), True, ExitStack()
         self._records = self._returns_experts = False
-        self._name = "generation-0"
-        self._num_inside, self._sleep = 0, ExitStack()
-        self._max_model_len = 8
 
 
 def request(number: int) -> GenerationRequest:
@@ -89,8 +87,7 @@ async def test_kv_of_a_version_that_comes_again_is_not_shared() -> None:
             completion = await worker.generate(request(0))
             assert completion.weight_version == version
     first, second, again = engine.salts[0::2]
-    assert engine.salts == [first, first, second, second, again, again]
-    assert len({first, second, again}) == 3
+    assert engine.salts == [first, first, second, second, again, again] and len({first, second, again}) == 3
 
 
 @in_loop
@@ -177,20 +174,7 @@ def test_the_reason_of_an_engine_that_did_not_start_is_its_own() -> None:
 in a background process. See stack trace for root cause.
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """.replace("\\\n", "")
-    assert start_failure(logs) == "ValueError: no weights in /models/empty"
-    assert start_failure("nothing of use") is None
-
-
-@in_loop
-async def test_an_unexpected_failure_reaches_the_client() -> None:
-    class Broken(Worker):
-        async def generate(self, request: GenerationRequest, on_tokens: Any = None) -> Any:
-            raise KeyError("logprobs")
-
-    worker = Broken(Engine())
-    await worker.submit([request(3)])
-    [answer] = await asyncio.wait_for(worker.drain(), 60)
-    assert (answer.request_id, answer.failure_type, answer.failure) == ("3", "KeyError", "KeyError('logprobs')")
+    assert start_failure(logs) == "ValueError: no weights in /models/empty" and start_failure("nothing of use") is None
 
 
 def answer(request_id: str) -> GenerationAnswer:
@@ -220,12 +204,145 @@ async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
 
 
 @in_loop
-async def test_only_the_last_answer_of_a_client_leaves_at_once() -> None:
+async def test_only_the_last_answer_of_a_client_leaves_at_once_and_a_failure_reaches_it() -> None:
     class Slow(Worker):
         async def generate(self, request: GenerationRequest, on_tokens: Any = None) -> Any:
             await asyncio.sleep(0.4 + 0.01 * (request.seed % 2))
-            raise ValueError("no")
+            raise KeyError("logprobs")
 
     worker = Slow(Engine())
     await worker.submit([request(number) for number in range(6)])
-    assert len(await asyncio.wait_for(worker.drain(), 60)) == 6  # 10 ms apart, 400 ms after the start
+    answers = await asyncio.wait_for(worker.drain(), 60)  # 10 ms apart, 400 ms after the start
+    assert sorted(answer.request_id for answer in answers) == list("012345")
+    assert {(answer.failure_type, answer.failure) for answer in answers} == {("KeyError", "KeyError('logprobs')")}
+
+
+# -- the desk between episodes and a policy that draws completions itself
+
+
+@dataclass
+class Rank:
+    """A rank of a policy: `call.remote("generate", ...)` answers with the prompt's first token, once `gate` is open."""
+
+    answers: bool = True
+    failure: Exception | None = None
+    shares: list[tuple[list[str], int]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+        self.call = self
+
+    async def remote(self, method: str, requests: Sequence[GenerationRequest], version: int) -> list[GenerationAnswer]:
+        assert method == "generate"
+        self.shares.append(([request.request_id for request in requests], version))
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        how: Any = {"logprobs": [-1.0], "stop_reason": StopReason.LENGTH, "weight_version": version}
+        own = requests if self.answers else []
+        answers = [(r.request_id, Completion(token_ids=r.prompt_token_ids[:1], **how)) for r in own]
+        return [GenerationAnswer(request_id=key, completion=made) for key, made in answers]
+
+
+def requests(*prompts: list[int]) -> list[GenerationRequest]:
+    return [request_of(prompt, number, str(number), max_new_tokens=1) for number, prompt in enumerate(prompts)]
+
+
+async def desk(*ranks: Rank, data_ranks: Sequence[int] = (0,)) -> HfWorker:
+    worker = HfWorker(max_model_len=8)
+    await worker.use(ranks, data_ranks)
+    await worker.finish_weight_update(3)
+    return worker
+
+
+async def busy_desk(*prompts: list[int]) -> tuple[HfWorker, Rank]:
+    """With a rank that has begun to answer these prompts and waits for its gate."""
+    rank = Rank()
+    rank.gate.clear()
+    worker = await desk(rank)
+    await worker.submit(requests(*prompts))
+    while not rank.shares:
+        await asyncio.sleep(0.001)
+    return worker, rank
+
+
+async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer]:
+    found: dict[str, GenerationAnswer] = {}
+    while len(found) < count:
+        found |= {answer.request_id: answer for answer in await asyncio.wait_for(worker.drain(), 60)}
+    return found
+
+
+@in_loop
+async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests() -> None:
+    ranks = [Rank(), Rank(answers=False), Rank(), Rank(answers=False)]
+    worker = await desk(*ranks, data_ranks=[0, 0, 1, 1])
+    await worker.submit(requests([5], [6], [7]))
+    await worker.submit([replace(*requests([8]), request_id="late")])
+    found = await answers_of(worker, 4)
+    tokens = {key: answer.completion.token_ids for key, answer in found.items() if answer.completion}
+    assert tokens == {"0": [5], "1": [6], "2": [7], "late": [8]}
+    assert ranks[0].shares == ranks[1].shares == [(["0", "1"], 3)]
+    assert ranks[2].shares == ranks[3].shares == [(["2", "late"], 3)]
+
+
+@in_loop
+async def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() -> None:
+    worker = await desk(Rank())
+    await worker.submit(requests([], [1] * 8, [1] * 7))
+    found = await answers_of(worker, 3)
+    assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
+    assert found["2"].completion is not None
+
+
+@in_loop
+async def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
+    worker, rank = await busy_desk([1])
+    resting = asyncio.create_task(worker.rest())
+    await asyncio.sleep(0.02)
+    assert not resting.done(), "the rank still draws"
+    with pytest.raises(AssertionError, match="while completions were generated"):
+        await worker.finish_weight_update(4)
+    rank.gate.set()
+    await asyncio.wait_for(resting, 60)
+    await worker.finish_weight_update(4)
+    await worker.submit([*requests([1], [2])[1:]])
+    assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"
+    assert rank.shares[-1] == (["1"], 4)
+
+
+@in_loop
+async def test_an_aborted_request_is_neither_drawn_nor_answered() -> None:
+    worker, rank = await busy_desk([1], [2])
+    third, fourth = requests([1], [2], [3], [4])[2:]
+    await worker.submit([third, fourth])
+    await worker.abort(["0", "2", "of nobody"])
+    rank.gate.set()
+    assert sorted(await answers_of(worker, 2)) == ["1", "3"]
+    assert [ids for ids, _ in rank.shares] == [["0", "1"], ["3"]]
+
+
+@in_loop
+async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_and_an_answer_that_ray_loses_fails_alone() -> None:
+    worker = await desk(*(Rank(failure=ActorDiedError()) for _ in range(2)), data_ranks=[0, 1])
+    await worker.submit(requests([1], [2]))
+    assert {answer.failure_type for answer in (await answers_of(worker, 2)).values()} == {"EngineDied"}
+    with pytest.raises(EngineDied):
+        await worker.check_health()
+    rank = Rank(failure=ObjectLostError("0" * 56, owner_address=None, call_site=""))
+    await worker.use([rank], [0])
+    await worker.check_health()
+    await worker.submit(requests([1], [2]))
+    assert all("ObjectLostError" in answer.failure for answer in (await answers_of(worker, 2)).values())
+    await worker.check_health()
+    rank.failure = None
+    await worker.submit(requests([1]))
+    assert (await answers_of(worker, 1))["0"].completion is not None
+
+
+def test_shares_keep_equal_prompts_together() -> None:
+    asked = requests([1, 2], [9], [1, 2], [9], [3, 4, 5], [3, 4, 5])
+    shares = [[request.prompt_token_ids for request in share] for share in split_requests(asked, 3)]
+    assert shares == [[[9], [9]], [[1, 2], [1, 2]], [[3, 4, 5], [3, 4, 5]]]
+    assert [len(share) for share in split_requests(asked[:2], 4)] == [0, 1, 0, 1]

@@ -1,0 +1,373 @@
+"""What of vLLM's core is ours: a scheduler whose tokens leave together, records of experts, products, a thread."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput
+from vllm.v1.engine.core import EngineShutdownState
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import UtilityResult
+from vllm.v1.structured_output import StructuredOutputManager
+
+from nemo_rl.models.generation.vllm.engine_patches import (
+    ExpertRecorder,
+    RowInvariantLinear,
+    StepNames,
+    keep_states,
+    split_rows,
+)
+from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler, _Completion
+from nemo_rl.models.generation.vllm.in_process import EngineStartError, ThreadClient
+from nemo_rl.models.generation.vllm.startup import engine_args
+from nemo_rl.models.generation.vllm.worker import VllmWorker
+from tests.unit.generation.configs import engine_settings, generation_config
+from tests.unit.rollouts.engines import in_loop
+
+
+def columns(tokens: list[int]) -> LogprobsLists:
+    ids = np.array(tokens)[:, None]
+    return LogprobsLists(ids, -ids.astype(np.float32), np.ones(len(tokens), np.int64))
+
+
+def sampled(**tokens: int) -> ModelRunnerOutput:
+    names, ids = list(tokens), list(tokens.values())
+    rows = {name: row for row, name in enumerate(names)}
+    return ModelRunnerOutput(names, rows, sampled_token_ids=[[token] for token in ids], logprobs=columns(ids))
+
+
+def test_tokens_that_end_nothing_are_noted_and_lead_the_last_one() -> None:
+    taken, ours = dict[str, list[int]](a=[], b=[], c=[]), object.__new__(WholeAnswerScheduler)
+    requests = {n: SimpleNamespace(num_in_flight_tokens=7, append_output_token_ids=t.append) for n, t in taken.items()}
+    ours.requests = requests  # type: ignore[assignment]
+    ours._completions = {"a": _Completion(frozenset([0]), max_tokens=9), "b": _Completion(frozenset([0]), max_tokens=2)}
+    left = [ours._note_tokens({"a": 5, "b": 1, "c": 1}, sampled(a=3, b=4, c=5))]
+    left += [ours._note_tokens({"a": 1, "b": 1}, sampled(b=6, a=7)), ours._note_tokens({"a": 1}, sampled(a=0))]
+    assert left == [{"c": 1}, {"b": 1}, {"a": 1}]  # vLLM's own way; its last token; a token that ends it
+    assert taken == {"a": [3, 7], "b": [4], "c": []} and requests["a"].num_in_flight_tokens == 1
+    last = EngineCoreOutput("a", [0], new_logprobs=columns([0]), finish_reason=FinishReason.STOP)
+    ours._completions["a"].lead(last)
+    assert last.new_token_ids == [3, 7, 0] and last.new_logprobs is not None
+    assert last.new_logprobs.logprobs.tolist() == [[-3.0], [-7.0], [-0.0]]
+    assert last.new_logprobs.logprobs.dtype == np.float32
+
+
+def schedule_all(scheduler: Scheduler) -> list[SchedulerOutput]:
+    """Requests that end by a token or at their limit, one that comes late and one that is aborted."""
+
+    def add(number: int) -> None:
+        params = SamplingParams(max_tokens=20, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+        params._eos_token_id = 1
+        prompt = list(range(2, 5 + number))
+        scheduler.add_request(Request(f"r{number}", prompt, sampling_params=params, pooling_params=None))
+
+    for number in range(6):
+        add(number)
+    outputs = []
+    draw = np.random.default_rng(0)
+    while scheduler.has_unfinished_requests():
+        if len(outputs) == 9:
+            add(6)
+        if len(outputs) == 12:
+            scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)
+        outputs.append(scheduler.schedule())
+        tokens = {name: int(draw.integers(1, 90)) for name in outputs[-1].num_scheduled_tokens}
+        scheduler.update_from_output(outputs[-1], sampled(**tokens))
+    return outputs
+
+
+class Counting(WholeAnswerScheduler):
+    num_own = 0  # steps that vLLM did not schedule
+
+    def _next_tokens(self) -> SchedulerOutput:
+        self.num_own += 1
+        return super()._next_tokens()
+
+
+def test_every_step_is_the_one_that_vllm_schedules(tiny_model_dir: Path) -> None:
+    block_size, settings = 4, engine_settings(tiny_model_dir, generation_config(64), device="cpu")
+    config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
+    config.cache_config.num_gpu_blocks = 64
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    common: dict[str, Any] = {
+        "vllm_config": config,
+        "kv_cache_config": KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "structured_output_manager": StructuredOutputManager(config),
+        "block_size": block_size,
+    }
+    theirs, scheduler = schedule_all(Scheduler(**common)), Counting(**common)
+    assert schedule_all(scheduler) == theirs
+    assert len(theirs) > 20 and scheduler.num_own == len(theirs) - 2, "those in which requests begin"
+
+
+def test_the_runner_leaves_steps_with_other_requests_or_new_blocks_to_vllm() -> None:
+    told: list[SchedulerOutput] = []
+    update = keep_states(lambda runner, scheduled: told.append(scheduled))
+    batch = SimpleNamespace(num_reqs=2, num_computed_tokens_cpu=np.array([5, 7, 9]), refresh_metadata=lambda: None)
+    runner = SimpleNamespace(input_batch=batch, requests={name: SimpleNamespace() for name in "ab"})
+    names = ["b", "a"]  # in the scheduler's order, which is not the order of the rows
+
+    def step(names: list[str], blocks: tuple[list[int]] | None = None, ended: str = "") -> SchedulerOutput:
+        cached = replace(CachedRequestData.make_empty(), req_ids=names)
+        cached.num_computed_tokens, cached.new_block_ids = [8, 6][: len(names)], [blocks] * len(names)
+        return replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached, finished_req_ids=set(ended))
+
+    others = [step(names), step(names, ([3],)), step(list(names)), step([])]
+    for scheduled in (others[0], step(names), *others[1:]):
+        update(runner, scheduled)
+    assert [id(scheduled) for scheduled in told] == [id(scheduled) for scheduled in others]
+    assert batch.num_computed_tokens_cpu.tolist() == [6, 8, 9]
+    assert vars(runner.requests["a"]) == {"num_computed_tokens": 6}
+
+    left = StepNames(["b"], names)
+    for scheduled in (step(names), step(left, ended="a"), step(left), step(StepNames(["b"], names))):
+        update(runner, scheduled)
+    begun, ended, other = told[len(others) :]
+    assert begun.scheduled_cached_reqs.req_ids is names and not other.finished_req_ids
+    assert ended.finished_req_ids == {"a"} and not ended.scheduled_cached_reqs.req_ids, "no work for those that go on"
+    assert batch.num_computed_tokens_cpu.tolist() == [8, 10, 9]
+
+
+# -- products that are the same in every batch; the engine as a whole is in test_vllm_generation.py
+
+SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64), (640, 512)]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    RowInvariantLinear._proven.clear()
+    yield
+    torch.set_num_threads(num_threads)
+    RowInvariantLinear._proven.clear()
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(1, 700), st.integers(0, 2**31), st.booleans())
+def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], num_rows: int, seed: int, with_bias: bool):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator) if with_bias else None
+    x = torch.randn(num_rows, shape[1], generator=generator)
+    linear = RowInvariantLinear(weight)
+    together = linear(x, weight, bias)
+    position = seed % num_rows
+    assert torch.equal(linear(x[position : position + 1], weight, bias)[0], together[position])
+    order = torch.randperm(num_rows, generator=generator)
+    assert torch.equal(linear(x[order], weight, bias), together[order])
+    assert linear(x[:0], weight, bias).shape == (0, shape[0])
+
+
+def test_sizes_that_disagree_are_split() -> None:
+    assert split_rows(40, lambda size: True) == [40] and split_rows(40, lambda size: size != 40) == [32, 8]
+    assert split_rows(48, lambda size: size in (8, 16)) == [16, 16, 16]
+    assert split_rows(1032, lambda size: True) == [512, 512, 8]
+    assert split_rows(0, lambda size: True) == []
+    with pytest.raises(RuntimeError, match="cannot be made reproducible"):
+        split_rows(24, lambda size: size == 16)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_weight_of_zeros_proves_nothing() -> None:
+    RowInvariantLinear._proven.clear()
+    linear, x = RowInvariantLinear(torch.zeros(32, 16)), torch.ones(24, 16)
+    assert linear(x, torch.zeros(32, 16)).sum() == 0 and RowInvariantLinear._proven == {}
+    linear.pack(torch.ones(32, 16))
+    assert torch.equal(linear(x, torch.ones(32, 16)), torch.full((24, 32), 16.0))
+    assert RowInvariantLinear._proven == {(24, 32, 16): True}
+
+
+# -- the client of a core in a thread, with a core that computes nothing
+
+# The error that ends a thread belongs in the log.
+SHOWN = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Core:
+    """Answers a request with its name's length. Calls return their argument; `fail` is one that fails."""
+
+    def __init__(self, config: str, executor_class: Any, log_stats: bool, deliver: Callable[..., None]) -> None:
+        if config == "broken":
+            raise ValueError("no weights in /models/empty\nsee above")
+        self.deliver = deliver
+        self.input_queue, self.aborts_queue = SimpleQueue[Any](), SimpleQueue[Any]()
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.begun: list[str] = []
+        self.aborted: list[str] = []
+        self.ended_in = ""
+
+    def preprocess_add_request(self, request: str) -> tuple[str, int]:
+        return request, 0
+
+    def run_busy_loop(self) -> None:
+        while self.shutdown_state is EngineShutdownState.RUNNING:
+            kind, request = self.input_queue.get()
+            if kind is EngineCoreRequestType.ADD:
+                if request[0] == "broken":
+                    raise ArithmeticError("a step that fails")
+                self.begun.append(request[0])
+                answer = EngineCoreOutput(request[0], [len(request[0])], finish_reason=FinishReason.STOP)
+                self.deliver(EngineCoreOutputs(outputs=[answer]))
+            elif kind is EngineCoreRequestType.ABORT:
+                self.aborted += request
+            elif kind is EngineCoreRequestType.UTILITY and request[2] != "hang":
+                _, number, method, args = request
+                result = UtilityOutput(number, failure_message="too small" if method == "fail" else None)
+                result.result = UtilityResult(args)
+                self.deliver(EngineCoreOutputs(utility_output=result))
+        raise SystemExit
+
+    def shutdown(self) -> None:
+        self.ended_in = threading.current_thread().name
+
+
+class Client(ThreadClient):
+    core_class: Any = Core
+    _core: Any
+
+
+@contextmanager
+def client() -> Iterator[Client]:
+    config: Any = "sound"
+    started = Client(config, Executor, False)
+    yield started
+    started.shutdown()
+    assert not started._thread.is_alive()
+    assert started._core.ended_in == started._thread.name, "where torch has its settings"
+
+
+@in_loop
+async def test_requests_calls_and_aborts_reach_the_core() -> None:
+    with client() as found:
+        for name in ("a", "bcd"):
+            request: Any = name
+            await found.add_request_async(request)
+            time.sleep(0.05)
+            assert not found._core.begun, "requests of one turn of the event loop begin in one step"
+        answers = [(await asyncio.wait_for(found.get_output_async(), 60)).outputs[0] for _ in range(2)]
+        assert [(answer.request_id, answer.new_token_ids) for answer in answers] == [("a", [1]), ("bcd", [3])]
+        assert await asyncio.wait_for(found.call_utility_async("echo", 1, {"b": 2}), 60) == (1, {"b": 2})
+        with pytest.raises(Exception, match="too small"):
+            await asyncio.wait_for(found.call_utility_async("fail"), 60)
+        await found.abort_requests_async(["a"])
+        await asyncio.wait_for(found.call_utility_async("echo"), 60)
+        assert found._core.aborted == ["a"] and found._core.aborts_queue.get(timeout=60) == ["a"]
+
+
+@SHOWN
+@in_loop
+async def test_an_error_of_the_loop_ends_what_waits_for_it() -> None:
+    with client() as found:
+        waiting = asyncio.create_task(found.call_utility_async("hang"))
+        await asyncio.sleep(0)
+        broken: Any = "broken"
+        await found.add_request_async(broken)
+        for waits in (found.get_output_async(), waiting):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(waits, 60)
+        assert found.resources.engine_dead, "what `AsyncLLM.errored` reads"
+        with pytest.raises(EngineDeadError):
+            await found.add_request_async(broken)
+        await found.abort_requests_async(["a"])
+
+
+@SHOWN
+def test_a_core_that_does_not_start_says_why() -> None:
+    config: Any = "broken"
+    with pytest.raises(EngineStartError, match=r"^ValueError: no weights in /models/empty$"):
+        Client(config, Executor, False)
+
+
+# -- the recorder of experts on a scripted model runner
+
+
+class Runner:
+    """Token number t of request r goes through expert 10 r + t, in layer 1 alone."""
+
+    max_num_tokens = 16
+    model_config = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 2,
+        get_num_experts_per_tok=lambda: 1,
+        get_num_experts=lambda: 300,
+        max_model_len=8,
+    )
+    layer_id = 1  # it is its own layer and router
+    input_batch: Any = None
+
+    @property
+    def router(self) -> Any:
+        return self
+
+    def set_capture_fn(self, capture: Any) -> None:
+        self.capture = capture
+
+    def execute_model(self, scheduled: Any) -> str:
+        batch, experts = self.input_batch, []
+        for request, start in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=True):
+            count = scheduled.num_scheduled_tokens[request]
+            experts += [[10 * int(request[0]) + start + n] for n in range(count)]
+        self.capture(torch.tensor(experts))
+        return "done"
+
+
+def step(runner: Runner, counts: dict[str, int], starts: list[int], ended: tuple[str, ...] = ()) -> None:
+    runner.input_batch = SimpleNamespace(req_ids=list(counts), num_reqs=len(counts), num_computed_tokens_cpu=starts)
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), finished_req_ids=set(ended)
+    )
+    assert runner.execute_model(scheduled) == "done"
+
+
+def unpack(record: tuple[list[int], str, bytes]) -> np.ndarray:
+    shape, dtype, data = record
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def test_every_request_gets_the_experts_of_its_own_tokens():
+    runner = Runner()
+    recorder = ExpertRecorder(runner, [runner])
+    step(runner, {"1-ab": 3}, [0])
+    step(runner, {"1-ab": 1, "2-cd": 2}, [3, 0])
+    step(runner, {"2-cd": 4}, [0], ended=("1-ab",))  # computed anew, as after an update of the weights
+    experts = unpack(recorder.take("1", 4))
+    assert (experts.dtype, experts.shape) == (np.int16, (4, 2, 1))
+    assert experts[:, 1, 0].tolist() == [10, 11, 12, 13] and not experts[:, 0].any()
+    assert unpack(recorder.take("2", 4))[:, 1, 0].tolist() == [20, 21, 22, 23]
+
+
+def test_an_engine_on_gpus_returns_them_itself_signed_where_there_are_many(tiny_model_dir: Path):
+    settings = engine_settings(tiny_model_dir, generation_config(), device="cpu", return_routed_experts=True)
+    assert not engine_args(settings, {}).enable_return_routed_experts
+    assert engine_args(replace(settings, device="cuda"), {}).enable_return_routed_experts
+
+    async def returned(dtype: Any) -> np.ndarray:
+        worker = VllmWorker.__new__(VllmWorker)
+        worker._records = False
+        output = SimpleNamespace(routed_experts=np.full((2, 1, 1), 200, dtype=dtype))
+        return await worker._experts("1", output, 2)
+
+    many, few = asyncio.run(returned(np.uint16)), asyncio.run(returned(np.uint8))
+    assert (many.dtype, many[0, 0, 0]) == (np.int16, 200) and (few.dtype, few[0, 0, 0]) == (np.uint8, 200)
