@@ -55,8 +55,6 @@ GROUPS = {
         ("nemo_rl/algorithms/plan/advantages.py", "nemo_rl/algorithms/plan/rewards.py"),
         (
             "tests/unit/algorithms/test_advantages.py",
-            "tests/unit/algorithms/test_gae.py",
-            "tests/unit/algorithms/test_rewards.py",
             "tests/unit/algorithms/test_grpo.py",
         ),
     ),
@@ -72,10 +70,7 @@ GROUPS = {
         tuple(f"nemo_rl/refit/{name}.py" for name in ("buffers", "fingerprint", "layout", "shard_plan", "transfer")),
         (
             "tests/unit/refit/test_weight_transfer.py",
-            "tests/unit/refit/test_adapter_merge.py",
-            "tests/unit/refit/test_shard_plan.py",
-            "tests/unit/refit/test_shard_exchange.py",
-            "tests/unit/refit/test_shard_sender.py",
+            "tests/unit/refit/test_shards.py",
             "tests/unit/refit/test_collective_buffer.py",
         ),
         needs_gpu=("CudaIpcBuffer", "device_key"),

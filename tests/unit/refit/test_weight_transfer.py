@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -27,8 +28,9 @@ from nemo_rl.refit.layout import (
     TensorMeta,
     choose_bucket_bytes,
     exported,
+    merge,
 )
-from nemo_rl.refit.transfer import COMPARISON, LoadFn, Sender, WeightReceiver, WeightSender
+from nemo_rl.refit.transfer import COMPARISON, Sender, WeightReceiver, WeightSender
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -41,17 +43,14 @@ dtypes, shapes = st.sampled_from(["float32", "bfloat16", "int8", "int64"]), st.l
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(dtypes, shapes), min_size=1, max_size=12), st.integers(1, 1000), st.booleans(), st.data())
-def test_layout_covers_every_byte_once_survives_json_and_keeps_apart_what_is_sent_again(
-    drawn: list[tuple[str, list[int]]], bucket_bytes: int, has_adapters: bool, data: st.DataObject
-) -> None:
+def test_layout_covers_every_byte_once_survives_json_and_keeps_apart_what_is_sent_again(drawn, size, has_pairs, data):
     num_kept = data.draw(st.integers(0, len(drawn)))
     tensors = [TensorMeta(f"t{i}", d, tuple(s), fixed=i < num_kept) for i, (d, s) in enumerate(drawn)]
-    if has_adapters:
+    if has_pairs:
         num_kept = len(tensors)
-        tensors += [
-            TensorMeta(f"t{i}.{part}", "float32", (i + 1, 2), f"t{i}") for i in range(num_kept) for part in "AB"
-        ]
-    layout = PackLayout.build(tensors, bucket_bytes)
+        pairs = [(i, part) for i in range(num_kept) for part in "AB"]
+        tensors += [TensorMeta(f"t{i}.{part}", "float32", (i + 1, 2), f"t{i}") for i, part in pairs]
+    layout = PackLayout.build(tensors, size)
     covered = dict.fromkeys(range(len(tensors)), 0)
     for bucket, pieces in enumerate(layout.buckets):
         end = 0
@@ -72,13 +71,11 @@ def test_layout_covers_every_byte_once_survives_json_and_keeps_apart_what_is_sen
     assert again == layout and again.digest() == layout.digest()
 
 
-@pytest.mark.parametrize(
-    "names", [["a", "b", "a"], ["w", "w.A"], ["w", "w.A", "v.B"], ["w.A", "w.B", "w"], ["w", "v.A", "v.B"]]
-)
-def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_weights(names: list[str]) -> None:
-    metas = [TensorMeta(name, "float32", (2, 2), name.partition(".")[0] if "." in name else None) for name in names]
-    with pytest.raises(AssertionError):
-        PackLayout.build(metas, 64)
+def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_weights() -> None:
+    for names in ("a b a", "w w.A", "w w.A v.B", "w.A w.B w", "w v.A v.B"):
+        adapts = {name: name.partition(".")[0] if "." in name else None for name in names.split()}
+        with pytest.raises(AssertionError):
+            PackLayout.build([TensorMeta(name, "float32", (2, 2), adapts[name]) for name in names.split()], 64)
     with pytest.raises(ValueError, match="bucket_bytes must be positive, not 0"):
         PackLayout.build([], 0)
 
@@ -152,15 +149,7 @@ class Link:
         self.receiver = WeightReceiver(self.layout, "packed_shm", buffer)
         self.own, self.targets = own_memory(self.layout)
 
-    def sync(
-        self,
-        version: int,
-        first: int = 0,
-        end: int | None = None,
-        *,
-        flip: tuple[int, int] | None = None,
-        load: LoadFn | None = None,
-    ) -> None:
+    def sync(self, version: int, first: int = 0, end: int | None = None, *, flip: Any = None, load: Any = None) -> None:
         """Send the buckets from `first` to `end`. `flip`: a bucket, and the byte in it that is damaged on its way."""
         self.receiver.begin(version, targets=self.targets if load is None else None, load=load)
         for bucket in range(first, len(self.layout.buckets) if end is None else end):
@@ -176,12 +165,10 @@ def link(tensors: dict[str, torch.Tensor], wire_dtype: str = "float32", bucket_b
     return Link(packing(exported_tensors(tensors), wire_dtype, bucket_bytes))
 
 
-@pytest.mark.parametrize(
-    ("wire_dtype", "bucket_bytes"), [("float32", 4096), ("bfloat16", 1 << 16), ("float64", 1 << 22)]
-)
-def test_everything_arrives(wire_dtype: str, bucket_bytes: int) -> None:
+@pytest.mark.parametrize(("wire_dtype", "size"), [("float32", 4096), ("bfloat16", 1 << 16), ("float64", 1 << 22)])
+def test_everything_arrives(wire_dtype: str, size: int) -> None:
     tensors = weights()
-    ends = link(tensors, wire_dtype, bucket_bytes)
+    ends = link(tensors, wire_dtype, size)
     for version in (1, 2):  # the second time through the prepared copies
         ends.sync(version)
         for name, tensor in tensors.items():
@@ -229,20 +216,13 @@ def test_one_flipped_bit_is_refused_by_name(victim: str) -> None:
     bucket, piece = next((b, p) for b, ps in enumerate(ends.layout.buckets) for p in ps if p.tensor == index)
     with pytest.raises(RefitError, match=rf"packed_shm, version 5, bucket {bucket}: tensor '{victim}'"):
         ends.sync(5, flip=(bucket, piece.offset + piece.nbytes - 1))
-
-
-def test_incomplete_syncs_are_refused_and_can_be_done_again() -> None:
-    tensors = weights()
-    ends = link(tensors)
+    # Incomplete syncs are refused too, and can be done again.
     with pytest.raises(RefitError, match="version 3, bucket 1: never arrived; its tensors: counts, embed"):
         ends.sync(3, end=1)
     with pytest.raises(RefitError, match="bucket 1: 0 fingerprints for 1 pieces"):
         ends.receiver.receive(1, b"")
     ends.sync(4)
-    assert torch.equal(ends.own["embed"], tensors["embed"])
-
-
-def test_no_sender_at_this_place() -> None:
+    assert torch.equal(ends.own["embed"], weights()["embed"])
     with pytest.raises(RefitError, match="no policy worker shares this node"):
         attach_buffer("packed_shm", {"other host": {}}, CPU)
 
@@ -271,18 +251,120 @@ def test_sharded_parameters_are_gathered_and_one_rank_of_a_node_copies() -> None
     assert [endpoints for _, endpoints in results] == [[host_key()], [], []]
 
 
+# -- adapters that travel without their weights: the receiver adds them to base weights it has kept
+
+RANK = 3
+ADAPTED = {"q": (8, 6), "k": (4, 6), "o": (6, 8)}
+
+
+class Model(Link):
+    """A policy's weights, three of them adapted, and the half of an engine's: q and k fused, o cut by columns."""
+
+    def __init__(self, wire_dtype: str = "float32", bucket_bytes: int = 128) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tensors = {name: torch.randn(shape, generator=generator) for name, shape in ADAPTED.items()}
+        self.tensors["norm"] = torch.randn(7, generator=generator)
+        for name, (rows, columns) in ADAPTED.items():
+            self.tensors[f"{name}.A"] = torch.randn(RANK, columns, generator=generator)
+            self.tensors[f"{name}.B"] = torch.zeros(rows, RANK)
+        super().__init__(packing([self.exported(name) for name in self.tensors], wire_dtype, bucket_bytes))
+        self.base, self.dtype = self.layout.num_base_buckets, getattr(torch, wire_dtype)
+        self.fused, self.output, self.norm = (torch.zeros(shape, dtype=self.dtype) for shape in ((6, 6), (6, 4), 7))
+        self.targets = [
+            [Segment((4, 6), (6, 1), 4 * 6, self.fused[:4])],
+            [Segment((2, 6), (6, 1), 2 * 6, self.fused[4:])],
+            [Segment((6, 4), (8, 1), 4, self.output)],
+            [Segment((7,), (1,), 0, self.norm)],
+        ]
+
+    def exported(self, name: str) -> ExportedTensor:
+        weight, dot, _ = name.partition(".")
+        return replace(exported(name, lambda: self.tensors[name]), adapts=weight if dot else None)
+
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name in self.tensors:
+            if "." in name:
+                self.tensors[name] = torch.randn(self.tensors[name].shape, generator=generator)
+
+    def check(self) -> None:
+        q, k, o = (
+            merge(self.tensors[name].to(self.dtype), self.tensors[f"{name}.A"], self.tensors[f"{name}.B"], 1.0)
+            for name in ADAPTED
+        )
+        error = {torch.float32: 1e-6, torch.bfloat16: 1e-1}[self.dtype]  # a rounding of the last bit of bfloat16
+        torch.testing.assert_close(self.fused, torch.cat([q[4:], k[2:]]), rtol=1e-6, atol=error)
+        torch.testing.assert_close(self.output, o[:, 4:], rtol=1e-6, atol=error)
+        assert torch.equal(self.norm, self.tensors["norm"].to(self.dtype))
+
+
+# Tensors over several buckets, halves apart, all in two.
+@pytest.mark.parametrize(("wire_dtype", "bucket_bytes"), [("float32", 64), ("bfloat16", 128), ("float32", 1 << 16)])
+def test_adapters_alone_give_the_merged_weights(wire_dtype: str, bucket_bytes: int) -> None:
+    model = Model(wire_dtype, bucket_bytes)
+    model.sync(1)
+    model.check()
+    for version in (2, 3, 4):  # nothing adds up: each begins at the base weights
+        model.train(version)
+        model.sync(version, model.base)
+        model.check()
+    sent = model.layout.bytes_of(range(model.base, len(model.layout.buckets)))
+    assert sent == 4 * sum(t.numel() for name, t in model.tensors.items() if "." in name), "in float32 on any wire"
+    for name in ADAPTED:  # other base weights, as when the policy's workers were replaced
+        model.tensors[name] = model.tensors[name] + 1.0
+    model.sync(5)
+    model.check()
+    model.train(6)
+    model.sync(6, model.base)
+    model.check()
+
+
+def test_adapters_without_all_of_their_weights_damaged_or_missing_or_for_a_transposed_weight_are_refused() -> None:
+    model = Model()
+    assert model.base > 1
+    refused = r"adapters came, and the weights .* \(q and others\) have not been"
+    with pytest.raises(RefitError, match=f"version 1: {refused}"):
+        model.sync(1, model.base)
+    model.sync(2)
+    with pytest.raises(RefitError, match="version 3, bucket 1: never arrived"):
+        model.sync(3, end=1)
+    with pytest.raises(RefitError, match=f"version 4: {refused}"):
+        model.sync(4, model.base)
+    model.receiver.begin(5, targets=model.targets, load=None)
+    model.receiver.receive(0, model.sender.pack(0)["fingerprints"])
+    with pytest.raises(RefitError, match=f"version 5: {refused}"):
+        for bucket in range(model.base, len(model.layout.buckets)):
+            model.receiver.receive(bucket, model.sender.pack(bucket)["fingerprints"])
+    model.sync(6)
+    model.check()
+    # Damaged or missing adapters are refused too, and the next sync is whole again.
+    last = len(model.layout.buckets) - 1
+    model.train(2)
+    name = model.layout.tensors[model.layout.buckets[last][0].tensor].name
+    with pytest.raises(RefitError, match=rf"version 7, bucket {last}: tensor '{name}' is not what the policy sent"):
+        model.sync(7, model.base, flip=(last, 0))
+    with pytest.raises(RefitError, match=rf"version 8, bucket {last}: never arrived"):
+        model.sync(8, model.base, end=last)
+    model.sync(9, model.base)
+    model.check()
+    model = Model()
+    model.targets[2] = [Segment((8, 6), (1, 8), 0, torch.zeros(8, 6))]  # transposed
+    with pytest.raises(RefitError, match=r"refit=adapter does not work for o: the engine takes it as \[8, 6\]"):
+        model.sync(1)
+
+
 # -- shared memory
 
 
 def test_nothing_is_left_when_the_owner_is_killed() -> None:
-    code = (
-        "import json, sys, time\n"
-        "from nemo_rl.refit.buffers import SharedMemoryBuffer\n"
-        "buffer = SharedMemoryBuffer.create(1 << 16)\n"
-        "buffer.bytes[7] = 42\n"
-        "print(json.dumps(buffer.endpoint), flush=True)\n"
-        "time.sleep(60)\n"
-    )
+    code = """
+import json, sys, time
+from nemo_rl.refit.buffers import SharedMemoryBuffer
+buffer = SharedMemoryBuffer.create(1 << 16)
+buffer.bytes[7] = 42
+print(json.dumps(buffer.endpoint), flush=True)
+time.sleep(60)
+"""
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
