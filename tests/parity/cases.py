@@ -15,7 +15,7 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
 from nemo_rl.types import LossFunction
 from tests.parity import ours
-from tests.parity.batch import LONGEST_COMPLETION
+from tests.parity.ours import LONGEST_COMPLETION
 
 Side = Callable[[], tuple[float, dict[str, Tensor]]]
 
@@ -119,46 +119,30 @@ KL, TRL_KL = {"reference_policy_kl_penalty": 0.1}, {"beta": 0.1, "use_bias_corre
 # The gradient of ratio * k3 is ratio * log(policy / reference) * grad log policy, which is that of k2 with the ratio as
 # a weight without gradient.
 UNBIASED_KL = KL | {"reference_policy_kl_type": "k2", "use_on_policy_kl_approximation": True}
+TRL_UNBIASED_KL = {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}
 GSPO = {"sequence_level_importance_ratios": True}
+CISPO = {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.28}
+BETA, SMOOTHED = {"beta": 0.5}, {"label_smoothing": 0.1}
+TRL_WITH_SFT = BETA | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
+NORMALISED = {"beta": 5.0, "loss_type": ["sigmoid_norm"]}
+KINDS = {"dapo": TOKENS, "grpo": SEQUENCES, "dr_grpo": DR_GRPO, "bnpo": TOKENS}
 
 CASES: dict[str, Case] = {
-    "GRPO dapo": _grpo({"loss_type": "dapo"}, TOKENS),
-    "GRPO grpo": _grpo({"loss_type": "grpo"}, SEQUENCES),
-    "GRPO dr_grpo": _grpo({"loss_type": "dr_grpo"}, DR_GRPO),
-    "GRPO bnpo": _grpo({"loss_type": "bnpo"}, TOKENS),
-    "GRPO dapo, KL": _grpo({"loss_type": "dapo"} | TRL_KL, TOKENS | KL),
-    "GRPO grpo, KL": _grpo({"loss_type": "grpo"} | TRL_KL, SEQUENCES | KL),
-    "GRPO dr_grpo, KL": _grpo({"loss_type": "dr_grpo"} | TRL_KL, DR_GRPO | KL),
-    "GRPO bnpo, KL": _grpo({"loss_type": "bnpo"} | TRL_KL, TOKENS | KL),
-    "GRPO dapo, unbiased KL": _grpo(
-        {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}, TOKENS | UNBIASED_KL, is_same_value=False
-    ),
+    **{f"GRPO {kind}": _grpo({"loss_type": kind}, settings) for kind, settings in KINDS.items()},
+    **{f"GRPO {kind}, KL": _grpo({"loss_type": kind} | TRL_KL, settings | KL) for kind, settings in KINDS.items()},
+    "GRPO dapo, unbiased KL": _grpo(TRL_UNBIASED_KL, TOKENS | UNBIASED_KL, is_same_value=False),
     "GRPO clip-higher": _grpo({"loss_type": "dapo", "epsilon_high": 0.28}, TOKENS | {"ratio_clip_max": 0.28}),
     "GRPO two-sided clip": _grpo({"loss_type": "dapo", "delta": 1.3}, TOKENS | {"ratio_clip_c": 1.3}),
     "GRPO sequence ratios": _grpo({"loss_type": "grpo", "importance_sampling_level": "sequence"}, SEQUENCES | GSPO),
-    "GRPO cispo": _grpo(
-        {"loss_type": "cispo", "epsilon_high": 1.28},
-        TOKENS | {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.28},
-    ),
+    "GRPO cispo": _grpo({"loss_type": "cispo", "epsilon_high": 1.28}, TOKENS | CISPO),
     "SFT": Case(trl="defaults", settings="defaults", ours=_ours(NLLLoss()), theirs=partial(_by_trl, "sft", {})),
-    "DPO sigmoid": _dpo({"beta": 0.5, "loss_type": ["sigmoid"]}, {}),
-    "DPO sigmoid, normalised": _dpo(
-        {"beta": 5.0, "loss_type": ["sigmoid_norm"]}, {"preference_average_log_probs": True}
-    ),
-    "DPO ipo": _dpo({"beta": 0.5, "loss_type": ["ipo"]}, {"preference_loss": "ipo"}),
-    "DPO hinge": _dpo({"beta": 0.5, "loss_type": ["hinge"]}, {"preference_loss": "hinge"}),
-    "DPO robust": _dpo(
-        {"beta": 0.5, "loss_type": ["robust"], "label_smoothing": 0.1},
-        {"preference_loss": "robust", "label_smoothing": 0.1},
-    ),
-    "cDPO": _dpo(
-        {"beta": 0.5, "loss_type": ["aot"], "label_smoothing": 0.1}, {"label_smoothing": 0.1}, pair_by_pair=True
-    ),
-    "DPO with SFT": _dpo(
-        {"beta": 0.5, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
-        {"sft_loss_weight": 0.3, "sft_average_log_probs": True},
-        pair_by_pair=True,
-    ),
+    "DPO sigmoid": _dpo(BETA | {"loss_type": ["sigmoid"]}, {}),
+    "DPO sigmoid, normalised": _dpo(NORMALISED, {"preference_average_log_probs": True}),
+    "DPO ipo": _dpo(BETA | {"loss_type": ["ipo"]}, {"preference_loss": "ipo"}),
+    "DPO hinge": _dpo(BETA | {"loss_type": ["hinge"]}, {"preference_loss": "hinge"}),
+    "DPO robust": _dpo(BETA | {"loss_type": ["robust"]} | SMOOTHED, {"preference_loss": "robust"} | SMOOTHED),
+    "cDPO": _dpo(BETA | {"loss_type": ["aot"]} | SMOOTHED, SMOOTHED, pair_by_pair=True),
+    "DPO with SFT": _dpo(TRL_WITH_SFT, {"sft_loss_weight": 0.3, "sft_average_log_probs": True}, pair_by_pair=True),
     "reward model": _reward(use_margin=False),
     "reward model, margin": _reward(use_margin=True),
 }

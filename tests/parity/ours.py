@@ -1,18 +1,124 @@
-"""Our side of the comparison: packed rows, our logprobs, the loss of each micro-batch with the counts of the batch."""
+"""Models and sequences on which our losses and TRL's are compared: tiny, random, float32. And our side of it:
 
-from collections.abc import Sequence as SequenceOf
+packed rows, our logprobs, the loss of each micro-batch with the counts of the batch.
+"""
+
+import copy
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForSequenceClassification as Qwen2Classifier
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.attention import ATTENTION
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, scored_sequences
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.types import LossFunction, SamplingParams
-from tests.parity.batch import batch, model
+
+NUM_PAIRS, LONGEST_COMPLETION = 4, 12
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A prompt and what was answered; `mask` says which tokens of the answer carry loss."""
+
+    prompt: list[int]
+    completion: list[int]
+    mask: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.completion
+
+    @property
+    def token_mask(self) -> list[int]:
+        return [0] * len(self.prompt) + self.mask
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Eight sequences, which are four pairs: even ones chosen, odd ones rejected, on the same prompt."""
+
+    sequences: list[Sequence]
+    advantages: Tensor  # [8]
+    margins: Tensor  # [4]
+    noise: list[Tensor]  # per sequence [T]: previous logprobs minus those of the policy
+
+
+@lru_cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tiny_tokenizer()
+
+
+def _config(architecture: str, **changes: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,  # logits that differ: at 0.02 every loss sits where nothing has happened yet
+        pad_token_id=tokenizer().pad_token_id,
+        tie_word_embeddings=True,
+        architectures=[architecture],
+        **changes,
+    )
+
+
+@lru_cache
+def _original(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "reward":
+        return Qwen2Classifier(_config("Qwen2ForSequenceClassification", num_labels=1))
+    model = Qwen2ForCausalLM(_config("Qwen2ForCausalLM"))
+    if kind == "reference":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    return model
+
+
+def model(kind: str, attention: str) -> PreTrainedModel:
+    """A copy of the "policy", the "reference" near it, or the "reward" model, with that attention of transformers."""
+    copied = copy.deepcopy(_original(kind))
+    copied.set_attn_implementation(attention)
+    return copied
+
+
+@lru_cache
+def batch() -> Batch:
+    """Ragged, with a gap in two of the answers, where a tool or a user would have spoken."""
+    generator = torch.Generator().manual_seed(1)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(10, len(tokenizer()), (count,), generator=generator).tolist()
+
+    sequences = []
+    for _ in range(NUM_PAIRS):
+        prompt = tokens(number(3, 9))
+        for _ in range(2):
+            completion = tokens(number(4, LONGEST_COMPLETION))
+            mask = [1] * len(completion)
+            if len(completion) >= 9:
+                mask[3:6] = [0, 0, 0]
+            sequences.append(Sequence(prompt, completion, mask))
+    assert sum(0 in sequence.mask for sequence in sequences) >= 2
+    return Batch(
+        sequences=sequences,
+        advantages=torch.randn(2 * NUM_PAIRS, generator=generator),
+        margins=torch.rand(NUM_PAIRS, generator=generator),
+        noise=[0.3 * torch.randn(len(sequence.ids), generator=generator) for sequence in sequences],
+    )
+
 
 ROWS_PER_MICRO_BATCH = 2
 TEMPERATURE = 0.7
@@ -69,7 +175,7 @@ def rows_of(temperature: float, *, with_logprobs: bool) -> list[Row]:
     return rows
 
 
-def _outputs(scorer: LogprobModel, rows: SequenceOf[Row], task: HeadTask, *, last_token_only: bool) -> Tensor:
+def _outputs(scorer: LogprobModel, rows: list[Row], task: HeadTask, *, last_token_only: bool) -> Tensor:
     """[B, S]"""
     layout = RowLayout(padding_free=True, own_states=last_token_only)
     return scorer(layout.build(scored_sequences(rows, last_token_only=last_token_only)), task)

@@ -8,8 +8,7 @@ from datasets import Dataset, disable_progress_bars
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from tests.parity.batch import LONGEST_COMPLETION, batch, model, tokenizer
-from tests.parity.ours import TEMPERATURE, rows_of
+from tests.parity.ours import LONGEST_COMPLETION, TEMPERATURE, batch, model, rows_of, tokenizer
 
 ATTENTION = "eager"
 

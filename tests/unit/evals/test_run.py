@@ -1,4 +1,4 @@
-"""The records of finished groups, the treatment of failures, and several datasets in one evaluation."""
+"""The configuration of an evaluation, records of finished groups, treatment of failures, and several datasets."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.setup.placement import describe_evaluation
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
-from nemo_rl.config.loader import load_config
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.metrics import show_results
@@ -18,9 +20,66 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
 from tests.fakes import handle, sample
+from tests.tables import cases, pattern
 from tests.unit.config.run_configs import CONFIGS
 
 CPU = CONFIGS / "evals" / "eval_cpu.yaml"
+
+
+def load(*overrides: str) -> EvalMasterConfig:
+    return load_config(EvalMasterConfig, CPU, list(overrides))
+
+
+def test_what_follows_from_what():
+    """NeMo RL's own keys, with what they leave out."""
+    generation = {"model_name": "m", "vllm_cfg": {"max_model_len": 512}, "top_k": -1}
+    sections = {"generation": generation, "data": {"dataset_name": "math500"}, "env": {"math": {}}}
+    config = build_config(EvalMasterConfig, sections)
+    assert (config.generation.max_new_tokens, config.data.max_input_seq_length) == (512, 512)
+    assert (config.generation.temperature, config.generation.val_temperature) == (0.0, 0.0)
+    assert (config.tokenizer.name, config.generation.num_prompts_per_step) == ("m", -1)
+    assert config.generation.vllm_cfg.gpu_memory_utilization == 0.9
+
+
+REFUSED = """
+eval.k_value=9 -> eval.k_value ... 9 is more than num_tests_per_prompt=8
+generation.temperature=0 -> generation.temperature ... 0 gives 8 equal samples of each prompt
+generation.val_temperature=0.5 -> generation.val_temperature ... for validation during training
+generation.num_prompts_per_step=0 -> num_prompts_per_step ... must be 1 or more, or -1
+eval.k_valu=2 -> the nearest valid key is eval.k_value
+eval.metric=maj@k -> eval.metric ... must be 'pass@k' or 'cons@k'
+data.dataset_name=null -> data.dataset_name ... name a dataset
+data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
+data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has columns of its own
+data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
+data.dataset_name=mmlu & ~env.multichoice -> no math environment judges the answers of mmlu: add
+data.max_input_seq_length=99 -> more than generation.vllm_cfg.max_model_len=48
+generation.vllm_cfg.tensor_parallel_size=2 -> engines of 2 do not fill nodes of 1 CPU workers
+eval.metric=cons@k & +env.rm={type: reward_model, model_name: m} & data.env_name=rm
+    -> cons@k takes a vote on answers, and env.rm (reward_model) finds none
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED))
+def test_what_cannot_work_is_refused(given, told):
+    with pytest.raises(ConfigError, match=pattern(told)):
+        load(*given)
+
+
+def test_each_dataset_has_its_processor_and_its_judge():
+    several = "[{dataset_name: gsm8k}, {dataset_name: mmlu_pro}, {dataset_name: mmlu_DE-DE, prompt_file: own.txt}]"
+    config = load("data.dataset_name=null", "data.prompt_file=all.txt", f"data.datasets={several}")
+    found = [(config.processor_of(d), config.environment_of(d), d.prompt_file) for d in config.data.chosen]
+    assert found == [
+        ("math_hf_data_processor", "math", "all.txt"),
+        ("multichoice_qa_processor", "multichoice", "all.txt"),
+        ("multichoice_qa_processor", "multilingual", "own.txt"),
+    ]
+    assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_evaluation(config)
+    one = load("data.dataset_name=gpqa", "env.math.verifier_type=english_multichoice", "~env.multichoice")
+    assert one.environment_of(one.data.chosen[0]) == "math"
+
+
 SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
 
@@ -63,7 +122,7 @@ def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> 
 
 
 def writer(folder: SampleFolder, *overrides: str, collector: Any = None) -> _Writer:
-    config = load_config(EvalMasterConfig, CPU, [*SMALL, *overrides])
+    config = load(*SMALL, *overrides)
     data = load_eval_data(config)
     nothing: Any = None
     inputs = Inputs(model=nothing, data=data, process=nothing, identity={}, folder=folder.folder)
@@ -97,14 +156,10 @@ def test_groups_that_end_with_their_worker_are_asked_again(folder):
     assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
 
 
-@pytest.mark.parametrize(
-    "failures",
-    [
-        {2: lost(WorkerError, "KeyError")},
-        {2: lost(WorkerHang)},
-        {n: lost(WorkerDied) for n in range(2, 99)},  # again and again
-    ],
-)
+AGAIN_AND_AGAIN = {n: lost(WorkerDied) for n in range(2, 99)}
+
+
+@pytest.mark.parametrize("failures", [{2: lost(WorkerError, "KeyError")}, {2: lost(WorkerHang)}, AGAIN_AND_AGAIN])
 def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
     collector = FakeCollector(failures)
     with pytest.raises(WorkerError):
@@ -114,9 +169,7 @@ def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
 
 def test_a_vote_needs_answers(folder):
     chosen = writer(folder)
-    chosen.config = load_config(
-        EvalMasterConfig, CPU, [*SMALL, "+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k"]
-    )
+    chosen.config = load(*SMALL, "+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k")
     tasks = chosen.inputs.data.tasks
     tasks["arithmetic"] = replace(tasks["arithmetic"], env_name="mine")
     chosen.take([played("arithmetic:0", 1.0, 1.0, answer=None)])
@@ -142,8 +195,7 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
     several = f"[{{dataset_name: arithmetic, split: validation}}, {{dataset_name: '{tmp_path}/rows.csv'}}, "
     several += "{dataset_name: arithmetic, split: train, kwargs: {num_samples: 3}}]"
-    none = ["data.dataset_name=null", "data.kwargs={}", "data.split=null"]
-    config = load_config(EvalMasterConfig, CPU, [*none, f"data.datasets={several}"])
+    config = load("data.dataset_name=null", "data.kwargs={}", "data.split=null", f"data.datasets={several}")
     data = load_eval_data(config)
     assert list(data.tasks) == ["arithmetic", "rows", "arithmetic#2"]
     ids = [prompt.prompt_id for prompt in data.prompts]
