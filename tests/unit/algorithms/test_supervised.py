@@ -42,15 +42,11 @@ def make(prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         ids = np.arange(1, length + 1, dtype=np.int32) + prompt.idx % 7 + number
         mask = (np.arange(length) >= length - 2) & (problem is None)
         examples.append(Example(sample_id=f"{prompt.prompt_id}/{number}", token_ids=ids, token_mask=mask))
-    meta = ExampleMeta(
-        prompt_id=prompt.prompt_id,
-        index=0,
-        lengths=tuple(prompt.row["lengths"]),
-        num_loss_tokens=0 if problem else 2 * len(examples),
-        problem=f"row {prompt.prompt_id}, column 'messages': {problem}" if problem else None,
-        problem_kind=problem or "",
+    told = f"row {prompt.prompt_id}, column 'messages': {problem}" if problem else None
+    counts: Any = {"lengths": tuple(prompt.row["lengths"]), "num_loss_tokens": 0 if problem else 2 * len(examples)}
+    return examples, ExampleMeta(
+        prompt_id=prompt.prompt_id, index=0, problem=told, problem_kind=problem or "", **counts
     )
-    return examples, meta
 
 
 class Pool:
@@ -131,13 +127,10 @@ class Run:
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
         source = PromptDataLoader(dataset("d", rows), config.policy.train_global_batch_size, seed=1)
         self.policy: Any = RowPolicy()
-        parts = SupervisedParts(
-            policy=self.policy,
-            loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
-            num_batches=None if is_streamed else source.num_batches,
-            validation={name: partial(handles_of, name, own) for name, own in (validation or {}).items()},
-            flops=FLOPS,
-        )
+        loader = ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs)
+        sets = {name: partial(handles_of, name, own) for name, own in (validation or {}).items()}
+        how: Any = {"loader": loader, "num_batches": None if is_streamed else source.num_batches, "validation": sets}
+        parts = SupervisedParts(policy=self.policy, flops=FLOPS, **how)
         if kind == "dpo":
             self.trainer: SupervisedTrainer = DPOTrainer(config, tools, parts, None)
         else:

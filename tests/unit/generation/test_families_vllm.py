@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -77,7 +76,7 @@ def check_syncs(refit: Refit, model: Any, distance: Callable[[int], tuple[float,
 
 @pytest.mark.families
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path: Path, family: str):
+def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path, family: str):
     dtype = "bfloat16" if family in IN_BFLOAT16 else "float32"
     model = save_random_model(family, tmp_path, getattr(torch, dtype), **CHANGES.get(family, {}))
     if family == "gpt_oss":  # as the model is on disk: the engine is told that it gets ordinary weights
@@ -117,7 +116,7 @@ def distance_with_images(model: Any, generation: VllmGeneration, rows: list[Row]
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_logprobs_of_models_that_see_are_those_of_transformers_with_and_without_images(
-    ray_local, tmp_path: Path, family: str
+    ray_local, tmp_path, family: str
 ):
     recipe, rng = RECIPES["shapes"], random.Random(0)
     tokenizer = build_tiny_tokenizer(cast(TinyVisionRecipe, recipe))

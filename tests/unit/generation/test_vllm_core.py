@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +104,7 @@ class Counting(WholeAnswerScheduler):
         return super()._next_tokens()
 
 
-def test_every_step_is_the_one_that_vllm_schedules(tiny_model_dir: Path) -> None:
+def test_every_step_is_the_one_that_vllm_schedules(tiny_model_dir) -> None:
     block_size, settings = 4, engine_settings(tiny_model_dir, generation_config(64), device="cpu")
     config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
     config.cache_config.num_gpu_blocks = 64
@@ -358,7 +357,7 @@ def test_every_request_gets_the_experts_of_its_own_tokens():
     assert unpack(recorder.take("2", 4))[:, 1, 0].tolist() == [20, 21, 22, 23]
 
 
-def test_an_engine_on_gpus_returns_them_itself_signed_where_there_are_many(tiny_model_dir: Path):
+def test_an_engine_on_gpus_returns_them_itself_signed_where_there_are_many(tiny_model_dir):
     settings = engine_settings(tiny_model_dir, generation_config(), device="cpu", return_routed_experts=True)
     assert not engine_args(settings, {}).enable_return_routed_experts
     assert engine_args(replace(settings, device="cuda"), {}).enable_return_routed_experts

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,7 +231,7 @@ def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generatio
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path) -> None:
     model = make_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
