@@ -42,11 +42,10 @@ def make(prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         ids = np.arange(1, length + 1, dtype=np.int32) + prompt.idx % 7 + number
         mask = (np.arange(length) >= length - 2) & (problem is None)
         examples.append(Example(sample_id=f"{prompt.prompt_id}/{number}", token_ids=ids, token_mask=mask))
-    told = f"row {prompt.prompt_id}, column 'messages': {problem}" if problem else None
-    counts: Any = {"lengths": tuple(prompt.row["lengths"]), "num_loss_tokens": 0 if problem else 2 * len(examples)}
-    return examples, ExampleMeta(
-        prompt_id=prompt.prompt_id, index=0, problem=told, problem_kind=problem or "", **counts
-    )
+    how: Any = {"lengths": tuple(prompt.row["lengths"]), "num_loss_tokens": 0 if problem else 2 * len(examples)}
+    if problem is not None:
+        how |= {"problem": f"row {prompt.prompt_id}, column 'messages': {problem}", "problem_kind": problem}
+    return examples, ExampleMeta(prompt_id=prompt.prompt_id, index=0, **how)
 
 
 class Pool:
