@@ -57,7 +57,11 @@ def policy_config(**changes: Any) -> PolicyConfig:
 
 
 def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:
-    """Trained by the other backend. `changes`: keys of policy; `megatron`: of policy.megatron_cfg."""
+    """Trained by the other backend. `changes`: keys of policy; `megatron`: of policy.megatron_cfg.
+
+    Also imports that backend, which takes seconds: once here, and not in every rank that is forked later.
+    """
+    import nemo_rl.models.policy.megatron.worker  # noqa: F401
     from nemo_rl.models.policy.megatron.config import MegatronConfig
 
     off = {"dtensor_cfg": DTensorConfig(enabled=False), "optimizer": None, "padding_free": None}

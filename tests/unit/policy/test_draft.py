@@ -115,18 +115,15 @@ def test_it_continues_from_a_checkpoint_to_the_same_bits(
 ) -> None:
     config = with_draft(method, train_micro_batch_size=8)
 
-    def save(rank: int, world: int) -> None:
+    def save_and_resume(rank: int, world: int) -> Trained:
         worker = drafting_worker(model_path, config)
         steps_of(worker, 1)
         worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True))
+        again = drafting_worker(model_path, config)
+        again.load_checkpoint(tmp_path, load_optimizer=True)
+        return steps_of(again, 1)
 
-    def resume(rank: int, world: int) -> Trained:
-        worker = drafting_worker(model_path, config)
-        worker.load_checkpoint(tmp_path, load_optimizer=True)
-        return steps_of(worker, 1)
-
-    run_world(save, 1)
-    resumed = run_world(resume, 1)[0]
+    [resumed] = run_world(save_and_resume, 1)
     assert resumed.of_policy == trained.of_policy[1:] and resumed.of_draft("loss") == trained.of_draft("loss")[1:]
     assert all(torch.equal(trained.draft[name], weight) for name, weight in resumed.draft.items())
     if method == "mtp":  # in the policy's own directory, which is a model with a prediction head again

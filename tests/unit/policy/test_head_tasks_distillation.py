@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import PACKED, load_step, make_groups, make_worker, megatron_policy, policy_config
+from tests.unit.policy.test_layouts import ALIKE, CP, PP, TP, cut
 from tests.worlds import run_world
 
 K, COMMON = 5, 90  # tokens that both know; the heads have more
@@ -100,15 +101,11 @@ def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[s
     return expected
 
 
-def torch_cut(length: int = 1, **cut: int) -> PolicyConfig:
-    return policy_config(**PACKED, make_sequence_length_divisible_by=length, dtensor_cfg=DTensorConfig(**cut))
-
-
 LAYOUTS: dict[str, tuple[int, str, PolicyConfig]] = {
     "one": (1, "tied", policy_config()),
-    "tp": (2, "tied", torch_cut(32, tensor_parallel_size=2)),  # alike: DTensor plans for every new length
-    "cp": (2, "tied", torch_cut(context_parallel_size=2)),
-    "pp": (2, "untied", torch_cut(pipeline_parallel_size=2)),
+    "tp": (2, "tied", policy_config(**ALIKE | cut(**{TP: 2}))),
+    "cp": (2, "tied", policy_config(**PACKED | cut(**{CP: 2}))),
+    "pp": (2, "untied", policy_config(**PACKED | cut(**{PP: 2}))),
     "megatron tp": (2, "tied", megatron_policy(tensor_model_parallel_size=2, sequence_parallel=True)),
     "megatron pp": (2, "untied", megatron_policy(pipeline_model_parallel_size=2)),
     "megatron cp": (2, "tied", megatron_policy(context_parallel_size=2)),

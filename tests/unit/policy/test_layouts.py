@@ -19,12 +19,15 @@ from nemo_rl.models.policy.config import (
     SequencePackingConfig,
 )
 from nemo_rl.models.policy.dtensor.checks import check_layout
+from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
 from tests.unit.policy.models import Models
 from tests.unit.policy.steps import (
     PACKED,
     PADDED,
     Step,
+    load_step,
+    logprobs_of,
     make_worker,
     one_step,
     plain_logprobs,
@@ -202,10 +205,18 @@ def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of
     alone: Alone, family: str, experts: dict[str, int]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(alone.path(family), dtype=torch.float32, attn_implementation="eager")
-    expected = plain_logprobs(model)
-    for step in run_world(one_step, 4, alone.path(family), settings_of(ALIKE | cut(**{TP: 2, CP: 2}, **experts))):
-        assert step.logprobs.keys() == expected.keys()
-        for name, kinds in step.logprobs.items():
+    expected, path = plain_logprobs(model), alone.path(family)
+
+    def rank_main(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        worker = make_worker(path, settings_of(ALIKE | cut(**{TP: 2, CP: 2}, **experts)), init_optimizer=False)
+        load_step(worker)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        return logprobs_of(worker)
+
+    for found in run_world(rank_main, 4):
+        assert found.keys() == expected.keys()
+        for name, kinds in found.items():
             assert max(float((logprobs - expected[name]).abs().max()) for logprobs in kinds) < 1e-5
 
 

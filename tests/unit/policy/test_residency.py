@@ -111,18 +111,23 @@ def moved_about(worker: Any) -> None:
 def test_training_goes_on_after_an_absence_as_without(
     models: Models, backend: str, world_size: int, precision: str
 ) -> None:
-    path = models["llama" if backend == "torch" else "qwen2-tied"]
+    path, config = models["llama" if backend == "torch" else "qwen2-tied"], config_of(backend, precision)
 
-    def two_steps(rank: int, world: int, is_moved: bool) -> Weights:
-        worker = loaded(path, config_of(backend, precision))
-        train(worker)
-        if is_moved:
-            moved_about(worker)
-        train(worker)
-        return whole_weights(worker)
+    def rank_main(rank: int, world: int) -> list[Weights]:
+        found = []
+        for is_moved in (False, True):
+            worker = loaded(path, config)
+            train(worker)
+            if is_moved:
+                moved_about(worker)
+            train(worker)
+            found.append(whole_weights(worker))
+            if backend == "megatron":
+                worker.mesh.close()
+        return found
 
-    stayed, moved = (run_world(two_steps, world_size, is_moved)[0] for is_moved in (False, True))
-    assert stayed.keys() == moved.keys() and all(torch.equal(stayed[name], moved[name]) for name in stayed)
+    for stayed, moved in run_world(rank_main, world_size):
+        assert stayed.keys() == moved.keys() and all(torch.equal(stayed[name], moved[name]) for name in stayed)
 
 
 @pytest.mark.parametrize(("precision", "num_bytes"), [("float32", 4), ("bfloat16", 2)])

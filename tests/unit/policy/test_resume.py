@@ -21,7 +21,7 @@ from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import Models
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_step, whole_weights
-from tests.unit.policy.test_layouts import COPIES, CP, EP, PP, SP, TP
+from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP
 from tests.worlds import run_world
 
 LORA = {"lora_cfg": LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=["q_proj", "down_proj"])}
@@ -87,13 +87,15 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal(
     models: Models, tmp_path: Path, world: int, settings: dict[str, Any]
 ) -> None:
     how, config = SaveRequest(model_save_format="safetensors", save_consolidated=True), deterministic(settings)
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    first, second = (
-        run_world(goes_on, world, models["llama"], config, tmp_path / name, how) for name in ("first", "second")
-    )
-    resumed = run_world(resumes, world, models["llama"], config, tmp_path / "first")
-    for one, other, late in zip(first, second, resumed, strict=True):
+    path, folders = models["llama"], [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+
+    def rank_main(rank: int, world: int) -> list[Run]:
+        runs = [goes_on(rank, world, path, config, folder, how) for folder in folders]
+        return [*runs, resumes(rank, world, path, config, folders[0])]
+
+    for one, other, late in run_world(rank_main, world):
         assert one[0][0].losses != one[0][1].losses
         assert one[0][1].learning_rates == pytest.approx([0.007, 0.01]), "one step of it per optimizer step"
         assert_bitwise(other, one)
@@ -105,8 +107,13 @@ def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted
 ) -> None:
     config, path = deterministic({}), models["llama"]
     how = SaveRequest(save_consolidated=True, model_save_format="torch_save")
-    want = run_world(goes_on, 1, path, config, tmp_path, how)[0][0][1]
-    [got] = run_world(lambda rank, world: resumes(rank, world, path, config, tmp_path, optimizer=False), 1)[0][0]
+
+    def rank_main(rank: int, world: int) -> tuple[TrainResult, TrainResult]:
+        (_, want), _ = goes_on(rank, world, path, config, tmp_path, how)
+        [got], _ = resumes(rank, world, path, config, tmp_path, optimizer=False)
+        return want, got
+
+    [(want, got)] = run_world(rank_main, 1)
     assert got.losses[0] == want.losses[0]
     assert abs(got.losses[1] - want.losses[1]) > 1e-4
     (tmp_path / "policy" / "tokenizer").mkdir()
@@ -135,7 +142,8 @@ def test_it_resumes_on_another_layout(
     """While it trains on, the checkpoint is written."""
     momentum = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
     before, after = (
-        policy_config(optimizer=momentum, dtensor_cfg=DTensorConfig(**layout)) for _, layout in (saved_on, resumed_on)
+        policy_config(**ALIKE, optimizer=momentum, dtensor_cfg=DTensorConfig(**layout))
+        for _, layout in (saved_on, resumed_on)
     )
     how = SaveRequest(in_background=True)
     (_, want), want_weights = run_world(goes_on, saved_on[0], models[family], before, tmp_path, how)[0]

@@ -36,6 +36,7 @@ TENSOR = {
     "sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96),
     "make_sequence_length_divisible_by": 96,
 }
+CUT_TOKENS: dict[str, Any] = {"tensor_parallel_size": 2, "sequence_parallel": True}
 SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
 
 
@@ -120,8 +121,7 @@ def whole(model) -> Step:
         (1, {"dynamic_batching": SHARED_OUT, "padding_free": False}),
         (2, {"dynamic_batching": SHARED_OUT}),
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
-        (2, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)}),
-        (4, TENSOR | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2, context_parallel_size=2)}),
+        (4, TENSOR | {"dtensor_cfg": DTensorConfig(**CUT_TOKENS, context_parallel_size=2)}),
     ],
 )
 def test_the_split_does_not_matter(model, whole, world, changes):
@@ -134,7 +134,7 @@ def test_the_split_does_not_matter(model, whole, world, changes):
     [
         ("qwen3_vl", {"tensor_parallel_size": 2}),
         ("qwen3_vl", {"context_parallel_size": 2}),
-        ("gemma3", {"tensor_parallel_size": 2, "sequence_parallel": True}),
+        ("gemma3", CUT_TOKENS),
         ("gemma3", {"tensor_parallel_size": 2, "context_parallel_size": 2}),
     ],
 )

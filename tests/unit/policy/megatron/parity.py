@@ -50,10 +50,12 @@ class Layout:
 def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
     """Steps by layout and rank; the layouts, all of one world, are had one after the other."""
 
+    configs = [layout.config() for layout in layouts]
+
     def on_rank(rank: int, world: int) -> list[Step]:
         steps = []
-        for layout in layouts:
-            worker = make_worker(path, layout.config())
+        for config in configs:
+            worker = make_worker(path, config)
             steps.append(step_of(worker))
             worker.mesh.close()
         return steps
