@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.unit.policy.models import perturb
+
 VOCAB = 300
 """Of `build_tiny_tokenizer`, rounded up."""
 
@@ -102,9 +104,7 @@ def random_model(
     )
     if model.base_model is model:
         model.base_model_prefix = "model"
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    perturb(model, 0.05)
     return model.eval()
 
 

@@ -67,10 +67,15 @@ def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -
     model_type, settings = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **SHAPE | settings | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.rand_like(buffer) * 0.2)
+    perturb(model, 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand_like(buffer) * 0.2)
     model.save_pretrained(directory)
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module, by: float) -> None:
+    """Add random numbers of size `by` to every parameter."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * by)

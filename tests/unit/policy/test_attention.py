@@ -22,13 +22,9 @@ from nemo_rl.models.policy.attention import (
     unpackable_reason,
 )
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from tests.unit.policy import models
 
-VOCAB = 97
-SHAPE = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
-}
+SHAPE = models.SHAPE | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "bos_token_id": 1}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "qwen2": AutoConfig.for_model("qwen2", **SHAPE),
@@ -45,15 +41,15 @@ def build(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     # A copy: the model writes the name of the implementation into its configuration.
     model = AutoModel.from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    models.perturb(model, 0.1)
     return model.eval()
 
 
 def sequences(lengths: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randint(2, VOCAB, (n,), generator=generator), torch.ones(n, dtype=torch.bool)) for n in lengths]
+    return [
+        (torch.randint(2, models.VOCAB, (n,), generator=generator), torch.ones(n, dtype=torch.bool)) for n in lengths
+    ]
 
 
 def states_alone(model: PreTrainedModel, lengths: list[int]) -> torch.Tensor:

@@ -156,24 +156,24 @@ def test_what_ends_a_completion_is_its_last_token(models):
 def test_training_goes_on_as_if_nothing_had_been_generated(models):
     path = models["qwen2-tied"]
 
-    def rank_main(rank: int, world: int, generates: bool) -> list[float]:
-        worker = make_worker(path, settings())
-        norms = []
-        for _ in range(2):
-            if generates:
-                worker.generate(make_requests() if rank == 0 else [], 0)
-            load_step(worker)
-            worker.compute(Logprobs(), "prev_logprobs")
-            worker.compute(Logprobs(), "reference_policy_logprobs")
-            norms += worker.train(ClippedPGLoss(LOSS), Logprobs()).grad_norms
-        if generates:  # with the weights of now
-            norms.append(sum(next(iter(complete(worker, make_requests()[:1]).values())).logprobs))
-        return norms
+    def rank_main(rank: int, world: int) -> tuple[list[list[float]], list[dict[str, Completion]]]:
+        norms: list[list[float]] = [[], []]
+        drawn = []
+        for generates in (False, True):
+            worker = make_worker(path, settings())
+            for _ in range(2):
+                if generates:
+                    drawn.append(complete(worker, make_requests() if rank == 0 else []))
+                load_step(worker)
+                worker.compute(Logprobs(), "prev_logprobs")
+                worker.compute(Logprobs(), "reference_policy_logprobs")
+                norms[generates] += worker.train(ClippedPGLoss(LOSS), Logprobs()).grad_norms
+        return norms, drawn
 
-    generating, plain = run_world(rank_main, 2, True), run_world(rank_main, 2, False)
-    assert generating[0][:-1] == plain[0]
-    before = sum(generate(path, make_requests()[:1])["0/0"].logprobs)
-    assert generating[0][-1] != pytest.approx(before, abs=1e-3)
+    [((plain, generating), (first, second)), _] = run_world(rank_main, 2)
+    assert generating == plain
+    before, after = (sum(completions["0/0"].logprobs) for completions in (first, second))
+    assert after != pytest.approx(before, abs=1e-3), "with the weights of now"
 
 
 def test_every_token_gets_its_share_of_the_random_numbers():

@@ -22,16 +22,13 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.pipeline import Activations, check_pipeline, layers_of_stages, split
 from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.unit.policy.models import save_model
+from tests.unit.policy import models
 from tests.unit.policy.steps import load_step, make_worker, policy_config
 from tests.unit.policy.test_layouts import INTERLEAVED
 from tests.worlds import run_world
 
 LAYERS = 5  # uneven over 2 stages and over 4
-SHAPE: dict[str, Any] = {
-    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "pad_token_id": 0},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-}
+SHAPE = models.SHAPE | {"num_hidden_layers": LAYERS}
 GEMMA3 = AutoConfig.for_model("gemma3_text", **SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)
 LLAMA = AutoConfig.for_model("llama", **SHAPE)
 GPT2 = AutoConfig.for_model("gpt2", n_layer=4, tie_word_embeddings=False)
@@ -46,7 +43,7 @@ def cut(size: int, **changes: Any) -> DTensorConfig:
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("deep")
-    save_model("deep", path, num_hidden_layers=LAYERS)
+    models.save_model("deep", path, num_hidden_layers=LAYERS)
     return path
 
 

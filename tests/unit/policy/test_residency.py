@@ -10,7 +10,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy import residency
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.residency import HostMemory, MovedStorages
+from nemo_rl.models.policy.residency import HostMemory
 from tests.unit.policy.models import Models
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
 from tests.worlds import in_new_process, run_world
@@ -32,24 +32,6 @@ def test_what_is_stored_comes_back_across_chunks(monkeypatch: pytest.MonkeyPatch
     memory.clear()
     memory.store(torch.zeros(50))
     assert [chunk.data_ptr() for chunk in memory._chunks] == chunks, "memory of the host is kept"
-
-
-def test_storages_leave_and_come_back_in_place() -> None:
-    whole = torch.arange(6.0)
-    part, late, scratch = whole[2:4], torch.full((2,), 5.0), torch.ones(3)
-    moved = MovedStorages(HOST)
-    moved.take([part, whole], keep=True)
-    moved.take([whole, late], keep=True)  # what follows a part that has left
-    moved.take([scratch], keep=False)
-    assert whole.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
-    moved.put_back()
-    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and late.tolist() == [5, 5] and len(scratch.zero_()) == 3
-    part.fill_(7.0)
-    assert whole.tolist() == [0.0, 1.0, 7.0, 7.0, 4.0, 5.0], "views are views still"
-    elsewhere, tensor = MovedStorages(torch.device("cuda", 0)), torch.ones(3)
-    elsewhere.take([tensor], keep=True)
-    elsewhere.put_back()
-    assert tensor.tolist() == [1.0, 1.0, 1.0]
 
 
 def config_of(backend: str, precision: str = "float32") -> PolicyConfig:

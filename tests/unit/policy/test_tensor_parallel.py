@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.tensor_parallel import check_tensor_parallel, user_plan
 from nemo_rl.models.policy.pretrained import build_on_meta
-from tests.unit.policy.models import VOCAB, Models
+from tests.unit.policy.models import SHAPE, Models
 from tests.unit.policy.steps import make_worker, policy_config
 from tests.unit.policy.test_layouts import MATRICES
 from tests.worlds import run_world
@@ -44,11 +44,6 @@ NO_PLAN = {"model.layers.*.mlp.up_proj": 3}
 MISSPELT = MATRICES | {"model.layers.*.mlp.gatee_proj": "colwise"}
 UNKNOWN_WORD = MATRICES | {"model.layers.*.mlp.gate_proj": "colwize"}
 
-SMALL = {
-    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "pad_token_id": 0},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
-
 
 def path_to(name: str, module: str = __name__) -> str:
     return f"{module}:{name}"
@@ -56,7 +51,7 @@ def path_to(name: str, module: str = __name__) -> str:
 
 def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
     settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
-    check_tensor_parallel(AutoConfig.for_model(family, **SMALL | changes), settings)
+    check_tensor_parallel(AutoConfig.for_model(family, **SHAPE | changes), settings)
 
 
 def test_a_model_that_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_that_of_transformers() -> None:
@@ -64,7 +59,7 @@ def test_a_model_that_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_
         check(family, split=True)
     check("gpt2", size=1)
     for family in ("llama", "qwen3"):
-        hf = build_on_meta(AutoConfig.for_model(family, **SMALL), torch.float32)
+        hf = build_on_meta(AutoConfig.for_model(family, **SHAPE), torch.float32)
         own = user_plan(hf, "examples.custom_parallel:plan", "custom_parallel_plan")
         assert dict(own) == {name: word for name, word in dict(hf.tp_plan).items() if ".layers." in name}
 
@@ -80,7 +75,7 @@ def test_a_model_that_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_
         (r"no module .nowhere. can be imported", {"plan": "nowhere.plans:plan"}),
         (r"has no 'nothing'", {"plan": path_to("nothing")}),
         (r"is no plan but \{.*: 3\}.*words \(colwise", {"plan": path_to("NO_PLAN")}),
-        (r"is no plan but 97", {"plan": path_to("VOCAB")}),
+        (r"is no plan but 97", {"plan": path_to("VOCAB", "tests.unit.policy.models")}),
         (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": path_to("MISSPELT")}),
         (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": path_to("UNKNOWN_WORD")}),
         (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": path_to("MATRICES")}),

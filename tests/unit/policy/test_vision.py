@@ -37,6 +37,7 @@ from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
 from nemo_rl.models.policy.vision.families import FAMILIES, named_parts, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
 from nemo_rl.types import ImageSpan, Pixels, SamplingParams
+from tests.unit.policy.models import perturb
 from tests.unit.policy.steps import policy_config
 
 
@@ -44,9 +45,7 @@ def perturbed(kind: Any, config: Any) -> Any:
     """A random model; nothing of it hides behind 0 or 1."""
     torch.manual_seed(0)
     model = kind(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    perturb(model, 0.05)
     return model
 
 
