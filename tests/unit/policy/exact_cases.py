@@ -161,7 +161,7 @@ RECORDING_SGD = OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a step came to. Gradients by optimizer step and name, of the parameters this rank knows of."""
+    """Results of a step. Gradients by optimizer step and name, of the parameters that this rank has."""
 
     losses: list[float]
     grad_norms: list[float]

@@ -108,7 +108,7 @@ def alone(family: str) -> Iterator[Alone]:
 
 
 def try_cell(base: Alone, column: str) -> None:
-    """AssertionError, or whatever goes wrong, unless the family can do what the column says."""
+    """Raises AssertionError, or the error of the run, unless the family can do what the column says."""
     if column == "load":
         _load(base)
     elif column == "SFT":
@@ -135,7 +135,7 @@ def outcomes(base: Alone, family: str) -> dict[tuple[str, str], str]:
 
 
 def _load(base: Alone) -> None:
-    """The logprobs are those of transformers, and what is exported goes back into transformers under its names."""
+    """Logprobs equal those of transformers, and the exported tensors have its names."""
     read_model_config(policy_config(model_name=str(base.directory)), str(base.directory))  # no complaint
     model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
     expected = plain_logprobs(model)

@@ -1,5 +1,6 @@
 """Small random models on disk, one per family that tests train."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.rand_like(buffer) * 0.2)
     model.save_pretrained(directory)
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Replace values of the mapping in `file`, or add them."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @torch.no_grad()

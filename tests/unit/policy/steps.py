@@ -199,7 +199,7 @@ def plain_logprobs(model: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(kw_only=True)
 class Step:
-    """What a step came to on one rank."""
+    """Results of a step on one rank."""
 
     result: TrainResult
     weights: dict[str, torch.Tensor]  # all of the model's, whole

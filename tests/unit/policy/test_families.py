@@ -1,6 +1,5 @@
 """Every family of docs/models.md on a tiny random model."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from nemo_rl.models.policy.token_mixers import isolate_sequences
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy.families import family_config, random_model
 from tests.unit.policy.megatron.parity import Layout
+from tests.unit.policy.models import edit_json
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.unit.policy.test_attention import gradients, packed, sequences, states_alone, states_together
 from tests.worlds import run_world
@@ -91,9 +91,8 @@ def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_pa
         want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         assert want[name].shape == (experts, rows, columns)
     model.config.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    edit_json(tmp_path / "config.json", quantization_config=how)
     save_file(state | packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = policy_config(model_name=str(tmp_path))
     assert not hasattr(read_model_config(config, str(tmp_path)), "quantization_config")

@@ -80,7 +80,7 @@ def generate(
 
 
 def drawn_by_a_full_pass(model: Any, request: GenerationRequest, found: Completion) -> tuple[list[int], list[float]]:
-    """What follows the prompt and each beginning of `found`, from one pass without a cache, padding or neighbours."""
+    """The next token after the prompt and each part of `found`, and its logprob: one pass, no cache, no padding."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     generator = torch.Generator().manual_seed(request.seed)
     uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)[: len(found.token_ids)]

@@ -1,4 +1,4 @@
-"""What teacher and student say in distillation, whatever backend and layout, against whole logits."""
+"""Outputs of teacher and student in distillation, on every backend and layout, against whole logits."""
 
 import functools
 import weakref
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Found(NamedTuple):
-    """What one rank has after a step of each kind of distillation."""
+    """Columns and losses of one rank after a step of each kind of distillation."""
 
     columns: dict[str, dict[str, torch.Tensor]]  # sample id -> name -> values
     trained: list[float]  # losses and norms of gradients

@@ -1,6 +1,5 @@
 """The same step, whatever direction the model and the batch are cut in, for every family."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from nemo_rl.models.policy.config import (
 from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
-from tests.unit.policy.models import Models
+from tests.unit.policy.models import Models, edit_json
 from tests.unit.policy.steps import (
     PACKED,
     PADDED,
@@ -222,8 +221,7 @@ def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of
 def test_overrides_of_the_models_configuration_reach_every_stage(alone: Alone, tmp_path: Path) -> None:
     overrides = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     shutil.copytree(alone.path("llama"), tmp_path / "changed")
-    config_file = tmp_path / "changed" / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | overrides))
+    edit_json(tmp_path / "changed" / "config.json", **overrides)
     want = plain_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32))
     changes = PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
     for found in run_world(computed_logprobs, 2, alone.path("llama"), settings_of(changes)):

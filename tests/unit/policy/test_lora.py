@@ -1,6 +1,5 @@
 """Adapters: which layers, their values under every sharding, merging, and PEFT's format in both directions."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.dtensor.model import recompute_activations
 from nemo_rl.models.policy.weight_loading import copy_whole
+from tests.unit.policy.models import edit_json
 from tests.worlds import run_world
 
 RANK = 3  # divides by no number of ranks
@@ -244,18 +244,14 @@ def adapter(of_this_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(of_this_run, tmp_path / "adapter"))
 
 
-def edited(directory: Path, **settings: Any) -> None:
-    file = directory / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-
 def check(directory: Path, config: Qwen2Config | None = None, **settings: Any) -> None:
     peft_format.check_peft_adapter(directory, config or qwen2_config(), lora_config(**settings), "hub/tiny")
 
 
 def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:
     check(adapter)
-    edited(adapter, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
+    harmless = {"peft_version": "0.99.0.dev0@abc", "lora_dropout": 0.3, "revision": "main"}
+    edit_json(adapter / "adapter_config.json", **harmless, base_model_name_or_path=None)
     check(adapter)
 
 
@@ -277,7 +273,7 @@ def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:
 def test_adapters_that_would_compute_something_else_are_refused(
     settings: dict[str, Any], message: str, adapter: Path
 ) -> None:
-    edited(adapter, **settings)
+    edit_json(adapter / "adapter_config.json", **settings)
     with pytest.raises(ValueError, match=message):
         check(adapter)
 

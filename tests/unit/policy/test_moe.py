@@ -14,12 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Co
 
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor import moe
-from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights
-from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.layout import ParallelSizes
-from nemo_rl.models.policy.pretrained import parameters_on_meta
 from tests.unit.policy.models import Models, save_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config, train_step, whole_weights
 from tests.worlds import run_world
@@ -54,31 +50,28 @@ def test_spread_experts_are_read_and_sent_under_the_names_on_disk_and_computed_t
 def test_routing_weights_and_the_bias_that_chooses_stay_in_float32_in_bfloat16(models: Models) -> None:
     mixtral, deepseek = models["mixtral"], models["deepseek_v3"]
 
-    def rank_main(rank: int, world: int) -> list[torch.dtype]:
+    def rank_main(rank: int, world: int) -> tuple[list[torch.dtype], list[torch.dtype], set[str]]:
         config = policy_config(precision="bfloat16", dtensor_cfg=SPREAD, train_micro_batch_size=4)
         worker, seen = make_worker(mixtral, config), []
         for _, module in moe.expert_modules(worker.stages[0].hf):
             module.register_forward_pre_hook(lambda module, args: seen.extend(a.dtype for a in (args[0], args[2])))
         worker.stages[0].hf.train()
         train_step(worker)
-        return seen
+        pure = config.model_copy(update={"master_precision": "bfloat16"})
+        worker = make_worker(deepseek, pure, init_optimizer=False, init_reference_model=False)
+        hf = worker.stages[0].hf
+        assert {parameter.dtype for parameter in hf.parameters()} == {torch.bfloat16}
+        biases = [b.dtype for name, b in hf.named_buffers() if name.endswith("e_score_correction_bias")]
+        return (
+            seen,
+            biases,
+            {weight.name for weight in export_weights([hf], worker.mesh, worker.device) if weight.keeps_dtype},
+        )
 
-    for seen in run_world(rank_main, 2):
+    for seen, biases, kept in run_world(rank_main, 2):
         assert set(seen[::2]) == {torch.bfloat16} and set(seen[1::2]) == {torch.float32}
-
-    def biases(rank: int, world: int) -> tuple[list[torch.dtype], set[str]]:
-        with parameters_on_meta():
-            config = AutoConfig.from_pretrained(deepseek)
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        mesh = ParallelMesh("cpu", ParallelSizes())
-        apply_expert_parallel(model, mesh)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-        kept = {weight.name for weight in export_weights([model], mesh, torch.device("cpu")) if weight.keeps_dtype}
-        return [b.dtype for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")], kept
-
-    dtypes, kept = run_world(biases, 1)[0]
-    assert dtypes == [torch.float32]
-    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}, "on its way to generation too"
+        assert biases == [torch.float32]
+        assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}, "on its way to generation too"
 
 
 @pytest.mark.gpu

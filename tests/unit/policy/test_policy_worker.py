@@ -1,4 +1,4 @@
-"""What a policy worker does in a step: precisions, losses that are not finite, masks, and rows of the report."""
+"""A step of a policy worker: precisions, losses that are not finite, masks, and rows of the report."""
 
 import math
 from pathlib import Path

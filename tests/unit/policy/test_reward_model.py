@@ -24,7 +24,7 @@ from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.parity import SGD
-from tests.unit.policy.models import VOCAB, save_model
+from tests.unit.policy.models import VOCAB, edit_json, save_model
 from tests.unit.policy.steps import make_worker as worker_of
 from tests.unit.policy.steps import megatron_policy, policy_config, whole_weights
 from tests.worlds import run_world
@@ -334,11 +334,6 @@ def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_rank
 # -- bad input
 
 
-def _rewrite(directory: Path, **changes: Any) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 TWO_LABELS = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
 UNMARKED, TAGGER = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["Qwen3ForTokenClassification"]}
 
@@ -361,7 +356,7 @@ def test_a_reward_checkpoint_with_the_wrong_head_is_refused(
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     config = policy_config(model_name=str(directory), reward_model_cfg=RewardModelConfig(enabled=True))
     assert read_model_config(config, str(directory)).num_labels == 1
-    _rewrite(directory, **changes)
+    edit_json(directory / "config.json", **changes)
     if heads is not None:
         tensors = load_file(directory / "model.safetensors")
         del tensors[HEAD_WEIGHT]
@@ -375,7 +370,7 @@ def test_a_reward_model_is_no_policy_and_architectures_with_other_heads_are_refu
 ) -> None:
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     for changes in ({}, UNMARKED):
-        _rewrite(directory, **changes)
+        edit_json(directory / "config.json", **changes)
         with pytest.raises(ValueError, match="is a reward model"):
             read_model_config(policy_config(model_name=str(directory)), str(directory))
     lm = policy_config(model_name=str(reward_models["qwen3"] / "lm"))

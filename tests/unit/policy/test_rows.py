@@ -1,4 +1,4 @@
-"""Rows on the workers: what losses and heads get of them, sums and exchange of columns, pairs, and evaluation."""
+"""Rows on the workers: the inputs of losses and heads, sums and exchange of columns, pairs, and evaluation."""
 
 import math
 from pathlib import Path
@@ -88,7 +88,7 @@ NUM_PAIRS, PAIRS_PER_GROUP = 12, 4
 
 
 def make_pairs() -> tuple[list[PlannedSample], list[ExampleGroup]]:
-    """12 pairs in 3 groups, one of them masked. What the first tokens of a sequence are carries no loss."""
+    """12 pairs in 3 groups, one of them masked. The first 3 tokens of a sequence carry no loss."""
     generator = np.random.default_rng(0)
     planned: list[PlannedSample] = []
     groups: list[ExampleGroup] = [ExampleGroup(samples=[]) for _ in range(NUM_PAIRS // PAIRS_PER_GROUP)]
@@ -120,7 +120,7 @@ def load_pairs(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
 
 
 class Seen(NamedTuple):
-    """What a rank saw of one optimizer step on pairs."""
+    """Results of one optimizer step on pairs on one rank."""
 
     reference_sums: dict[RowKey, float]
     before: dict[str, float]

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks hold of a model, and what is refused. The numbers are in test_layouts.py."""
+"""The shards of tensor-parallel ranks, and refused models. Losses and gradients are in test_layouts.py."""
 
 from typing import Any
 

@@ -174,7 +174,7 @@ def blank_of(tiny) -> Pixels:
 
 
 def theirs_on(model: Any, row: Row) -> Any:
-    """What a model of transformers, with or without its head, gives for a sequence alone."""
+    """Outputs of a model of transformers, with or without its head, for a sequence alone."""
     ids, images = row
     given = {}
     if images:
@@ -252,7 +252,7 @@ def test_every_parameter_belongs_to_one_part(tiny):
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, padding_free):
-    """As the language model it is made of has it, with its score as the head; gradients reach the tower."""
+    """The last state of its language model, times the weights of its head; gradients reach the tower."""
     settings = policy_config(reward_model_cfg=RewardModelConfig(enabled=True))
     config = scalar_config(tiny[1].config, settings)
     scorer = auto_class(config).from_config(config, attn_implementation=attention_implementation(config)).eval()

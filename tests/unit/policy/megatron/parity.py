@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron.config import MegatronOptimizerConfig
-from tests.unit.policy.steps import Step, make_worker, megatron_policy, policy_config, step_of
+from tests.unit.policy.steps import Step, make_worker, megatron_policy, one_step, policy_config, step_of
 from tests.worlds import run_world
 
 SGD = MegatronOptimizerConfig(
@@ -42,10 +42,6 @@ class Layout:
         changes = {key: value for key, value in (self.policy | self.batching).items() if key != "optimizer"}
         return megatron_policy(changes, **{"freeze_moe_router": False, "optimizer": SGD} | self.megatron)
 
-    def torch_config(self) -> PolicyConfig:
-        """Of the PyTorch backend on one rank, with micro-batches of its own: they change nothing."""
-        return policy_config(**self.policy)
-
 
 def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
     """Steps by layout and rank; the layouts, all of one world, are had one after the other."""
@@ -66,12 +62,8 @@ def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float 
 
 
 def torch_step(path: Path, layout: Layout) -> Step:
-    """What the PyTorch backend makes of it on one rank."""
-
-    def on_rank(rank: int, world: int) -> Step:
-        return step_of(make_worker(path, layout.torch_config()))
-
-    return run_world(on_rank, 1)[0]
+    """The step of the PyTorch backend on one rank, with micro-batches of its own: they change nothing."""
+    return run_world(one_step, 1, path, policy_config(**layout.policy))[0]
 
 
 @dataclass(frozen=True, kw_only=True)

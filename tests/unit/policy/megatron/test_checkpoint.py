@@ -66,7 +66,7 @@ def resumes(path: Path, changes: Changes, directory: Path) -> Any:
 
 
 def cannot_write(path: Path, changes: Changes, directory: Path) -> list[str]:
-    """What each way to fail says on this rank: for all ranks, for the last one alone, and in the background."""
+    """Messages on this rank of saves that fail: on all ranks, on the last one alone, and in the background."""
     worker = make_worker(path, config_of(changes))
     said = []
     for blocked in ("weights/0", "generators/1.safetensors", "optimizer/__1_0.distcp"):

@@ -1,4 +1,4 @@
-"""What Megatron cannot train is refused on the driver: each message names the key, the value and what would work."""
+"""The driver refuses what Megatron cannot train: each message names the key, the value and what would work."""
 
 import json
 import re

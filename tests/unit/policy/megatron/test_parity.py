@@ -71,7 +71,7 @@ FURTHER = {
 
 
 def assert_equal(models: Models, family: str, layouts: list[Layout]) -> None:
-    """Steps in `layouts`, all of one world, are those of the PyTorch backend."""
+    """Steps in `layouts`, all of one world, equal the steps of the PyTorch backend."""
     steps: dict[str, Step] = {}
     for layout, ranks in zip(layouts, steps_in_one_world(models[family], layouts), strict=True):
         key = repr(layout.policy)

@@ -34,7 +34,7 @@ def mapped(directory: Path) -> WeightMap:
 
 
 def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
-    """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
+    """Parameters of a rank: of one stage of one layer (0, or 1 with an output layer), or of all."""
     entries = mapping.on_rank(place, with_tied_output=stage is not None)
     last = ("decoder.layers.1", "decoder.final", "output")
     held = {name: entry for name, entry in entries.items() if stage in (None, int(name.startswith(last)))}
@@ -120,7 +120,7 @@ def layouts() -> Iterator[tuple[list[ParallelRanks], Sequence[int | None]]]:
 
 
 def sent(directory: Path, rank: int, place: ParallelRanks, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What reaches the buffer of this rank, which has one for itself, without gathering."""
+    """The tensors in the buffer of this rank, which has one for itself. Nothing is gathered."""
     mapping = mapped(directory)
     sender = ShardSender(
         list(mapping.shapes.items()),
