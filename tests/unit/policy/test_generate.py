@@ -135,22 +135,27 @@ def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
 def test_what_ends_a_completion_is_its_last_token(models):
     path = models["llama"]
     [request] = make_requests(SamplingParams(max_new_tokens=12), num_prompts=1, num_each=1)
-    free = generate(path, [request])["0/0"]
-    assert free.stop_reason is StopReason.LENGTH and len(free.token_ids) == 12
-    fifth, text = free.token_ids[4], decode(free.token_ids[3:6])
-    assert fifth not in free.token_ids[:4] and 1 not in free.token_ids
-    asked = {
-        "token": replace(request.sampling, stop_token_ids=(0, fifth)),
-        "string": replace(request.sampling, stop_strings=("never there", text)),
-    }
-    found = generate(path, [replace(request, request_id=key, sampling=how) for key, how in asked.items()])
-    assert found["token"].token_ids == free.token_ids[:5]
-    assert found["string"].token_ids == free.token_ids[:6]
-    assert {completion.stop_reason for completion in found.values()} == {StopReason.STOP}
-    full = replace(request, prompt_token_ids=request.prompt_token_ids * 7)
-    assert len(generate(path, [full])["0/0"].token_ids) == MAX_MODEL_LEN - 21
-    end = generate(path, [request], how=settings(end_token_id=fifth))["0/0"]
-    assert end.token_ids == free.token_ids[:5] and end.stop_reason is StopReason.STOP
+
+    def rank_main(rank: int, world: int) -> None:
+        worker = make_worker(path, settings())
+        free = complete(worker, [request])["0/0"]
+        assert free.stop_reason is StopReason.LENGTH and len(free.token_ids) == 12
+        fifth, text = free.token_ids[4], decode(free.token_ids[3:6])
+        assert fifth not in free.token_ids[:4] and 1 not in free.token_ids
+        asked = {
+            "token": replace(request.sampling, stop_token_ids=(0, fifth)),
+            "string": replace(request.sampling, stop_strings=("never there", text)),
+        }
+        found = complete(worker, [replace(request, request_id=key, sampling=how) for key, how in asked.items()])
+        assert found["token"].token_ids == free.token_ids[:5]
+        assert found["string"].token_ids == free.token_ids[:6]
+        assert {completion.stop_reason for completion in found.values()} == {StopReason.STOP}
+        full = replace(request, prompt_token_ids=request.prompt_token_ids * 7)
+        assert len(complete(worker, [full])["0/0"].token_ids) == MAX_MODEL_LEN - 21
+        end = complete(make_worker(path, settings(end_token_id=fifth)), [request])["0/0"]
+        assert end.token_ids == free.token_ids[:5] and end.stop_reason is StopReason.STOP
+
+    run_world(rank_main, 1)
 
 
 def test_training_goes_on_as_if_nothing_had_been_generated(models):

@@ -156,7 +156,10 @@ def test_adapters_are_cut_with_the_language_model_and_whole_in_the_tower(model):
 
 @pytest.fixture(scope="module")
 def untrained(model) -> dict[str, torch.Tensor]:
-    return step(model, 1, optimizer=policy_config().optimizer.model_copy(update={"kwargs": {"lr": 0.0}}))[2]
+    def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
+        return whole_weights(DTensorPolicyWorker(policy_config(), worker_settings(model[0])))
+
+    return run_world(rank_main, 1)[0]
 
 
 def test_a_frozen_part_stays_as_it_is(model, whole, untrained):
@@ -177,6 +180,10 @@ def test_adapters_on_the_tower_change_it_alone(model, whole, untrained):
 
 def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
     config = policy_config(**SAMPLED_BEFORE | {"deterministic": True, "freeze": ["vision_tower"]})
-    want, got = (run_world(taken, 2, model, config, tmp_path, resumes)[0] for resumes in (False, True))
+
+    def rank_main(rank: int, world: int) -> list[Step]:
+        return [taken(rank, world, model, config, tmp_path, resumes) for resumes in (False, True)]
+
+    want, got = run_world(rank_main, 2)[0]
     assert got[:2] == want[:2]
     assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])
