@@ -121,7 +121,7 @@ def whole(model) -> Step:
         (1, {"dynamic_batching": SHARED_OUT, "padding_free": False}),
         (2, {"dynamic_batching": SHARED_OUT}),
         (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
-        (4, TENSOR | {"dtensor_cfg": DTensorConfig(**CUT_TOKENS, context_parallel_size=2)}),
+        (2, TENSOR | {"dtensor_cfg": DTensorConfig(**CUT_TOKENS)}),
     ],
 )
 def test_the_split_does_not_matter(model, whole, world, changes):
