@@ -90,7 +90,7 @@ class Expected:
     @classmethod
     def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
         bench = make_bench(path)
-        base = draw_rollouts(1, kinds)
+        base = draw_rollouts(kinds)
         rollouts = []
         for sampling in range(len(SAMPLINGS)):
             case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)

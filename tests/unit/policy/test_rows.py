@@ -16,7 +16,7 @@ from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
@@ -30,7 +30,7 @@ from nemo_rl.types import (
     TrainResult,
 )
 from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import make_worker, policy_config, whole_weights
+from tests.unit.policy.steps import PACKED, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -147,7 +147,6 @@ def assert_same_metrics(got: dict[str, float], want: dict[str, float], *left_out
         assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
 
 
-PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=96)}
 SIZES = {"train_mb_tokens": 96, "logprob_mb_tokens": 128, "sequence_length_round": 8}
 DYNAMIC = {"padding_free": False, "dynamic_batching": DynamicBatchingConfig(enabled=True, **SIZES)}
 PAIR_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
