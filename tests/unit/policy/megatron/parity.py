@@ -43,7 +43,7 @@ class Layout:
         return megatron_policy(changes, **{"freeze_moe_router": False, "optimizer": SGD} | self.megatron)
 
 
-def steps_in_one_world(path: Path, layouts: Sequence[Layout]) -> list[list[Step]]:
+def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
     """Steps by layout and rank, one layout after the other. All layouts have the same number of ranks."""
 
     configs = [layout.config() for layout in layouts]
@@ -57,7 +57,7 @@ def steps_in_one_world(path: Path, layouts: Sequence[Layout]) -> list[list[Step]
         return steps
 
     (world,) = {layout.world for layout in layouts}
-    by_rank = run_world(on_rank, world, timeout=250)
+    by_rank = run_world(on_rank, world, timeout=timeout)
     return [list(steps) for steps in zip(*by_rank, strict=True)]
 
 
