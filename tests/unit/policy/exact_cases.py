@@ -133,10 +133,7 @@ BATCHINGS: dict[str, dict[str, Any]] = {
     "one by one": {"train_micro_batch_size": 1},
     "threes padded": {"train_micro_batch_size": 3, "padding_free": False},
     "packed": {"sequence_packing": SequencePackingConfig(**_PACKED)},
-    "packed alike": {
-        "sequence_packing": SequencePackingConfig(**_ALIKE),
-        "make_sequence_length_divisible_by": 6,
-    },
+    "packed alike": {"sequence_packing": SequencePackingConfig(**_ALIKE), "make_sequence_length_divisible_by": 6},
     "dynamic padded": {"dynamic_batching": DynamicBatchingConfig(**_DYNAMIC), "padding_free": False},
 }
 WHOLE = {"train_micro_batch_size": NUM_SAMPLES, "logprob_batch_size": NUM_SAMPLES, "padding_free": False}

@@ -101,18 +101,14 @@ def test_the_policy_trains_to_the_same_bits_with_a_draft(model_path: Path, train
     ("world", "changes"),
     [(1, {"train_micro_batch_size": 3, "padding_free": False}), (2, {"train_micro_batch_size": 2})],
 )
-def test_it_learns_the_same_however_the_batch_is_split(
-    model_path: Path, method: str, trained: Trained, world: int, changes: dict[str, Any]
-) -> None:
+def test_it_learns_the_same_however_the_batch_is_split(model_path, method, trained, world, changes):
     other = run_world(train, world, model_path, with_draft(method, **changes), 2)[0]
     for name in ("loss", "acceptance", "grad_norm"):
         assert other.of_draft(name) == pytest.approx(trained.of_draft(name), rel=1e-4), name
     assert trained.of_draft("loss")[-1] < trained.of_draft("loss")[0]
 
 
-def test_it_continues_from_a_checkpoint_to_the_same_bits(
-    model_path: Path, trained: Trained, method: str, tmp_path: Path
-) -> None:
+def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, trained, method, tmp_path):
     config = with_draft(method, train_micro_batch_size=8)
 
     def save_and_resume(rank: int, world: int) -> Trained:

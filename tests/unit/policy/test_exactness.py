@@ -218,9 +218,7 @@ def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[
         *((family, {"grpo": 1}) for family in ("qwen3-moe", "mixtral", "deepseek_v3", "gemma3")),
     ],
 )
-def test_one_rank_computes_what_transformers_does_sample_by_sample(
-    tmp_path: Path, family: str, losses: dict[str, int]
-) -> None:
+def test_one_rank_computes_what_transformers_does_sample_by_sample(tmp_path, family, losses):
     """`losses`: and the sampling of each."""
     save_model(family, tmp_path)
     cases = [

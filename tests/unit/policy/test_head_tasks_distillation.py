@@ -137,9 +137,7 @@ def test_every_layout_says_what_whole_logits_say(layout: str, folder: Path, whol
 
 
 @pytest.mark.parametrize("layout", ["pp", "cp"])
-def test_half_precision_states_pass_from_all_ranks_to_a_student(
-    layout: str, folder: Path, whole: dict[str, Found]
-) -> None:
+def test_half_precision_states_pass_from_all_ranks_to_a_student(layout, folder, whole):
     world, teacher, config = LAYOUTS[layout]
     config = config.model_copy(update={"precision": "bfloat16"})
     for found in run_world(distill, world, config, folder / teacher, folder / "student", False):

@@ -9,13 +9,7 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel, Qwen2Config
 
-from nemo_rl.models.policy.config import (
-    DTensorConfig,
-    LoRAConfig,
-    PipelineConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-)
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
@@ -206,9 +200,7 @@ def test_compiled_blocks_give_the_same_numbers(alone: Alone, family: str, world:
 @pytest.mark.parametrize(
     ("family", "experts"), [("llama", {}), pytest.param("qwen3-moe", {EP: 2}, marks=pytest.mark.slow)]
 )
-def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(
-    alone: Alone, family: str, experts: dict[str, int]
-) -> None:
+def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(alone, family, experts):
     model = AutoModelForCausalLM.from_pretrained(alone.path(family), dtype=torch.float32, attn_implementation="eager")
     expected = plain_logprobs(model)
     config = settings_of(ALIKE | cut(**{TP: 2, CP: 2}, **experts))

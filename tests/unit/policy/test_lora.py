@@ -101,9 +101,7 @@ def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, A
         ({"match_all_linear": True, "exclude_modules": ["*_proj"]}, "leaves no layer to adapt"),
     ],
 )
-def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(settings, message):
     with pytest.raises(ValueError, match=message):
         lora.check_lora(qwen2_config(tie_word_embeddings=True), lora_config(**{"match_all_linear": False} | settings))
 
@@ -270,9 +268,7 @@ def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:
         ({"base_model_name_or_path": "hub/other"}, "base model 'hub/other', model_name='hub/tiny'"),
     ],
 )
-def test_adapters_that_would_compute_something_else_are_refused(
-    settings: dict[str, Any], message: str, adapter: Path
-) -> None:
+def test_adapters_that_would_compute_something_else_are_refused(settings, message, adapter):
     edit_json(adapter / "adapter_config.json", **settings)
     with pytest.raises(ValueError, match=message):
         check(adapter)

@@ -54,9 +54,7 @@ def assert_near(got: Weights, want: Weights) -> None:
 
 
 @pytest.mark.parametrize("begins_with_one", [False, True])
-def test_the_reference_is_the_model_it_began_with(
-    llama: Path, saved: tuple[Path, Weights], begins_with_one: bool
-) -> None:
+def test_the_reference_is_the_model_it_began_with(llama, saved, begins_with_one):
     adapter = {"adapter_path": str(saved[0] / "policy" / "adapter")} if begins_with_one else {}
 
     def columns(rank: int, world: int) -> list[torch.Tensor]:
@@ -81,9 +79,7 @@ def test_the_reference_is_the_model_it_began_with(
     assert (policy - after).abs().max() > 1e-3
 
 
-def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_for_peft_and_to_begin_with(
-    llama: Path, saved: tuple[Path, Weights]
-) -> None:
+def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_for_peft_and_to_begin_with(llama, saved):
     step, want = saved
     written = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
     assert written < sum(file.stat().st_size for file in llama.glob("*.safetensors"))
@@ -106,9 +102,7 @@ def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_for_peft_and_to_be
     [(2, {"cpu_offload": True}), pytest.param(4, {PP: 2, TP: 2}, marks=pytest.mark.slow)],
     ids=["offloaded", "pp-tp"],
 )
-def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(
-    llama: Path, world: int, directions: dict[str, Any]
-) -> None:
+def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama, world, directions):
     """After the first sync the adapters alone are packed, whatever the layout."""
 
     def synced(rank: int, world: int) -> None:

@@ -142,9 +142,7 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> N
 
 
 @pytest.mark.parametrize("cut", [{}, {"pipeline_parallel_size": 2}], ids=["data", "pipeline"])
-def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(
-    qwen: Path, tmp_path: Path, cut: dict[str, int]
-) -> None:
+def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_path, cut):
     """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
     size = NUM_GROUPS * NUM_GENERATIONS
     config = policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
@@ -183,8 +181,6 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(
         ({"name": "torch.nn.Linear", "kwargs": {}}, r"is not a torch\.optim\.optimizer\.Optimizer"),
     ],
 )
-def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(
-    optimizer: dict[str, Any], message: str
-) -> None:
+def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(optimizer, message):
     with pytest.raises(ValueError, match=message):
         build_optimizer(policy_config(optimizer=OptimizerConfig(**optimizer)), [torch.nn.Parameter(torch.zeros(1))])

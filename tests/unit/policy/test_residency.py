@@ -11,7 +11,6 @@ from nemo_rl.models.policy import residency
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory
-from tests.unit.policy.models import Models
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
 from tests.worlds import in_new_process, run_world
 
@@ -90,9 +89,7 @@ def moved_about(worker: Any) -> None:
         pytest.param("megatron", 1, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_after_an_absence_as_without(
-    models: Models, backend: str, world_size: int, precision: str
-) -> None:
+def test_training_goes_on_after_an_absence_as_without(models, backend, world_size, precision):
     path, config = models["llama" if backend == "torch" else "qwen2-tied"], config_of(backend, precision)
 
     def rank_main(rank: int, world: int) -> list[Weights]:

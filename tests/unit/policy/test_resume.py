@@ -9,17 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.config import (
-    DTensorConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SchedulerConfig,
-)
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.models import Models
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP
 from tests.worlds import run_world
@@ -83,9 +76,7 @@ def assert_bitwise(got: Run, want: Run) -> None:
     ],
     ids=["dp", "lora with dropout", "cp-tp-sp", "lora with dropout, pp-tp"],
 )
-def test_two_runs_and_a_resumed_one_are_bitwise_equal(
-    models: Models, tmp_path: Path, world: int, settings: dict[str, Any]
-) -> None:
+def test_two_runs_and_a_resumed_one_are_bitwise_equal(models, tmp_path, world, settings):
     how, config = SaveRequest(model_save_format="safetensors", save_consolidated=True), deterministic(settings)
     path, folders = models["llama"], [tmp_path / name for name in ("first", "second")]
     for folder in folders:
@@ -102,9 +93,7 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal(
         assert_bitwise(late, (one[0][1:], one[1]))
 
 
-def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted_is_what_was_saved(
-    models: Models, tmp_path: Path
-) -> None:
+def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted_is_what_was_saved(models, tmp_path):
     config, path = deterministic({}), models["llama"]
     how = SaveRequest(save_consolidated=True, model_save_format="torch_save")
 
@@ -136,9 +125,7 @@ def test_without_the_optimizers_state_it_goes_on_elsewhere_and_what_is_converted
         ("qwen3-moe", (4, {EP: 2}), (2, {EP: 2})),
     ],
 )
-def test_it_resumes_on_another_layout(
-    models: Models, tmp_path: Path, family: str, saved_on: Layout, resumed_on: Layout
-) -> None:
+def test_it_resumes_on_another_layout(models, tmp_path, family, saved_on, resumed_on):
     """While it trains on, the checkpoint is written."""
     momentum = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
     before, after = (

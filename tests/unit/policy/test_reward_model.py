@@ -153,9 +153,7 @@ def test_the_last_token_is_found_as_transformers_finds_it() -> None:
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "bin"])
-def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str
-) -> None:
+def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, caplog, file_format):
     save_model("qwen2-tied", tmp_path)
     if file_format == "bin":
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
@@ -195,9 +193,7 @@ def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tu
 
 
 @pytest.mark.parametrize(("layout", "save_format"), [("fsdp2", "safetensors"), ("pp2", "torch_save")])
-def test_checkpoints_are_classifiers_of_transformers(
-    reward_models: dict[str, Path], tmp_path: Path, layout: str, save_format: Any
-) -> None:
+def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, layout, save_format):
     world_size, cut = LAYOUTS[layout]
     request = SaveRequest(save_consolidated=True, model_save_format=save_format)
 
@@ -223,9 +219,7 @@ def test_checkpoints_are_classifiers_of_transformers(
     assert not (tmp_path / "policy" / "generation_config.json").exists()
 
 
-def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(
-    reward_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_models, tmp_path):
     path, adapter = reward_models["qwen3"], tmp_path / "policy" / "adapter"
     request = SaveRequest(save_consolidated=True, model_save_format="safetensors")
 
@@ -299,9 +293,7 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
             torch.testing.assert_close(weight, want, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
 
 
-def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(
-    reward_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(reward_models, tmp_path):
     """Training begins from torch files of a language model: the score is in no other file."""
     path, checkpoint = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "lm")), tmp_path / "step_1"
     stored = load_file(path / "model.safetensors")
@@ -349,9 +341,7 @@ UNMARKED, TAGGER = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["
         (UNMARKED, None, r"wrong head: its weights hold score\.weight.*architectures"),
     ],
 )
-def test_a_reward_checkpoint_with_the_wrong_head_is_refused(
-    reward_models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], heads: Any, message: str
-) -> None:
+def test_a_reward_checkpoint_with_the_wrong_head_is_refused(reward_models, tmp_path, changes, heads, message):
     """`heads`: tensors in place of the score."""
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     config = policy_config(model_name=str(directory), reward_model_cfg=RewardModelConfig(enabled=True))
@@ -365,9 +355,7 @@ def test_a_reward_checkpoint_with_the_wrong_head_is_refused(
         read_model_config(config, str(directory))
 
 
-def test_a_reward_model_is_no_policy_and_architectures_with_other_heads_are_refused(
-    reward_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_reward_model_is_no_policy_and_architectures_with_other_heads_are_refused(reward_models, tmp_path):
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
     for changes in ({}, UNMARKED):
         edit_json(directory / "config.json", **changes)

@@ -20,15 +20,7 @@ from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, P
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.types import (
-    Example,
-    ExampleGroup,
-    LossInputs,
-    PlannedSample,
-    PolicyGradientInputs,
-    RowKey,
-    TrainResult,
-)
+from nemo_rl.types import Example, ExampleGroup, LossInputs, PlannedSample, PolicyGradientInputs, RowKey, TrainResult
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
@@ -168,9 +160,7 @@ def alone(llama: Path) -> Seen:
 
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)
-def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of_training(
-    llama: Path, alone: Seen, layout: str
-):
+def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of_training(llama, alone, layout):
     world, changes = PAIR_LAYOUTS[layout]
     ranks = run_world(step_on_pairs, world, llama, pair_config(**changes))
     for seen in ranks:

@@ -71,12 +71,7 @@ def test_it_is_what_the_documentation_says(qwen_moe: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "keys"),
-    [
-        (2, cut("pp2")),
-        (2, cut("ep2") | RECOMPUTED),
-        (2, cut("tp2 ep2") | selective("moe")),
-        (4, cut("tp2 cp2 ep2")),
-    ],
+    [(2, cut("pp2")), (2, cut("ep2") | RECOMPUTED), (2, cut("tp2 ep2") | selective("moe")), (4, cut("tp2 cp2 ep2"))],
 )
 def test_micro_batches_and_ranks_do_not_change_it(qwen_moe: Path, world: int, keys: dict[str, Any]) -> None:
     """`global_aux_loss` is of the samples of all data ranks together."""
