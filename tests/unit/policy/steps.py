@@ -68,9 +68,6 @@ def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> P
     return policy_config(**off, **(changes or {}), megatron_cfg=MegatronConfig(enabled=True, **megatron))
 
 
-# -- rollouts
-
-
 def make_sample(name: str, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
     """Random tokens, of which those in `mask` were sampled, with logprobs of 0."""
     length = len(mask)
@@ -119,9 +116,6 @@ def make_groups() -> Rollouts:
 def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:
     """Which samples take part in the loss."""
     return [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
-
-
-# -- workers
 
 
 def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,64 +77,65 @@ def drafting_worker(path: Path, config: RolloutPolicyConfig) -> DraftingPolicyWo
     return DraftingPolicyWorker(config, worker_settings(path, init_reference_model=True))
 
 
-def train(rank: int, world: int, path: Path, config: RolloutPolicyConfig, num_steps: int) -> Trained:
-    return steps_of(drafting_worker(path, config), num_steps)
+class Alone(NamedTuple):
+    """What two calls on one rank came to, and the directory of a checkpoint after the first."""
+
+    trained: Trained  # with one micro-batch for each optimizer step
+    without_draft: Trained
+    by_threes: Trained
+    resumed: Trained  # its one call
+    directory: Path
 
 
 @pytest.fixture(scope="module")
-def trained(model_path: Path, method: str) -> Trained:
-    """One rank, and one micro-batch for each optimizer step."""
-    return run_world(train, 1, model_path, with_draft(method, train_micro_batch_size=8), 2)[0]
+def alone(model_path: Path, method: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    directory, whole = tmp_path_factory.mktemp("saved"), {"train_micro_batch_size": 8}
+    config, threes = with_draft(method, **whole), with_draft(method, train_micro_batch_size=3, padding_free=False)
 
-
-def test_the_policy_trains_to_the_same_bits_with_a_draft(model_path: Path, trained: Trained) -> None:
-    def without(rank: int, world: int) -> Trained:
-        config = policy_config(train_micro_batch_size=8)
-        return steps_of(DTensorPolicyWorker(config, worker_settings(model_path, init_reference_model=True)), 2)
-
-    alone = run_world(without, 1)[0]
-    assert trained.of_policy == alone.of_policy
-    assert all(torch.equal(trained.policy[name], weight) for name, weight in alone.policy.items())
-
-
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [(1, {"train_micro_batch_size": 3, "padding_free": False}), (2, {"train_micro_batch_size": 2})],
-)
-def test_it_learns_the_same_however_the_batch_is_split(model_path, method, trained, world, changes):
-    other = run_world(train, world, model_path, with_draft(method, **changes), 2)[0]
-    for name in ("loss", "acceptance", "grad_norm"):
-        assert other.of_draft(name) == pytest.approx(trained.of_draft(name), rel=1e-4), name
-    assert trained.of_draft("loss")[-1] < trained.of_draft("loss")[0]
-
-
-def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, trained, method, tmp_path):
-    config = with_draft(method, train_micro_batch_size=8)
-
-    def save_and_resume(rank: int, world: int) -> Trained:
-        worker = drafting_worker(model_path, config)
+    def rank_main(rank: int, world: int) -> Alone:
+        plain = DTensorPolicyWorker(policy_config(**whole), worker_settings(model_path, init_reference_model=True))
+        trained, by_threes = (steps_of(drafting_worker(model_path, c), 2) for c in (config, threes))
+        worker, again = (drafting_worker(model_path, config) for _ in range(2))
         steps_of(worker, 1)
-        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True))
-        again = drafting_worker(model_path, config)
-        again.load_checkpoint(tmp_path, load_optimizer=True)
-        return steps_of(again, 1)
+        worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
+        again.load_checkpoint(directory, load_optimizer=True)
+        return Alone(trained, steps_of(plain, 2), by_threes, steps_of(again, 1), directory)
 
-    [resumed] = run_world(save_and_resume, 1)
+    return run_world(rank_main, 1)[0]
+
+
+def test_the_policy_trains_to_the_same_bits_with_a_draft(alone: Alone) -> None:
+    assert alone.trained.of_policy == alone.without_draft.of_policy
+    assert all(torch.equal(alone.trained.policy[name], w) for name, w in alone.without_draft.policy.items())
+
+
+def test_it_learns_the_same_however_the_batch_is_split(model_path: Path, method: str, alone: Alone) -> None:
+    config = with_draft(method, train_micro_batch_size=2)
+    on_two = run_world(lambda rank, world: steps_of(drafting_worker(model_path, config), 2), 2)[0]
+    for other in (alone.by_threes, on_two):
+        for name in ("loss", "acceptance", "grad_norm"):
+            assert other.of_draft(name) == pytest.approx(alone.trained.of_draft(name), rel=1e-4), name
+    assert alone.trained.of_draft("loss")[-1] < alone.trained.of_draft("loss")[0]
+
+
+def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, alone, method, tmp_path):
+    trained, _, _, resumed, directory = alone
     assert resumed.of_policy == trained.of_policy[1:] and resumed.of_draft("loss") == trained.of_draft("loss")[1:]
     assert all(torch.equal(trained.draft[name], weight) for name, weight in resumed.draft.items())
     if method == "mtp":  # in the policy's own directory, which is a model with a prediction head again
-        [folder] = tmp_path.glob("*/weights/consolidated")
+        [folder] = directory.glob("*/weights/consolidated")
+        config = with_draft(method)
         begins = run_world(lambda rank, world: steps_of(drafting_worker(folder, config), 0), 1)[0].draft
         assert begins.keys() == trained.draft.keys() and len(begins) > 20
         saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         original = load_file(model_path / "model.safetensors")
         assert saved.keys() == original.keys() and all(torch.equal(saved[name], begins[name]) for name in begins)
         assert sum(not torch.equal(begins[name], original[name]) for name in begins) > 10
-        convert_checkpoint(tmp_path, tmp_path / "converted")
+        convert_checkpoint(directory, tmp_path / "converted")
         converted = load_file(tmp_path / "converted" / "model.safetensors")
         assert converted.keys() == saved.keys() and all(torch.equal(converted[name], saved[name]) for name in saved)
         return
-    [folder] = tmp_path.glob("*/draft/consolidated")
+    [folder] = directory.glob("*/draft/consolidated")
     again = with_draft("eagle3", {"model_name": str(folder)})
     assert draft_config(again, AutoConfig.from_pretrained(model_path)) == json.loads(
         (folder / "config.json").read_text()

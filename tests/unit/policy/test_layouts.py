@@ -1,19 +1,23 @@
-"""The same step, whatever direction the model and the batch are cut in, for every family."""
+"""The same step, whatever direction the model and the batch are cut in, for every family; and what cannot be cut."""
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, PreTrainedModel, Qwen2Config
 
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.checks import check_layout
+from nemo_rl.models.policy.dtensor.tensor_parallel import check_tensor_parallel, user_plan
 from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
-from tests.unit.policy.models import Models, edit_json
+from nemo_rl.models.policy.pretrained import build_on_meta
+from tests.unit.policy.models import SHAPE, Models, edit_json
 from tests.unit.policy.steps import (
     PACKED,
     PADDED,
@@ -27,6 +31,7 @@ from tests.unit.policy.steps import (
     step_of,
     train_step,
 )
+from tests.unit.policy.test_exactness import OF_SINGLE_LOGPROBS
 from tests.worlds import run_world
 
 TOLERANCE = 1e-6
@@ -47,8 +52,6 @@ def cut(**settings: Any) -> dict[str, Any]:
 
 INTERLEAVED = PipelineConfig(schedule="interleaved_1f1b", stages_per_rank=2)
 
-
-# -- plans of a user
 
 _ATTENTION, _MLP = "model.layers.*.self_attn.", "model.layers.*.mlp."
 MATRICES = {
@@ -108,24 +111,6 @@ SLOW = {
 }
 
 
-class Alone:
-    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut. `family` may end in +lora."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._steps: dict[str, Step] = {}
-
-    def path(self, family: str) -> Path:
-        return self._models[family.removesuffix("+lora")]
-
-    def step(self, family: str) -> Step:
-        if family not in self._steps:
-            changes = cut(lora_cfg=ADAPTERS) if family.endswith("+lora") else {}
-            config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
-            self._steps[family] = run_world(step_with, 1, self.path(family), config)[0]
-        return self._steps[family]
-
-
 def step_with(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
     """With adapters the second of two: only after the first both matrices of an adapter have gradients."""
     worker = make_worker(path, config)
@@ -134,9 +119,20 @@ def step_with(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
     return step_of(worker)
 
 
+Alone = Callable[[str], Step]
+
+
 @pytest.fixture(scope="module")
 def alone(models: Models) -> Alone:
-    return Alone(models)
+    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut."""
+
+    @functools.cache
+    def step(family: str) -> Step:
+        changes = cut(lora_cfg=ADAPTERS) if family.endswith("+lora") else {}
+        config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
+        return run_world(step_with, 1, models[family.removesuffix("+lora")], config)[0]
+
+    return step
 
 
 def assert_same(got: Step, want: Step, tolerance: float = TOLERANCE) -> None:
@@ -166,11 +162,11 @@ def settings_of(changes: dict[str, Any]) -> PolicyConfig:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
-def test_a_step_does_not_depend_on_the_layout(alone: Alone, name: str) -> None:
+def test_a_step_does_not_depend_on_the_layout(models: Models, alone: Alone, name: str) -> None:
     family, world, changes = LAYOUTS[name]
-    for step in run_world(step_with, world, alone.path(family), settings_of(changes)):
+    for step in run_world(step_with, world, models[family.removesuffix("+lora")], settings_of(changes)):
         # Adapters of two steps multiply what rounding did to the first.
-        assert_same(step, alone.step(family), 3e-6 if "lora" in family else TOLERANCE)
+        assert_same(step, alone(family), 3e-6 if "lora" in family else TOLERANCE)
 
 
 def computed_logprobs(
@@ -190,37 +186,37 @@ def computed_logprobs(
     ("family", "world", "recomputes"),
     [("llama", 1, False), ("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, True)],
 )
-def test_compiled_blocks_give_the_same_numbers(alone: Alone, family: str, world: int, recomputes: bool) -> None:
+def test_compiled_blocks_give_the_same_numbers(models, alone, family, world, recomputes):
     """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
     config = settings_of(PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
-    for step in run_world(one_step, world, alone.path(family), config, timeout=500):
-        assert_same(step, alone.step(family), 1e-5)
+    for step in run_world(one_step, world, models[family], config, timeout=500):
+        assert_same(step, alone(family), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("family", "experts"), [("llama", {}), pytest.param("qwen3-moe", {EP: 2}, marks=pytest.mark.slow)]
 )
-def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(alone, family, experts):
-    model = AutoModelForCausalLM.from_pretrained(alone.path(family), dtype=torch.float32, attn_implementation="eager")
-    expected = plain_logprobs(model)
+def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(models, family, experts):
+    plain = {"dtype": torch.float32, "attn_implementation": "eager"}
+    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(models[family], **plain))
     config = settings_of(ALIKE | cut(**{TP: 2, CP: 2}, **experts))
-    for found in run_world(computed_logprobs, 4, alone.path(family), config):
+    for found in run_world(computed_logprobs, 4, models[family], config):
         assert found.keys() == expected.keys()
         for name, kinds in found.items():
             assert max(float((logprobs - expected[name]).abs().max()) for logprobs in kinds) < 1e-5
 
 
-def test_overrides_of_the_models_configuration_reach_every_stage(alone: Alone, tmp_path: Path) -> None:
+def test_overrides_of_the_models_configuration_reach_every_stage(models: Models, alone: Alone, tmp_path: Path) -> None:
     overrides = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    shutil.copytree(alone.path("llama"), tmp_path / "changed")
+    shutil.copytree(models["llama"], tmp_path / "changed")
     edit_json(tmp_path / "changed" / "config.json", **overrides)
     want = plain_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32))
     changes = PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
-    for found in run_world(computed_logprobs, 2, alone.path("llama"), settings_of(changes)):
+    for found in run_world(computed_logprobs, 2, models["llama"], settings_of(changes)):
         assert found.keys() == want.keys()
         for name, (logprobs, _) in found.items():
             assert (logprobs - want[name]).abs().max() < 1e-5
-            assert (logprobs - alone.step("llama").logprobs[name][0]).abs().max() > 1e-3 or not want[name].any()
+            assert (logprobs - alone("llama").logprobs[name][0]).abs().max() > 1e-3 or not want[name].any()
 
 
 def test_an_attention_that_cannot_be_cut_is_refused_by_name() -> None:
@@ -228,3 +224,78 @@ def test_an_attention_that_cannot_be_cut_is_refused_by_name() -> None:
     check_layout(policy_config(), Gemma2Config())
     with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.context_parallel_size=2.*'gemma2'.*soft-capped"):
         check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())
+
+
+# -- the shards of tensor-parallel ranks, and what is refused before weights are read
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "deepseek_v3"])
+def test_every_matrix_is_shared_out_but_those_of_experts_and_tied_ones_stay_one(models: Models, family: str) -> None:
+    path = models[family]
+    cut = DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)
+
+    def rank_main(rank: int, world: int) -> tuple[bool, dict[str, float]]:
+        hf, parts = make_worker(path, policy_config(dtensor_cfg=cut)).stages[0].hf, {}
+        for name, parameter in hf.named_parameters():
+            held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            parts[name] = held.numel() / parameter.numel()
+        return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight, parts
+
+    ranks = run_world(rank_main, 2)
+    for is_tied, parts in ranks:
+        assert is_tied == (family == "qwen2-tied")
+        for name in parts:
+            is_whole = "norm" in name or ".mlp.experts." in name or ".mlp.gate." in name or "_a_" in name
+            if name.endswith(("o_proj.bias", "down_proj.bias")):
+                is_whole = True
+            assert sum(each[name] for _, each in ranks) == pytest.approx(2.0 if is_whole else 1.0), name
+
+
+NO_PLAN = {"model.layers.*.mlp.up_proj": 3}
+MISSPELT = MATRICES | {"model.layers.*.mlp.gatee_proj": "colwise"}
+UNKNOWN_WORD = MATRICES | {"model.layers.*.mlp.gate_proj": "colwize"}
+
+
+def path_to(name: str, module: str = __name__) -> str:
+    return f"{module}:{name}"
+
+
+def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
+    settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
+    check_tensor_parallel(AutoConfig.for_model(family, **SHAPE | changes), settings)
+
+
+def test_the_plan_in_the_examples_is_that_of_transformers() -> None:
+    check("olmo2", split=True)
+    check("gpt2", size=1)
+    for family in ("llama", "qwen3"):
+        hf = build_on_meta(AutoConfig.for_model(family, **SHAPE), torch.float32)
+        own = user_plan(hf, "examples.custom_parallel:plan", "custom_parallel_plan")
+        assert dict(own) == {name: word for name, word in dict(hf.tp_plan).items() if ".layers." in name}
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (r"size=4 does not divide the 2 key/value heads of the 'llama' model; these would: 1, 2$", {"size": 4}),
+        (r"size=3 does not divide the 4 attention heads", {"size": 3}),
+        (r"size=2 does not divide the 95 output features of model\.layers\.0\.mlp\.gate", {"intermediate_size": 95}),
+        (r"no tensor-parallel plan is known for GPT2LMHeadModel.*custom_parallel_plan=my_package", {"family": "gpt2"}),
+        (r" 'plans' is not an import path; write package\.module:name", {"plan": "plans"}),
+        (r"no module .nowhere. can be imported", {"plan": "nowhere.plans:plan"}),
+        (r"has no 'nothing'", {"plan": path_to("nothing")}),
+        (r"is no plan but \{.*: 3\}.*words \(colwise", {"plan": path_to("NO_PLAN")}),
+        (r"is no plan but 97", {"plan": path_to("VOCAB", "tests.unit.policy.models")}),
+        (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": path_to("MISSPELT")}),
+        (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": path_to("UNKNOWN_WORD")}),
+        (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": path_to("MATRICES")}),
+        (r"has not one final norm with weights .* but none; set it to false", {"family": "olmo", "split": True}),
+        (
+            r"set policy\.dtensor_cfg\.sequence_parallel=false",
+            {"plan": path_to("STYLES"), "split": True},
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_what_would_work(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**{"family": "llama"} | arguments)

@@ -1,5 +1,6 @@
-"""Adapters: which layers, their values under every sharding, merging, and PEFT's format in both directions."""
+"""Adapters: which layers, their values under every sharding, PEFT's format, and a worker that trains them."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,22 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.models.policy import peft_format
-from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.dtensor.model import recompute_activations
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.weight_loading import copy_whole
+from nemo_rl.refit.buffers import attach_buffer
+from nemo_rl.refit.layout import Segment
+from nemo_rl.refit.transfer import WeightReceiver
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import edit_json
+from tests.unit.policy.steps import PACKED, load_step, make_worker, policy_config, train_step, whole_weights
+from tests.unit.policy.test_layouts import PP, TP
 from tests.worlds import run_world
 
 RANK = 3  # divides by no number of ranks
@@ -60,9 +68,6 @@ def logits(hf: Any) -> torch.Tensor:
     return hf(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
 
 
-# -- which layers
-
-
 def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained() -> None:
     hf = qwen2(tie_word_embeddings=False)
     names = apply_lora(hf, lora_config())
@@ -74,6 +79,11 @@ def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained(
     assert all(lora.is_adapter(name) == (name in trained) for name, _ in hf.named_parameters())
     base = {name for name, _ in qwen2(tie_word_embeddings=False).named_parameters()}
     assert {name for name, _ in hf.named_parameters()} - trained == base
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
+    with torch.device("meta"):
+        hf = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=4, num_hidden_layers=1))
+    assert {name.rpartition(".")[2] for name in apply_lora(hf, lora_config())} == set(PROJECTIONS[:4])
+    assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name), "experts stay frozen"
 
 
 @pytest.mark.parametrize(
@@ -104,17 +114,6 @@ def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, A
 def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(settings, message):
     with pytest.raises(ValueError, match=message):
         lora.check_lora(qwen2_config(tie_word_embeddings=True), lora_config(**{"match_all_linear": False} | settings))
-
-
-def test_experts_stay_frozen() -> None:
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
-    with torch.device("meta"):
-        hf = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=4, num_hidden_layers=1))
-    assert {name.rpartition(".")[2] for name in apply_lora(hf, lora_config())} == set(PROJECTIONS[:4])
-    assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name)
-
-
-# -- values and switches
 
 
 def test_training_begins_at_the_base_model_and_can_go_back_to_it() -> None:
@@ -195,38 +194,27 @@ def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
     torch.testing.assert_close(gradient("selective"), gradient(False), rtol=1e-5, atol=1e-5)
 
 
-# -- PEFT's format
-
-
 def saved(directory: Path, cfg: LoRAConfig) -> None:
     run_world(lambda rank, size: peft_format.save_peft([adapted(cfg)], cfg, directory, "models/tiny"), 1)
 
 
-def loaded(directory: Path, cfg: LoRAConfig) -> torch.Tensor:
-    """Logits of the model with the adapter in `directory`."""
-
-    def load(rank: int, size: int) -> torch.Tensor:
-        hf = qwen2()
-        apply_lora(hf, cfg)
-        peft_format.load_peft([hf], directory)
-        return logits(hf).detach()
-
-    return run_world(load, 1)[0]
-
-
 def test_peft_and_we_compute_the_same_from_our_files_and_from_those_of_peft(tmp_path: Path) -> None:
     cfg = lora_config(match_all_linear=False, target_modules=["model.layers.1.mlp.*", "q_proj"], alpha=0.5)
-    saved(tmp_path / "ours", cfg)
-    theirs = PeftModel.from_pretrained(qwen2(), str(tmp_path / "ours"))
-    for found in (logits(theirs), loaded(tmp_path / "ours", cfg)):
-        torch.testing.assert_close(found, logits(adapted(cfg)), rtol=0, atol=1e-6)
     config = LoraConfig(r=RANK, lora_alpha=7, target_modules=PROJECTIONS, init_lora_weights=False)
     theirs = get_peft_model(qwen2(), config).eval()
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    torch.testing.assert_close(loaded(tmp_path / "theirs", lora_config()), logits(theirs).detach(), rtol=0, atol=1e-6)
+    saved(tmp_path / "ours", cfg)
 
+    def loaded(name: str, cfg: LoRAConfig) -> torch.Tensor:
+        hf = qwen2()
+        apply_lora(hf, cfg)
+        peft_format.load_peft([hf], tmp_path / name)
+        return logits(hf).detach()
 
-# -- what is refused
+    [(ours, of_theirs)] = run_world(lambda *_: [loaded("ours", cfg), loaded("theirs", lora_config())], 1)
+    torch.testing.assert_close(of_theirs, logits(theirs), rtol=0, atol=1e-6)
+    for found in (ours, logits(PeftModel.from_pretrained(qwen2(), str(tmp_path / "ours")))):
+        torch.testing.assert_close(found, logits(adapted(cfg)), rtol=0, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -299,3 +287,119 @@ def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(adapter:
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="damaged adapter"):
         check(adapter)
+
+
+# -- a worker: its reference, its checkpoints, where it begins, and what it sends
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def config_of(lora: dict[str, Any] | None = None, **directions: Any) -> PolicyConfig:
+    lora_cfg = LoRAConfig.model_validate({"enabled": True, "dim": 4, "alpha": 8.0} | (lora or {}))
+    return policy_config(
+        dtensor_cfg=DTensorConfig(lora_cfg=lora_cfg, **directions),
+        optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
+        **PACKED,
+        train_micro_batch_size=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
+    """The checkpoint of two stages after two calls, and the merged weights they had."""
+    directory = tmp_path_factory.mktemp("trained")
+
+    def two_calls(rank: int, world: int) -> Weights:
+        worker = make_worker(llama, config_of(**{PP: 2}))
+        for _ in range(2):  # after the first, both matrices of an adapter have gradients
+            train_step(worker)
+        worker.save_checkpoint(directory, SaveRequest(model_save_format="safetensors"))
+        return whole_weights(worker)
+
+    return directory, run_world(two_calls, 2)[0]
+
+
+def assert_near(got: Weights, want: Weights) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert (tensor - want[name]).abs().max() < 1e-6, name
+
+
+def test_the_reference_is_the_model_it_began_with(llama, trained):
+    def columns(adapter: dict[str, str]) -> list[torch.Tensor]:
+        worker, seen = make_worker(llama, config_of(adapter)), []
+
+        def keep(column: str) -> None:
+            seen.append(torch.cat([row.columns[column] for row in worker.rows.values()]))
+
+        load_step(worker)
+        worker.compute(Logprobs(), "prev_logprobs")
+        keep("prev_logprobs")
+        for _ in range(2):
+            train_step(worker)
+            keep("reference_policy_logprobs")
+        worker.compute(Logprobs(), "prev_logprobs")
+        keep("prev_logprobs")
+        return seen
+
+    adapters: list[dict[str, str]] = [{}, {"adapter_path": str(trained[0] / "policy" / "adapter")}]
+    [both] = run_world(lambda rank, world: [columns(adapter) for adapter in adapters], 1)
+    for start, before, after, policy in both:
+        assert torch.equal(before, after)
+        assert (before - start).abs().max() < 1e-6
+        assert (policy - after).abs().max() > 1e-3
+
+
+def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_for_peft_and_to_begin_with(llama, trained):
+    step, want = trained
+    written = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
+    assert written < sum(file.stat().st_size for file in llama.glob("*.safetensors"))
+    adapter = str(step / "policy" / "adapter")
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), adapter).merge_and_unload()
+    assert_near(merged.state_dict(), want)
+
+    def on_other_ranks(rank: int, world: int) -> list[Weights]:
+        resumed = make_worker(llama, config_of())
+        resumed.load_checkpoint(step, load_optimizer=True)
+        begun = make_worker(llama, config_of({"adapter_path": adapter}, dp_replicate_size=2))
+        return [whole_weights(resumed), whole_weights(begun)]
+
+    for found in run_world(on_other_ranks, 2)[0]:
+        assert_near(found, want)
+
+
+@pytest.mark.parametrize(
+    ("world", "directions"),
+    [(2, {"cpu_offload": True}), pytest.param(4, {PP: 2, TP: 2}, marks=pytest.mark.slow)],
+    ids=["offloaded", "pp-tp"],
+)
+def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama, world, directions):
+    """After the first sync the adapters alone are packed, whatever the layout."""
+
+    def synced(rank: int, world: int) -> None:
+        os.environ["LOCAL_RANK"] = str(rank)
+        worker = make_worker(llama, config_of({"refit": "adapter"}, **directions))
+        settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
+        description, own, receiver = worker.prepare_refit(settings), {}, None
+        layout = worker.sender.layout
+        assert layout.num_base_buckets > 0
+        if rank == 0:
+            buffer = attach_buffer("packed_shm", description["endpoints"], worker.device)
+            receiver = WeightReceiver(layout, "packed_shm", buffer)
+            own = {meta.name: torch.zeros(meta.shape) for meta in layout.weights}
+        targets = [[Segment(tuple(tensor.shape), tensor.stride(), 0, tensor)] for tensor in own.values()]
+        for first in (0, layout.num_base_buckets):
+            train_step(worker)
+            if receiver is not None:
+                receiver.begin(first, targets=targets, load=None)
+            for bucket in range(first, len(layout.buckets)):
+                packed = worker.pack(bucket)
+                if receiver is not None:
+                    receiver.receive(bucket, packed["fingerprints"])
+            merged = whole_weights(worker)
+            if receiver is not None:
+                receiver.finish()
+                assert_near(own, merged)
+
+    run_world(synced, world)

@@ -114,6 +114,8 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
         setup.propose_layout(cfg, "1xL4")
     with pytest.raises(ConfigError, match="memory of 'NVIDIA Z9' is not known; known are A100"):
         setup.propose_layout(cfg, "8xZ9")
+    [line] = setup.memory_lines(config("policy.model_name=nobody/has-this-model"))
+    assert line == "memory: not predicted: config.json of the model is not on this machine"
     for text in ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100"):
         with pytest.raises(ConfigError, match="write nodes x GPUs of each x kind"):
             setup.propose_layout(cfg, text)
@@ -168,12 +170,6 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
         for phase in phases[1], phases[-1]:
             parts = {part.name: part.num_bytes for part in phase.parts}
             assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
-
-
-def test_a_model_that_is_not_here_is_not_predicted():
-    assert setup.memory_lines(config("policy.model_name=nobody/has-this-model")) == [
-        "memory: not predicted: config.json of the model is not on this machine"
-    ]
 
 
 @pytest.mark.slow

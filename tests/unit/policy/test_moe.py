@@ -120,9 +120,6 @@ def test_the_load_of_routers_counts_each_real_token_once_over_micro_batches_and_
         assert found == pytest.approx({f"moe/{name}": value for name, value in want.items()}, rel=1e-5)
 
 
-# -- what is refused
-
-
 def test_weights_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
     save_model("qwen3-moe", tmp_path)
     config = (tmp_path / "config.json").read_text()

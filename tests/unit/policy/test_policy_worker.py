@@ -1,4 +1,4 @@
-"""A step of a policy worker: precisions, losses that are not finite, masks, and rows of the report."""
+"""A step of a policy worker: precisions, losses that are not finite, masks, rows of the report, and a CUDA device."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.unit.policy.steps import (
     LOSS,
     NUM_GENERATIONS,
     NUM_GROUPS,
-    Step,
+    PACKED,
     load_step,
     make_groups,
     make_worker,
@@ -32,28 +32,20 @@ from tests.unit.policy.steps import (
     train_step,
     whole_weights,
 )
-from tests.worlds import run_world
+from tests.worlds import in_new_process, run_world
 
 
-@pytest.fixture(scope="module")
-def alone(qwen: Path) -> Step:
-    """One rank, one micro-batch per optimizer step: nothing was split."""
-    return run_world(one_step, 1, qwen, policy_config(train_micro_batch_size=8))[0]
-
-
-@pytest.mark.parametrize("master", ["float32", "bfloat16"])
-def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Path, alone: Step, master: str) -> None:
-    config = policy_config(precision="bfloat16", master_precision=master, train_micro_batch_size=4)
-    step = run_world(one_step, 2, qwen, config)[0]
-    assert step.result.losses == pytest.approx(alone.result.losses, rel=0.1, abs=0.02)
-    assert step.result.grad_norms == pytest.approx(alone.result.grad_norms, rel=0.1)
-    assert {weight.dtype for weight in step.weights.values()} == {DTYPES[master]}
-    for name, weight in step.weights.items():
-        # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
-        assert (weight.float() - alone.weights[name]).abs().max() < (0.02 if master == "bfloat16" else 0.01), name
-
-
-# -- losses that are not finite
+def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Path) -> None:
+    precisions = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
+    configs = [policy_config(precision=p, master_precision=m, train_micro_batch_size=4) for p, m in precisions]
+    exact, *steps = run_world(lambda rank, world: [one_step(rank, world, qwen, c) for c in configs], 2)[0]
+    for step, master, apart in zip(steps, ("float32", "bfloat16"), (0.01, 0.02), strict=True):
+        assert step.result.losses == pytest.approx(exact.result.losses, rel=0.1, abs=0.02)
+        assert step.result.grad_norms == pytest.approx(exact.result.grad_norms, rel=0.1)
+        assert {weight.dtype for weight in step.weights.values()} == {DTYPES[master]}
+        for name, weight in step.weights.items():
+            # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
+            assert (weight.float() - exact.weights[name]).abs().max() < apart, name
 
 
 class NanLoss:
@@ -121,9 +113,6 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(qwen: P
     assert [result.num_skipped_steps for result in results] == [1, 1]
 
 
-# -- samples
-
-
 def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
         worker = make_worker(qwen, policy_config())
@@ -141,15 +130,15 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> N
     assert sorted(masked + more) == ["0/1", "1/2"]  # 1/2 failed in its episode
 
 
-@pytest.mark.parametrize("cut", [{}, {"pipeline_parallel_size": 2}], ids=["data", "pipeline"])
-def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_path, cut):
+def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_path):
     """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
     size = NUM_GROUPS * NUM_GENERATIONS
-    config = policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
 
-    def rank_main(rank: int, world: int) -> tuple[int, str | None]:
-        worker = make_worker(qwen, config)
-        worker.keep_samples(SampleSettings(folder=tmp_path / "samples", max_tokens=99, decode=str, anchor=0))
+    def written(stages: int) -> tuple[int, str | None]:
+        cut = DTensorConfig(pipeline_parallel_size=stages)
+        config = policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=cut)
+        worker, folder = make_worker(qwen, config), tmp_path / str(stages) / "samples"
+        worker.keep_samples(SampleSettings(folder=folder, max_tokens=99, decode=str, anchor=0))
         handles, groups = make_groups()
         ones = [[1.0] * NUM_GENERATIONS] * NUM_GROUPS
         ranks, batching = worker.mesh.sizes.data_parallel, Batching.of(config, quadratic_weight=0.001)
@@ -161,13 +150,14 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
         worker.train(ClippedPGLoss(LOSS), Logprobs())
         return len(worker.outputs), worker.write_samples(1)
 
-    kept = run_world(rank_main, 2)
-    assert sum(number for number, _ in kept) == 3 and not any(problem for _, problem in kept)
-    samples = [sample for path in sorted((tmp_path / "samples").glob("*.js")) for sample in read_block(path)]
-    assert sorted(sample["id"] for sample in samples) == ["0/0", "0/3", "1/0"]
-    for sample in samples:
-        scored = [value for value, mask in zip(sample["outputs"], sample["mask"], strict=True) if mask == "1"]
-        assert scored and all(value < 0 for value in scored) and sample["error"] > 1
+    ranks = run_world(lambda rank, world: [written(stages) for stages in (1, 2)], 2)
+    for stages, kept in zip((1, 2), zip(*ranks, strict=True), strict=True):
+        assert sum(number for number, _ in kept) == 3 and not any(problem for _, problem in kept)
+        samples = [sample for path in sorted(tmp_path.glob(f"{stages}/*/*.js")) for sample in read_block(path)]
+        assert sorted(sample["id"] for sample in samples) == ["0/0", "0/3", "1/0"]
+        for sample in samples:
+            scored = [value for value, mask in zip(sample["outputs"], sample["mask"], strict=True) if mask == "1"]
+            assert scored and all(value < 0 for value in scored) and sample["error"] > 1
 
 
 @pytest.mark.parametrize(
@@ -184,3 +174,58 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
 def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(optimizer, message):
     with pytest.raises(ValueError, match=message):
         build_optimizer(policy_config(optimizer=OptimizerConfig(**optimizer)), [torch.nn.Parameter(torch.zeros(1))])
+
+
+# -- on a CUDA device, against the worker on the CPU
+
+
+def two_steps(path: Path, use_gpu: bool, changes: dict[str, Any]) -> list[TrainResult]:
+    config = policy_config(train_micro_batch_size=2, **PACKED, **changes)
+    worker = make_worker(path, config, use_gpu=use_gpu, workers_per_node=1)
+    steps = []
+    for _ in range(2):
+        load_step(worker)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        if use_gpu:
+            torch.cuda.set_sync_debug_mode("error")  # the micro-batch loop waits for the device nowhere
+            batches = worker._model_batches([list(worker.rows.values())[:2]] * 3, Logprobs())
+            worker.runner.train(batches, lambda number, logprobs: logprobs.sum() * 0.0, Logprobs())
+            torch.cuda.set_sync_debug_mode("default")
+        steps.append(worker.train(ClippedPGLoss(LOSS), Logprobs()))
+        if use_gpu:
+            worker.offload()
+            free = torch.cuda.memory_allocated()
+            worker.onload(with_optimizer=True)
+            assert free < torch.cuda.memory_allocated() or config.dtensor_cfg.cpu_offload
+    return steps
+
+
+def steps_on(path: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
+    return in_new_process(two_steps, path, use_gpu, changes, backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-4),
+        ({"precision": "bfloat16"}, 0.1),
+        ({"dtensor_cfg": DTensorConfig(cpu_offload=True)}, 1e-4),
+        ({"dtensor_cfg": DTensorConfig(activation_checkpointing="selective")}, 1e-4),
+        ({"dtensor_cfg": DTensorConfig(torch_compile=True)}, 1e-4),
+    ],
+)
+@pytest.mark.gpu
+def test_a_step_on_the_device_is_the_step_on_the_host(llama: Path, changes: dict[str, Any], tolerance: float):
+    on_host = steps_on(llama, use_gpu=False)
+    on_device = steps_on(llama, use_gpu=True, **changes)
+    for want, got in zip(on_host, on_device, strict=True):
+        assert got.losses == pytest.approx(want.losses, rel=tolerance, abs=tolerance)
+        assert got.grad_norms == pytest.approx(want.grad_norms, rel=tolerance)
+
+
+@pytest.mark.gpu
+def test_two_deterministic_runs_are_bitwise_equal(llama: Path) -> None:
+    first = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
+    second = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
+    assert first == second

@@ -1,4 +1,4 @@
-"""Rows on the workers: the inputs of losses and heads, sums and exchange of columns, pairs, and evaluation."""
+"""Rows on the workers: where tokens lie, inputs of losses and heads, columns, pairs and evaluation."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.distillation import DistillationInputs
@@ -15,7 +18,7 @@ from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
-from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.logprobs import LogprobModel
@@ -26,9 +29,6 @@ from tests.unit.policy.steps import PACKED, make_worker, policy_config, whole_we
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
-
-
-# -- what a loss gets
 
 
 def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | None = None) -> Row:
@@ -99,14 +99,14 @@ def pair_config(**changes: Any) -> PolicyConfig:
     return policy_config(**{"train_global_batch_size": NUM_PAIRS, "train_micro_batch_size": 5, **changes})
 
 
-def load_pairs(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
+def load_pairs(worker: DTensorPolicyWorker) -> None:
     planned, groups = make_pairs()
     plan = plan_samples(
         [[pair] for pair in planned],
         list(range(len(groups))),
         num_ranks=worker.mesh.sizes.data_parallel,
-        global_batch_size=config.train_global_batch_size,
-        batching=Batching.of(config, quadratic_weight=0.001, sequences_per_sample=2),
+        global_batch_size=worker.config.train_global_batch_size,
+        batching=Batching.of(worker.config, quadratic_weight=0.001, sequences_per_sample=2),
     )
     worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(len(groups))}, groups)
 
@@ -120,9 +120,50 @@ class Seen(NamedTuple):
     after: dict[str, float]
 
 
+class WithColumn(HeadTask):
+    """Each token's logprob, and what its row's column `extra` says of it."""
+
+    num_values = 2
+    columns = ("extra",)
+
+    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)
+
+
+def check_columns(worker: DTensorPolicyWorker) -> None:
+    """They reach the heads that name them, are summed, and copied in."""
+    load_pairs(worker)
+    for (group, index), row in worker.rows.items():
+        row.columns["extra"] = 100.0 * (10 * group + index) + torch.arange(len(row.token_ids))
+        row.columns["x"] = torch.ones(len(row.token_ids))
+        row.columns["x"][:3] = 7.0  # of the prompt
+        row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
+    worker.compute(WithColumn(), "both")
+    worker.compute(Logprobs(), "prev_logprobs")
+    sums = worker.sum_column("x", "total")
+    for key, row in worker.rows.items():
+        both = row.columns["both"]
+        assert both.shape == (len(row.token_ids), 2)
+        assert torch.equal(both[:, 0], row.columns["prev_logprobs"])
+        assert torch.equal(both[:, 1], row.columns["extra"] * row.token_mask)
+        total = float(np.float32(2.0**24 + len(row.token_ids) - 4))
+        assert row.columns["total"].item() == total and sums.get(key, total) == total
+
+    keys = list(reversed(worker.rows))
+    shared = [np.full((len(worker.rows[key].token_ids), 3), 10 * key[0] + key[1], dtype=np.float32) for key in keys]
+    for values in shared:
+        values.flags.writeable = False  # as the object store gives them
+    worker.attach("teacher_topk", keys, *shared)
+    for key, values in zip(keys, shared, strict=True):
+        own = worker.rows[key].columns["teacher_topk"]
+        assert np.array_equal(own.numpy(), values)
+        own += 1.0
+        assert not np.array_equal(own.numpy(), values), "a copy"
+
+
 def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Seen:
     worker = make_worker(path, config)
-    load_pairs(worker, config)
+    load_pairs(worker)
     worker.compute_reference_logprobs()
     sums = worker.sum_column("reference_policy_logprobs", "reference_logprob_sum")
     loss_fn = DPOLoss(DPOLossConfig(reference_policy_kl_penalty=0.5, sft_average_log_probs=False))
@@ -130,7 +171,9 @@ def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Se
     before = worker.evaluate(loss_fn, Logprobs())
     assert all(torch.equal(weight, weights[name]) for name, weight in whole_weights(worker).items())
     assert all(p.grad is None for stage in worker.stages for p in stage.parameters())
-    return Seen(sums, before, worker.train(loss_fn, Logprobs()), worker.evaluate(loss_fn, Logprobs()))
+    seen = Seen(sums, before, worker.train(loss_fn, Logprobs()), worker.evaluate(loss_fn, Logprobs()))
+    check_columns(worker)
+    return seen
 
 
 def assert_same_metrics(got: dict[str, float], want: dict[str, float], *left_out: str) -> None:
@@ -160,7 +203,7 @@ def alone(llama: Path) -> Seen:
 
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)
-def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of_training(llama, alone, layout):
+def test_a_step_on_pairs_and_its_columns_do_not_depend_on_the_layout_nor_does_evaluation(llama, alone, layout):
     world, changes = PAIR_LAYOUTS[layout]
     ranks = run_world(step_on_pairs, world, llama, pair_config(**changes))
     for seen in ranks:
@@ -175,52 +218,133 @@ def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of
     assert together == pytest.approx(alone.reference_sums, abs=1e-5)
 
 
-# -- columns
+# -- where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it
 
 
-class WithColumn(HeadTask):
-    """Each token's logprob, and what its row's column `extra` says of it."""
-
-    num_values = 2
-    columns = ("extra",)
-
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
-        return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)
+def sample(ids: list[int], scored: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[scored] = True
+    return torch.tensor(ids), mask
 
 
-@pytest.mark.parametrize("layout", PAIR_LAYOUTS)
-def test_columns_reach_the_heads_that_name_them_are_summed_and_copied_in(llama: Path, layout: str):
-    world, changes = PAIR_LAYOUTS[layout]
+THREE = [sample([5, 6, 7], [2]), sample([8], []), sample([9, 10], [0, 1])]
 
-    def rank_main(rank: int, world: int) -> None:
-        config = pair_config(**changes)
-        worker = make_worker(llama, config)
-        load_pairs(worker, config)
-        for (group, index), row in worker.rows.items():
-            row.columns["extra"] = 100.0 * (10 * group + index) + torch.arange(len(row.token_ids))
-            row.columns["x"] = torch.ones(len(row.token_ids))
-            row.columns["x"][:3] = 7.0  # of the prompt
-            row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
-        worker.compute(WithColumn(), "both")
-        worker.compute(Logprobs(), "prev_logprobs")
-        sums = worker.sum_column("x", "total")
-        for key, row in worker.rows.items():
-            both = row.columns["both"]
-            assert both.shape == (len(row.token_ids), 2)
-            assert torch.equal(both[:, 0], row.columns["prev_logprobs"])
-            assert torch.equal(both[:, 1], row.columns["extra"] * row.token_mask)
-            total = float(np.float32(2.0**24 + len(row.token_ids) - 4))
-            assert row.columns["total"].item() == total and sums.get(key, total) == total
 
-        keys = list(reversed(worker.rows))
-        shared = [np.full((len(worker.rows[key].token_ids), 3), 10 * key[0] + key[1], dtype=np.float32) for key in keys]
-        for values in shared:
-            values.flags.writeable = False  # as the object store gives them
-        worker.attach("teacher_topk", keys, *shared)
-        for key, values in zip(keys, shared, strict=True):
-            own = worker.rows[key].columns["teacher_topk"]
-            assert np.array_equal(own.numpy(), values)
-            own += 1.0
-            assert not np.array_equal(own.numpy(), values), "a copy"
+def test_padding_free_rows_hold_the_sequences_end_to_end():
+    batch = RowLayout(padding_free=True, divisible_by=4).build(THREE)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.query_lengths == batch.cu_seqlens.key_lengths == (3, 1, 2, 2)
+    assert batch.cu_seqlens.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
+    assert batch.cu_seqlens.cu_seqlens_q.dtype == torch.int32
+    assert batch.states.tolist() == [1, 4]  # token 0 of the last sequence is predicted by nothing
+    assert batch.targets.tolist() == [7, 10]
+    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 2], [2, 1])
+    assert batch.shape == (3, 3)
 
-    run_world(rank_main, world)
+
+def test_padded_rows_and_a_full_row_have_no_segment_of_padding():
+    batch = RowLayout(padding_free=False, divisible_by=4).build(THREE)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
+    assert batch.cu_seqlens is None
+    batch = RowLayout(padding_free=True, divisible_by=3).build(THREE)
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.query_lengths == (3, 1, 2)
+
+
+def test_a_prompt_that_sequences_share_lies_once_before_them():
+    shared = [sample([5, 6, 7], [2]), sample([8, 9], [1]), sample([5, 6, 3, 4], [2, 3]), sample([1], [])]
+    batch = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(shared)
+    assert batch.input_ids.tolist() == [[5, 6, 1, 8, 9, 7, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2, 2, 3]]
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.key_index is not None
+    assert batch.cu_seqlens.query_lengths == (2, 1, 2, 1, 2) and batch.cu_seqlens.key_lengths == (2, 1, 2, 3, 4)
+    assert batch.cu_seqlens.key_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]
+    assert batch.states.tolist() == [1, 3, 1, 6]  # the last token of the prompt predicts two tokens
+    assert batch.targets.tolist() == [7, 9, 3, 4]
+    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 1, 2, 2], [2, 1, 2, 3])
+    alone = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(THREE)
+    assert alone.cu_seqlens is not None and alone.cu_seqlens.key_index is None, "nothing is shared"
+
+
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
+    sequences = [sample(list(range(10, 18)), []), sample([20, 21], [])]
+    for rank, ids, positions, keys in (
+        (0, [10, 11, 16, 17, 20, 0], [0, 1, 6, 7, 0, 3], (2, 8, 1, 4)),
+        (1, [12, 13, 14, 15, 21, 0], [2, 3, 4, 5, 1, 2], (4, 6, 2, 3)),
+    ):
+        how = {"context_size": 2, "context_rank": rank, "context_group": dist.ProcessGroup(rank, 2)}
+        batch = RowLayout(padding_free=True, **how).build(sequences)
+        assert (batch.input_ids.tolist(), batch.position_ids.tolist()) == ([ids], [positions])
+        assert batch.cu_seqlens is not None
+        assert (batch.cu_seqlens.query_lengths, batch.cu_seqlens.key_lengths) == ((2, 2, 1, 1), keys)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),
+    padding_free=st.booleans(),
+    divisible_by=st.sampled_from([1, 2, 3, 8]),
+    size=st.sampled_from([1, 2, 3, 4]),
+    own_states=st.booleans(),
+    data=st.data(),
+)
+def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
+    lengths, padding_free, divisible_by, size, own_states, data
+):
+    masks = [torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in lengths]
+    # An id says where the token stands.
+    sequences = [(1000 * (i + 1) + torch.arange(n), masks[i]) for i, n in enumerate(lengths)]
+    layouts = [
+        RowLayout(
+            padding_free=padding_free,
+            divisible_by=divisible_by,
+            context_size=size,
+            context_rank=rank,
+            context_group=dist.ProcessGroup(rank, size) if size > 1 else None,
+            own_states=own_states,
+        )
+        for rank in range(size)
+    ]
+    width = layouts[0].width(lengths)
+    columns = {
+        "one": [ids * 0.5 for ids, _ in sequences],
+        "two": [torch.stack([ids, -ids], dim=1) for ids, _ in sequences],
+    }
+    batches = [layout.build(sequences, columns) for layout in layouts]
+    assert {batch.input_ids.shape for batch in batches} == {(1 if padding_free else len(lengths), width)}
+
+    seen = []
+    for batch in batches:
+        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        is_token = ids > 0
+        assert (positions[is_token] == ids[is_token] % 1000).all()
+        assert (batch.targets == 1000 * (batch.rows + 1) + batch.positions).all()
+        assert (ids[batch.states] == batch.targets - (0 if own_states else 1)).all()
+        assert (batch.columns["one"] == batch.targets * 0.5).all()
+        assert (batch.columns["two"] == torch.stack([batch.targets, -batch.targets], dim=1)).all()
+        seen += list(zip(batch.rows.tolist(), batch.positions.tolist(), strict=True))
+    expected = [(i, j) for i, mask in enumerate(masks) for j in range(0 if own_states else 1, lengths[i]) if mask[j]]
+    assert sorted(seen) == expected
+    tokens = torch.cat([batch.input_ids.flatten() for batch in batches])
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(torch.cat([ids for ids, _ in sequences]).tolist())
+
+    for batch in batches:
+        if size > 1:
+            check_keys(batch, tokens)
+
+
+def check_keys(batch, tokens: torch.Tensor) -> None:
+    """Every segment's keys are its sequence from the start up to its own last query."""
+    index = batch.cu_seqlens.key_index
+    assert len(batch.cu_seqlens.cu_seqlens_k) == len(batch.cu_seqlens.key_lengths) + 1
+    ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+    queries, keys = ids.split(batch.cu_seqlens.query_lengths), tokens[index].split(batch.cu_seqlens.key_lengths)
+    at = positions.split(batch.cu_seqlens.query_lengths)
+    for query, key, position in zip(queries, keys, at, strict=True):
+        assert query.tolist() == key[-len(query) :].tolist()
+        assert position.tolist() == list(range(len(key) - len(query), len(key)))
+        real = key[key > 0]
+        if len(real):
+            assert (real == key[0] + torch.arange(len(real))).all() and key[0] % 1000 == 0
+            assert (key[len(real) :] == 0).all()

@@ -95,25 +95,19 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     (summary,) = read_index(tmp_path)
     assert summary["block"] == "policy-0_000005.js" and summary["advantage"] == 0.25
     assert summary["error"] == sample["error"] and summary["num_generated_tokens"] == 6
+    columns = {"prev_logprobs": torch.full((10,), -0.5), "outputs": train}  # of before, and of a later update
+    assert disagreement(row_of(group.samples[0], **columns)) == {"error": 1.0, "worst": 1.0}
 
 
-def test_previous_logprobs_come_before_those_of_a_later_update():
-    columns = {"prev_logprobs": torch.full((10,), -0.5), "outputs": torch.full((10,), -9.0)}
-    assert disagreement(row_of(rollout_group().samples[0], **columns)) == {"error": 1.0, "worst": 1.0}
-
-
-def test_of_a_long_sample_the_beginning_and_the_end_are_kept(tmp_path):
-    write(tmp_path, by=writer(tmp_path, max_tokens=5), values=torch.arange(10.0))
+def test_of_a_long_sample_the_beginning_and_the_end_are_kept_and_what_is_not_finite_is_still_json(tmp_path):
+    outputs = torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7)
+    write(tmp_path, by=writer(tmp_path, max_tokens=5), values=torch.arange(10.0), outputs=outputs)
     (sample,) = written(tmp_path)
     assert sample["values"] == [0.0, 1.0, 2.0, 8.0, 9.0] and sample["left_out"] == [3, 8]
     assert sample["length"] == 10 and sample["mask"] == "00011"
-
-
-def test_values_that_are_not_finite_are_still_json(tmp_path):
-    write(tmp_path, outputs=torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7))
     text = (tmp_path / "samples" / "policy-0_000001.js").read_text()
     assert "NaN" not in text and "Infinity" not in text and "</script>" not in text
-    assert written(tmp_path)[0]["outputs"][:3] == [1e30, 1e30, -1e30]
+    assert sample["outputs"][:3] == [1e30, 1e30, -1e30]
 
 
 def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):
@@ -134,19 +128,15 @@ def test_a_row_of_a_dataset_has_tokens_and_outputs_alone(tmp_path):
     assert "error" not in sample
 
 
-def test_a_folder_that_this_node_does_not_see_is_said_and_a_step_that_ran_twice_is_listed_once(tmp_path):
-    problem = write(tmp_path / "elsewhere")
-    assert problem is not None and "put logger.log_dir where all nodes see it" in problem
+def test_a_step_that_ran_twice_is_listed_once_and_a_folder_that_this_node_does_not_see_is_said(tmp_path):
     by = writer(tmp_path)
     for reward in (1.0, 2.0):
-        write(tmp_path, by=by, group=rollout_group(reward))
+        write(tmp_path, step=3, by=by, group=rollout_group(reward))
     assert [row["reward"] for row in read_index(tmp_path)] == [2.0]
-
-
-def test_a_worker_that_replaces_another_keeps_its_samples(tmp_path):
-    """It repeats the steps since the last checkpoint, under the same name."""
-    assert write(tmp_path, step=3) is None and write(tmp_path, step=3) is None
+    assert write(tmp_path, step=3) is None  # by a worker that replaces the first and repeats steps under its name
     blocks = sorted((tmp_path / "samples").glob("*.js"))
-    assert [len(list(read_block(path))) for path in blocks] == [1, 1]
+    assert [len(list(read_block(path))) for path in blocks] == [2, 1], "samples of the first are kept"
     (row,) = read_index(tmp_path)
     assert row["block"] == "policy-0_000003_1.js"
+    problem = write(tmp_path / "elsewhere")
+    assert problem is not None and "put logger.log_dir where all nodes see it" in problem

@@ -1,6 +1,7 @@
 """A vision-language model on micro-batches: against transformers' own forward pass of each sequence alone."""
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -206,23 +207,17 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(tiny, rows, pad
         assert (a.grad - b.grad).abs().max() <= 1e-5 * max(1.0, b.grad.abs().max().item()), name
 
 
-def test_an_image_of_several_rows_is_computed_once(tiny, rows):
-    inputs = VisionInputs(tiny[0].config, {})
-    batch = inputs.build(RowLayout(padding_free=True), [ids for ids, _ in rows], [own for _, own in rows])
+def test_an_image_of_several_rows_is_computed_once_and_rows_without_one_pass_the_tower_too(tiny, rows):
+    """All ranks pass the same sharded layers, and every weight gets a gradient, which is zero."""
+    model, layout = tiny[0], RowLayout(padding_free=True)
+    batch = VisionInputs(model.config, {}).build(layout, [ids for ids, _ in rows], [own for _, own in rows])
     assert batch.num_distinct == 3
     num_patches = [len(pixels["pixel_values"]) for row in rows[:3] for _, pixels in row[1]]
     assert batch.pixels["pixel_values"].shape[0] == sum(num_patches)
-
-
-def test_rows_without_images_still_pass_the_tower(tiny, rows):
-    """All ranks pass the same sharded layers, and every weight gets a gradient, which is zero."""
-    tiny[0].zero_grad()
-    logprobs(tiny[0], blank_of(tiny), rows[1:2], padding_free=True)[0].sum().backward()
-    tower = [
-        p.grad for _, p in named_parts(tiny[0], FAMILIES[tiny[0].config.model_type], ["vision_tower", "projector"])
-    ]
-    assert tower
-    assert all(grad is not None and not grad.any() for grad in tower)
+    model.zero_grad()
+    logprobs(model, blank_of(tiny), rows[1:2], padding_free=True)[0].sum().backward()
+    tower = [p.grad for _, p in named_parts(model, FAMILIES[model.config.model_type], ["vision_tower", "projector"])]
+    assert tower and all(grad is not None and not grad.any() for grad in tower)
 
 
 def test_a_sampled_image_token_is_text(tiny, rows):
@@ -282,20 +277,14 @@ def test_tensor_parallelism_cuts_the_language_model_alone(tiny):
         assert not tower & cut.keys()
 
 
-def test_a_value_model_that_sees_is_refused(tiny):
+def test_a_value_model_that_sees_and_cutting_features_that_join_after_layers_by_position_are_refused(tiny):
     policy = policy_config(reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type="regression"))
     with pytest.raises(ValueError, match="reward_model_type=regression: not with"):
         check_vision_model(policy, tiny[0].config)
-
-
-def test_features_that_join_after_layers_are_not_split_by_position(tiny):
-    settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
-    policy = policy_config(dtensor_cfg=DTensorConfig(**settings))
-    if tiny[0].config.model_type != "qwen3_vl":
-        check_vision_model(policy, tiny[0].config)
-        return
-    with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.sequence_parallel: not with qwen3_vl models"):
-        check_vision_model(policy, tiny[0].config)
+    by_position = policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=2, sequence_parallel=True))
+    said = pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.sequence_parallel: not with qwen3_vl models")
+    with said if tiny[0].config.model_type == "qwen3_vl" else nullcontext():
+        check_vision_model(by_position, tiny[0].config)
 
 
 def smolvlm() -> SmolVLMForConditionalGeneration:

@@ -18,6 +18,7 @@ from nemo_rl.models.policy.config import (
     DTensorConfig,
     DynamicBatchingConfig,
     LoRAConfig,
+    OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
 )
@@ -82,9 +83,7 @@ def assert_same(got: Step, want: Step, **of_loss: float) -> None:
         torch.testing.assert_close(weight, want[2][name], atol=2e-6, rtol=0, msg=name)
 
 
-def taken(
-    rank: int, world: int, model: Model, config: PolicyConfig, folder: Path | None = None, resumes: bool = False
-) -> Step:
+def taken(model: Model, config: PolicyConfig, folder: Path | None = None, resumes: bool = False) -> Step:
     """A step, from the checkpoint in `folder` if it `resumes`; else after a step and a checkpoint, if there is one."""
     path, processor, token = model
     blank = process_image(processor, draw("red circle 0"))[0]
@@ -103,29 +102,46 @@ def taken(
     return result.losses[0], result.grad_norms[0], whole_weights(worker)
 
 
-def step(model: Model, world: int, **changes: Any) -> Step:
-    return run_world(taken, world, model, policy_config(**SAMPLED_BEFORE | changes))[0]
+def steps(model: Model, world: int, *cases: dict[str, Any]) -> list[Step]:
+    """A step of each case, all in one world."""
+    configs = [policy_config(**SAMPLED_BEFORE | changes) for changes in cases]
+    return run_world(lambda rank, world: [taken(model, config) for config in configs], world)[0]
+
+
+def cut(**settings: Any) -> dict[str, Any]:
+    return {"dtensor_cfg": DTensorConfig(**settings)}
+
+
+ADAPTERS, OF_TOWER = LoRAConfig(enabled=True, dim=4), {"match_all_linear": False, "target_modules": ["*visual.blocks*"]}
+ALONE: dict[str, dict[str, Any]] = {
+    "untrained": {"optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.0})},
+    "padded": {"padding_free": False},
+    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)},
+    "dynamic": {"dynamic_batching": SHARED_OUT, "padding_free": False},
+    "frozen tower": {"freeze": ["vision_tower"]},
+    "adapters": cut(lora_cfg=ADAPTERS),
+    "adapted tower": cut(lora_cfg=ADAPTERS.model_copy(update=OF_TOWER)),
+}
 
 
 @pytest.fixture(scope="module")
-def whole(model) -> Step:
-    """The step on one rank, each micro-batch padded."""
-    return step(model, 1, padding_free=False)
+def alone(model) -> dict[str, Step]:
+    """Steps on one rank."""
+    return dict(zip(ALONE, steps(model, 1, *ALONE.values()), strict=True))
 
 
-@pytest.mark.parametrize(
-    "world, changes",
-    [
-        (2, {"train_micro_batch_size": 1, "padding_free": False}),  # most micro-batches have no image
-        (1, {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)}),
-        (1, {"dynamic_batching": SHARED_OUT, "padding_free": False}),
-        (2, {"dynamic_batching": SHARED_OUT}),
-        (2, {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
-        (2, TENSOR | {"dtensor_cfg": DTensorConfig(**CUT_TOKENS)}),
-    ],
-)
-def test_the_split_does_not_matter(model, whole, world, changes):
-    assert_same(step(model, world, **changes), whole, abs=1e-6)
+def test_the_split_does_not_matter(model, alone):
+    one_by_one = {"train_micro_batch_size": 1, "padding_free": False}  # most micro-batches have no image
+    cases = steps(model, 2, one_by_one, {"dynamic_batching": SHARED_OUT}, cut(context_parallel_size=2))
+    for case in (alone["packed"], alone["dynamic"], *cases):
+        assert_same(case, alone["padded"], abs=1e-6)
+
+
+def test_tensor_parallel_ranks_share_the_language_model_and_its_adapters_and_have_the_tower_whole(model, alone):
+    adapted = cut(tensor_parallel_size=2, lora_cfg=ADAPTERS)
+    trained, adapted = steps(model, 2, TENSOR | cut(**CUT_TOKENS), TENSOR | adapted)
+    assert_same(trained, alone["padded"], abs=1e-6)
+    assert_same(adapted, alone["adapters"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -144,46 +160,25 @@ def test_other_families_are_cut_too(model, tmp_path, family, sizes):
     FAMILY_MODELS[family](recipe, tokenizer).save_pretrained(tmp_path)
     processor = gemma3_processor(recipe, tokenizer) if family == "gemma3" else model[1]
     other = (tmp_path, processor, model[2])
-    cut = step(other, math.prod(sizes.values()), **TENSOR, dtensor_cfg=DTensorConfig(**sizes))
-    assert_same(cut, step(other, 1), rel=1e-5)
+    [found] = steps(other, math.prod(sizes.values()), TENSOR | cut(**sizes))
+    assert_same(found, steps(other, 1, {})[0], rel=1e-5)
 
 
-def test_adapters_are_cut_with_the_language_model_and_whole_in_the_tower(model):
-    adapters = LoRAConfig(enabled=True, dim=4)
-    cut = step(model, 2, **TENSOR, dtensor_cfg=DTensorConfig(tensor_parallel_size=2, lora_cfg=adapters))
-    assert_same(cut, step(model, 1, dtensor_cfg=DTensorConfig(lora_cfg=adapters)), rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def untrained(model) -> dict[str, torch.Tensor]:
-    def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
-        return whole_weights(DTensorPolicyWorker(policy_config(), worker_settings(model[0])))
-
-    return run_world(rank_main, 1)[0]
-
-
-def test_a_frozen_part_stays_as_it_is(model, whole, untrained):
-    _, _, weights = step(model, 1, freeze=["vision_tower"])
-    tower = [name for name in weights if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]
-    assert tower and all(torch.equal(weights[name], untrained[name]) for name in tower)
-    assert not any(torch.equal(whole[2][name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
-    assert not torch.equal(weights["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
-
-
-def test_adapters_on_the_tower_change_it_alone(model, whole, untrained):
-    adapters = LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=["*visual.blocks*"])
-    loss, _, weights = step(model, 1, dtensor_cfg=DTensorConfig(lora_cfg=adapters))
-    assert loss == pytest.approx(whole[0], abs=1e-6)  # new adapters change nothing
+def test_a_frozen_part_stays_as_it_is_and_adapters_on_a_part_change_it_alone(alone):
+    untrained, trained, frozen = (alone[name][2] for name in ("untrained", "padded", "frozen tower"))
+    tower = [name for name in frozen if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]
+    assert tower and all(torch.equal(frozen[name], untrained[name]) for name in tower)
+    assert not any(torch.equal(trained[name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
+    assert not torch.equal(frozen["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
+    loss, _, weights = alone["adapted tower"]
+    assert loss == pytest.approx(alone["padded"][0], abs=1e-6)  # new adapters change nothing
     changed = {name for name in weights if not torch.equal(weights[name], untrained[name])}
     assert changed and {part_of(name, FAMILIES["qwen2_5_vl"]) for name in changed} == {"vision_tower"}
 
 
 def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
     config = policy_config(**SAMPLED_BEFORE | {"deterministic": True, "freeze": ["vision_tower"]})
-
-    def rank_main(rank: int, world: int) -> list[Step]:
-        return [taken(rank, world, model, config, tmp_path, resumes) for resumes in (False, True)]
-
-    want, got = run_world(rank_main, 2)[0]
+    both = run_world(lambda rank, world: [taken(model, config, tmp_path, resumes) for resumes in (False, True)], 2)
+    want, got = both[0]
     assert got[:2] == want[:2]
     assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])

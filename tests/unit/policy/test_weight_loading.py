@@ -44,16 +44,15 @@ def test_weights_of_the_base_model_are_found_and_a_missing_one_is_named_and_not_
         load(tmp_path)
 
 
-@pytest.mark.parametrize("cut", [{}, {"tensor_parallel_size": 2}])
-def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(tmp_path, cut):
+def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(tmp_path):
     save_model("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    config = policy_config(dtensor_cfg=DTensorConfig(**cut))
-    for loaded in run_world(lambda rank, world: whole_weights(make_worker(tmp_path, config)), 2):
-        for name, parameter in model.named_parameters():
-            assert torch.equal(loaded[name], parameter), name
+    configs = [policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=size)) for size in (1, 2)]
+    for of_rank in run_world(lambda rank, world: [whole_weights(make_worker(tmp_path, c)) for c in configs], 2):
+        for loaded in of_rank:
+            assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):

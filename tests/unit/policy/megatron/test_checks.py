@@ -112,8 +112,6 @@ def test_settings_of_models_without_an_equal_are_refused() -> None:
     transformer_config(model, policy, use_transformer_engine=False)
 
 
-# -- stages
-
 STAGES = "pipeline_model_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -154,9 +152,6 @@ def test_what_is_proposed_works() -> None:
             assert [layer for (piece,) in stages for layer in piece] == list(range(num_layers))
 
 
-# -- files
-
-
 def saved(folder: Path, model: PretrainedConfig, names: list[str]) -> str:
     save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
@@ -181,9 +176,6 @@ def test_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     assert message.startswith("policy.model_name='mine': model_type 'gpt2' has no mapping to Megatron Core; known")
     assert "qwen3_moe" in message and "docs/adding-a-model.md" in message and "policy.dtensor_cfg" in message
     assert message.endswith("; no mapping knows its tensors h.*.attn.c_attn.weight, wte.weight")
-
-
-# -- packages and devices
 
 
 def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,6 @@ from tests.unit.policy.steps import (
 )
 from tests.worlds import run_world
 
-pytest.importorskip("megatron.core")
-
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=97)
 MOE = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_experts=4, vocab_size=97)
 

@@ -9,8 +9,6 @@ from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.megatron.parity import Layout, cut, distances, steps_in_one_world, torch_step
 from tests.unit.policy.models import VOCAB
 
-pytest.importorskip("megatron.core")
-
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}

@@ -1,15 +1,27 @@
-"""Megatron's optimizers and schedules: what the configuration asks for is what is computed."""
+"""Megatron's optimizers and schedules: what is asked for is computed; state that is on the host in checkpoints."""
 
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
+from nemo_rl.models.policy.megatron import cpu_shim
+from nemo_rl.models.policy.megatron.optimizer import (
+    ParameterState,
+    build_scheduler,
+    optimizer_config,
+    optimizers_by_main,
+    orthogonalized,
+    scaled,
+    set_steps_taken,
+    steps_taken,
+)
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from tests.unit.policy.megatron.parity import cut
 from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
@@ -25,9 +37,6 @@ def policy_of(
 ) -> PolicyConfig:
     changes = {"precision": precision, "max_grad_norm": megatron.pop("max_grad_norm", None)}
     return megatron_policy(changes, optimizer=optimizer, scheduler=scheduler or {}, **megatron)
-
-
-# -- what reaches Megatron
 
 
 class Groups:
@@ -75,9 +84,6 @@ def test_every_value_reaches_megatron() -> None:
 def test_what_does_not_go_together_is_refused(key: str, optimizer: Any, scheduler: Any) -> None:
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         policy_of(optimizer, scheduler)
-
-
-# -- steps
 
 
 def set_gradients(worker: MegatronPolicyWorker, seed: int) -> dict[str, torch.Tensor]:
@@ -173,9 +179,6 @@ def test_learning_rate_is_that_of_the_step(deep: Path) -> None:
     assert moved > 0
 
 
-# -- Muon
-
-
 def test_orthogonal_update() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((24, 64), (64, 24), (32, 32)):
@@ -231,9 +234,6 @@ def test_muon_on_every_layout(deep: Path, kind: str, sizes: str) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
 
 
-# -- on a GPU
-
-
 def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     policy = policy_of({**ADAM, **more}, precision="bfloat16", max_grad_norm=5.0)
     worker = make_worker(path, policy, use_gpu=True)
@@ -259,3 +259,70 @@ def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> N
     aware = in_new_process(steps_on_a_gpu, deep, {"use_precision_aware_optimizer": True, **settings})
     for name, weight in aware.items():
         torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-3, msg=name)
+
+
+# -- an optimizer that keeps a part of its state on the host, made of the optimizers it consists of
+
+
+SIZES = (5, 7)
+cpu_shim.install()
+
+
+def offloaded(values: list[torch.Tensor]) -> Any:
+    """A leaf, as far as its state is asked for, whose parameters are all on the host."""
+    groups = [{"params": [torch.nn.Parameter(value.clone())], "lr": 0.1} for value in values]
+    inner = HybridDeviceOptimizer(
+        groups,
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+    )
+    inner.cpu_copys_map_gpu_param.update(inner.inner_param_to_orig_param)  # as if the parameters were on a GPU
+    return SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
+
+
+def parts_of(leaf: Any) -> list[ParameterState]:
+    shards = [group["params"][0] for group in leaf.optimizer.param_groups]
+    mains = [leaf.optimizer.param_to_inner_param[shard] for shard in shards]
+    inner = optimizers_by_main(leaf.optimizer)
+    return [
+        ParameterState(owner=leaf, inner=inner[main], parameter=shard, main=main, flat=range(len(main)))
+        for shard, main in zip(shards, mains, strict=True)
+    ]
+
+
+def host_step(leaf: Any, seed: int) -> list[torch.Tensor]:
+    """Gradients come from a GPU in a run, so the optimizers are called themselves; the main parameters after it."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = parts_of(leaf)
+    for part in parts:
+        part.main.grad = torch.randn(part.main.shape, generator=generator)
+    for optimizer in leaf.optimizer.sub_optimizers:
+        optimizer.step()
+    leaf.optimizer._sync_sub_optimizers_state_to_hdo()
+    return [part.main.detach().clone() for part in parts]
+
+
+def test_a_loaded_optimizer_goes_on_where_the_saved_one_was() -> None:
+    start = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
+    saved, loaded = offloaded(start), offloaded(start)
+    assert steps_taken(saved) is None
+    for seed in range(3):
+        host_step(saved, seed)
+    assert steps_taken(saved) == 3
+    for source, target in zip(parts_of(saved), parts_of(loaded), strict=True):
+        tensors = source.tensors()
+        assert set(tensors) == {"main_param", "exp_avg", "exp_avg_sq"}
+        assert all(value.dtype == torch.float32 for value in tensors.values())
+        target.allocate({"exp_avg", "exp_avg_sq"})
+        into = target.tensors()
+        with torch.no_grad():
+            for key, value in into.items():
+                value.copy_(tensors[key])
+        target.put(into)
+    set_steps_taken(loaded, steps_taken(saved))
+    assert steps_taken(loaded) == 3
+    assert all(len(loaded.optimizer.state[part.parameter]) == 4 for part in parts_of(loaded))  # and where it is moved
+    torch.testing.assert_close(host_step(loaded, 3), host_step(saved, 3), rtol=0, atol=0)

@@ -10,8 +10,6 @@ from tests.unit.policy.megatron.parity import Layout, cut, distances, selective,
 from tests.unit.policy.models import Models
 from tests.unit.policy.steps import Step
 
-pytest.importorskip("megatron.core")
-
 DENSE, TIED, MOE = "deep", "qwen2-tied", "qwen3-moe"
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=80)}
 ROUNDED: dict[str, Any] = {"train_mb_tokens": 72, "logprob_mb_tokens": 96, "sequence_length_round": 8}

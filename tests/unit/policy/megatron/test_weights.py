@@ -98,9 +98,6 @@ def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
         loaded(tmp_path, ParallelRanks())
 
 
-# -- export
-
-
 def gathered(held: dict[str, torch.Tensor], directory: Path, place: ParallelRanks) -> dict[str, torch.Tensor]:
     mapping, device = mapped(directory), torch.device("cpu")
     tensors = export_weights(local_shards(held, mapping, place, device), mapping, device)
