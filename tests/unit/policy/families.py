@@ -6,46 +6,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tests.unit.policy.models import perturb
+from tests.unit.policy.models import SHAPE, perturb
 
 VOCAB = 300
 """Of `build_tiny_tokenizer`, rounded up."""
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
+_SHAPE = SHAPE | {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+_SHAPE |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1}
 _WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 # The engine's gated delta nets want heads of 128 features.
 _DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_conv_kernel_dim": 4,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _LATENT = {
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-}
+    "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

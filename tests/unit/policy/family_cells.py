@@ -22,19 +22,9 @@ from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.checks import check_megatron_layout
 from nemo_rl.models.policy.pretrained import read_model_config
+from tests.unit.policy import steps
 from tests.unit.policy.families import FAMILIES, family_config, save_random_model
 from tests.unit.policy.megatron.parity import Layout
-from tests.unit.policy.steps import (
-    PACKED,
-    PADDED,
-    Step,
-    load_step,
-    make_worker,
-    one_step,
-    plain_logprobs,
-    policy_config,
-    whole_weights,
-)
 from tests.unit.policy.test_layouts import CP, EP, PP, TP, cut, settings_of
 from tests.worlds import run_world
 
@@ -46,13 +36,13 @@ _TOO_NARROW = {  # for the rank: layers of one output, or one per head
     "qwen3_5_moe_text": ["*shared_expert_gate", "*in_proj_a", "*in_proj_b"],
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "GRPO": (2, PADDED),
-    "packing": (2, PACKED),
-    "TP": (2, PADDED | cut(**{TP: 2})),
-    "CP": (2, PACKED | cut(**{CP: 2})),
-    "EP": (2, PACKED | cut(**{EP: 2})),
-    "PP": (2, PACKED | cut(**{PP: 2})),
-    "LoRA": (2, PACKED),
+    "GRPO": (2, steps.PADDED),
+    "packing": (2, steps.PACKED),
+    "TP": (2, steps.PADDED | cut(**{TP: 2})),
+    "CP": (2, steps.PACKED | cut(**{CP: 2})),
+    "EP": (2, steps.PACKED | cut(**{EP: 2})),
+    "PP": (2, steps.PACKED | cut(**{PP: 2})),
+    "LoRA": (2, steps.PACKED),
 }
 COLUMNS = ["load", "SFT", *LAYOUTS, "Megatron", ENGINE]
 CELLS = [(family, column) for family in FAMILIES for column in COLUMNS if column != ENGINE]
@@ -75,7 +65,7 @@ def refusal(family: str, column: str) -> str | None:
         if column == "Megatron":
             check_megatron_layout(Layout(world=1).config(), model)
         elif column in LAYOUTS:
-            check_layout(policy_config(**layout(family, column)[1]), model)
+            check_layout(steps.policy_config(**layout(family, column)[1]), model)
     except ValueError as error:
         reason = re.sub(r"^policy\.\S+: ", "", str(error).splitlines()[0])
         reason = re.sub(rf"\b(an?|this|of) '?{family}'? model", r"\1 model", reason)
@@ -91,13 +81,13 @@ class Alone:
     def __init__(self, family: str, directory: Path) -> None:
         self.family, self.directory = family, directory
         save_random_model(family, directory)
-        self._steps: dict[bool, Step] = {}
+        self._steps: dict[bool, steps.Step] = {}
 
-    def step(self, *, adapted: bool) -> Step:
+    def step(self, *, adapted: bool) -> steps.Step:
         if adapted not in self._steps:
             changes = cut(lora_cfg=adapters(self.family)) if adapted else {}
-            config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
-            self._steps[adapted] = run_world(one_step, 1, self.directory, config)[0]
+            config = steps.policy_config(train_micro_batch_size=8, **steps.PADDED, **changes)
+            self._steps[adapted] = run_world(steps.one_step, 1, self.directory, config)[0]
         return self._steps[adapted]
 
 
@@ -115,11 +105,11 @@ def try_cell(base: Alone, column: str) -> None:
         losses = [run_world(_sft_loss, 1, base.directory, config)[0] for config in _SFT]
         assert abs(losses[0] - losses[1]) < 1e-5 * losses[0]
     elif column == "Megatron":
-        _compare(run_world(one_step, 1, base.directory, Layout(world=1).config()), base.step(adapted=False))
+        _compare(run_world(steps.one_step, 1, base.directory, Layout(world=1).config()), base.step(adapted=False))
     else:
         world, changes = layout(base.family, column)
-        steps = run_world(one_step, world, base.directory, settings_of(changes))
-        _compare(steps, base.step(adapted=column == "LoRA"))
+        ranks = run_world(steps.one_step, world, base.directory, settings_of(changes))
+        _compare(ranks, base.step(adapted=column == "LoRA"))
 
 
 def outcomes(base: Alone, family: str) -> dict[tuple[str, str], str]:
@@ -136,12 +126,12 @@ def outcomes(base: Alone, family: str) -> dict[tuple[str, str], str]:
 
 def _load(base: Alone) -> None:
     """Logprobs equal those of transformers, and the exported tensors have its names."""
-    read_model_config(policy_config(model_name=str(base.directory)), str(base.directory))  # no complaint
+    read_model_config(steps.policy_config(model_name=str(base.directory)), str(base.directory))  # no complaint
     model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
-    expected = plain_logprobs(model)
+    expected = steps.plain_logprobs(model)
     for sample, (logprobs, _) in base.step(adapted=False).logprobs.items():
         assert (logprobs - expected[sample]).abs().max() < 2e-5
-    exported = run_world(_exported, 2, base.directory, policy_config())[0]
+    exported = run_world(_exported, 2, base.directory, steps.policy_config())[0]
     names = ExpertNames(model.config.model_type)
     want = {part: tensor for name, whole in model.state_dict().items() for part, tensor in names.split(name, whole)}
     if model.config.tie_word_embeddings:
@@ -152,21 +142,21 @@ def _load(base: Alone) -> None:
 
 
 def _exported(rank: int, world: int, path: Path, config: PolicyConfig) -> dict[str, torch.Tensor]:
-    return whole_weights(make_worker(path, config))
+    return steps.whole_weights(steps.make_worker(path, config))
 
 
-_SFT = [policy_config(train_micro_batch_size=8, **PADDED), settings_of(PACKED)]
+_SFT = [steps.policy_config(train_micro_batch_size=8, **steps.PADDED), settings_of(steps.PACKED)]
 
 
 def _sft_loss(rank: int, world: int, path: Path, config: PolicyConfig) -> float:
     """Of the second of two steps."""
-    worker = make_worker(path, config)
-    load_step(worker)
+    worker = steps.make_worker(path, config)
+    steps.load_step(worker)
     return worker.train(NLLLoss(), Logprobs()).losses[-1]
 
 
-def _compare(steps: list[Step], want: Step) -> None:
-    for step in steps:
+def _compare(ranks: list[steps.Step], want: steps.Step) -> None:
+    for step in ranks:
         for sample, kinds in step.logprobs.items():
             for logprobs, others in zip(kinds, want.logprobs[sample], strict=True):
                 assert (logprobs - others).abs().max() < 1e-5, sample

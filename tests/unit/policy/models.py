@@ -10,18 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCAB = 97  # odd: shards are uneven
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}

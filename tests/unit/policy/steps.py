@@ -37,20 +37,16 @@ PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_token
 PADDED = {"padding_free": False}
 
 Rollouts = tuple[list[GroupHandle], list[RolloutGroup]]
+PairsOfLogprobs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def policy_config(**changes: Any) -> PolicyConfig:
     settings: dict[str, Any] = {
-        "model_name": "unused",
-        "tokenizer": TokenizerConfig(name="unused"),
-        "train_global_batch_size": 8,
-        "logprob_batch_size": 3,
-        "precision": "float32",
-        "logprob_chunk_size": 5,
-        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}),
-        "dtensor_cfg": DTensorConfig(),
+        "model_name": "unused", "tokenizer": TokenizerConfig(name="unused"), "precision": "float32",
+        "train_global_batch_size": 8, "logprob_batch_size": 3, "logprob_chunk_size": 5,
+        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}), "dtensor_cfg": DTensorConfig(),
         **changes,
-    }
+    }  # fmt: skip
     if settings["dtensor_cfg"].fsdp_per_block is None:  # as in models of a real size
         settings["dtensor_cfg"] = settings["dtensor_cfg"].model_copy(update={"fsdp_per_block": True})
     return PolicyConfig(**settings)
@@ -121,13 +117,9 @@ def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:
 def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:
     """Of a rank on the CPU that trains the model in `path`."""
     settings: dict[str, Any] = {
-        "sampling": SamplingParams(max_new_tokens=16, temperature=TEMPERATURE),
-        "use_gpu": False,
-        "workers_per_node": 8,
-        "init_reference_model": False,
-        "init_optimizer": True,
-        "seed": 0,
-    }
+        "sampling": SamplingParams(max_new_tokens=16, temperature=TEMPERATURE), "use_gpu": False,
+        "workers_per_node": 8, "init_reference_model": False, "init_optimizer": True, "seed": 0,
+    }  # fmt: skip
     return PolicyWorkerSettings(model_path=str(path), **settings | changes)
 
 
@@ -172,7 +164,7 @@ def whole_weights(worker: Worker) -> dict[str, torch.Tensor]:
     return {tensor.name: tensor.gather(None).clone() for tensor in tensors}
 
 
-def logprobs_of(worker: Worker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def logprobs_of(worker: Worker) -> PairsOfLogprobs:
     """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
     columns = ("prev_logprobs", "reference_policy_logprobs")
     return {row.sample_id: (row.columns[columns[0]], row.columns[columns[1]]) for row in worker.rows.values()}
@@ -197,7 +189,7 @@ class Step:
 
     result: TrainResult
     weights: dict[str, torch.Tensor]  # all of the model's, whole
-    logprobs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    logprobs: PairsOfLogprobs
 
 
 def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:

@@ -47,10 +47,9 @@ def build(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
 
 
 def sequences(lengths: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randint(2, models.VOCAB, (n,), generator=generator), torch.ones(n, dtype=torch.bool)) for n in lengths
-    ]
+    random = torch.Generator().manual_seed(1)
+    ids = [torch.randint(2, models.VOCAB, (length,), generator=random) for length in lengths]
+    return [(own, torch.ones(len(own), dtype=torch.bool)) for own in ids]
 
 
 def states_alone(model: PreTrainedModel, lengths: list[int]) -> torch.Tensor:
@@ -149,9 +148,8 @@ def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, val
     query = torch.randn(1, 4, sum(query_lengths), 8, generator=generator)
     key = torch.randn(1, key_heads, sum(key_lengths), 8, generator=generator)
     value = torch.randn(1, key_heads, sum(key_lengths), value_width, generator=generator)
-    out, _ = attention(
-        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, cu_seqlens=cu_seqlens
-    )
+    how = {"scaling": 0.3, "sliding_window": window, "cu_seqlens": cu_seqlens}
+    out, _ = attention(nn.Identity(), query, key, value, None, **how)
     torch.testing.assert_close(out, reference(query, key, value, cu_seqlens, window), atol=1e-5, rtol=1e-5)
 
 

@@ -137,9 +137,8 @@ def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, alone, meth
         return
     [folder] = directory.glob("*/draft/consolidated")
     again = with_draft("eagle3", {"model_name": str(folder)})
-    assert draft_config(again, AutoConfig.from_pretrained(model_path)) == json.loads(
-        (folder / "config.json").read_text()
-    )
+    config = json.loads((folder / "config.json").read_text())
+    assert draft_config(again, AutoConfig.from_pretrained(model_path)) == config
     with pytest.raises(ValueError, match="does not fit the policy: hidden_size=64, not 128"):
         draft_config(again, AutoConfig.from_pretrained(model_path, hidden_size=128))
     with pytest.raises(ValueError, match=r"layer_ids=\[0, 1, 2\], not increasing numbers up to 1, its blocks"):

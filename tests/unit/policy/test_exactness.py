@@ -23,32 +23,27 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
+from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.weight_loading import hf_name
+from nemo_rl.models.policy.pretrained import load_config
+from nemo_rl.models.policy.weight_loading import hf_name, local_part
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import LossFunction, PolicyGradientInputs, SamplingParams, TrainResult
+from tests.unit.policy import steps
 from tests.unit.policy.filter_reference import filter_logits
-from tests.unit.policy.models import save_model
-from tests.unit.policy.steps import (
-    ADVANTAGES,
-    NUM_GENERATIONS,
-    NUM_GROUPS,
-    Rollouts,
-    in_groups,
-    load_step,
-    make_sample,
-    make_worker,
-    masks_of,
-    policy_config,
-)
 from tests.worlds import run_world
 
-NUM_SAMPLES = NUM_GROUPS * NUM_GENERATIONS
+NUM_SAMPLES = steps.NUM_GROUPS * steps.NUM_GENERATIONS
 
 
 _BY_SEQUENCE = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-_BOUNDED = {"use_importance_sampling_correction": True}
+_MASKED = {
+    "truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.05,
+    "truncated_importance_sampling_ratio_min": 0.95,
+}  # fmt: skip
+_UNCLAMPED = {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": None, "kl_output_clamp_value": None}
+_BOUNDED, _KL = {"use_importance_sampling_correction": True}, {"reference_policy_kl_penalty": 0.1}
 
 # tests/unit/algorithms/losses has every loss: here are those whose columns, counts or clipping differ.
 LOSSES: dict[str, ClippedPGLossConfig] = {
@@ -56,25 +51,13 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "dapo": ClippedPGLossConfig(ratio_clip_min=0.02, ratio_clip_max=0.03, reference_policy_kl_penalty=0.0),
     "gspo": ClippedPGLossConfig(**_BY_SEQUENCE, ratio_clip_min=0.003, ratio_clip_max=0.004),
     "cispo": ClippedPGLossConfig(use_cispo=True, ratio_clip_min=0.02, ratio_clip_max=0.03),
-    "reinforce": ClippedPGLossConfig(
-        disable_ppo_ratio=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2"
-    ),
+    "reinforce": ClippedPGLossConfig(**_KL, disable_ppo_ratio=True, reference_policy_kl_type="k2"),
     "on-policy-ratio": ClippedPGLossConfig(force_on_policy_ratio=True, reference_policy_kl_type="k1"),
     "dr-grpo": ClippedPGLossConfig(length_normalizer=16, reference_policy_kl_penalty=0.0),
-    "k3-unclamped": ClippedPGLossConfig(
-        reference_policy_kl_penalty=0.5,
-        kl_input_clamp_value=None,
-        kl_output_clamp_value=None,
-        use_on_policy_kl_approximation=True,
-    ),
+    "k3-unclamped": ClippedPGLossConfig(**_UNCLAMPED, use_on_policy_kl_approximation=True),
     "tis": ClippedPGLossConfig(**_BOUNDED, truncated_importance_sampling_ratio=1.2),
-    "seq-mask-tis": ClippedPGLossConfig(
-        **_BOUNDED,
-        truncated_importance_sampling_type="seq-mask-tis",
-        truncated_importance_sampling_ratio=1.05,
-        truncated_importance_sampling_ratio_min=0.95,
-    ),
-    "kl-in-reward": ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1),
+    "seq-mask-tis": ClippedPGLossConfig(**_BOUNDED, **_MASKED),
+    "kl-in-reward": ClippedPGLossConfig(**_KL, use_kl_in_reward=True),
 }
 
 SAMPLINGS = tuple(
@@ -95,7 +78,7 @@ ORDINARY = ("answer", "answer", "turns", "answer", "failed", "turns", "answer", 
 two tokens altogether."""
 
 
-def draw_rollouts(kinds: Sequence[str]) -> Rollouts:
+def draw_rollouts(kinds: Sequence[str]) -> steps.Rollouts:
     """Samples of `kinds` in turn, the long ones of 6 to 23 tokens; generation logprobs are 0."""
     generator = np.random.default_rng(1)
     samples = []
@@ -105,12 +88,12 @@ def draw_rollouts(kinds: Sequence[str]) -> Rollouts:
         if kind == "turns":
             mask[length // 2 : length // 2 + 2] = False
         mask &= kind not in ("failed", "silent")
-        name = f"{number // NUM_GENERATIONS}/{number % NUM_GENERATIONS}"
-        samples.append(make_sample(name, mask, generator, failed=kind == "failed"))
-    return in_groups(samples)
+        name = f"{number // steps.NUM_GENERATIONS}/{number % steps.NUM_GENERATIONS}"
+        samples.append(steps.make_sample(name, mask, generator, failed=kind == "failed"))
+    return steps.in_groups(samples)
 
 
-def as_generated(rollouts: Rollouts, logprobs: dict[str, torch.Tensor], seed: int) -> Rollouts:
+def as_generated(rollouts: steps.Rollouts, logprobs: dict[str, torch.Tensor], seed: int) -> steps.Rollouts:
     """With generation logprobs that are somewhat off the policy's own `logprobs`, by sample."""
     generator = np.random.default_rng(seed)
     handles, groups = rollouts
@@ -167,20 +150,30 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def loaded_worker(
-    path: Path, case: Case, batching: dict[str, Any], rollouts: Rollouts, **layout: Any
-) -> DTensorPolicyWorker:
-    """A worker that has its part of the rollouts."""
-    config = policy_config(
-        optimizer=OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0.1}),
-        dtensor_cfg=DTensorConfig(**layout),
-        train_global_batch_size=case.samples_per_step,
-        max_grad_norm=case.max_grad_norm,
-        **batching,
-    )
-    worker = make_worker(path, config, sampling=SAMPLINGS[case.sampling])
-    load_step(worker, rollouts)
-    return worker
+class Bench:
+    """A worker that can take many steps from the same weights."""
+
+    def __init__(self, path: Path, **layout: Any) -> None:
+        optimizer = OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0.1})
+        self.config = steps.policy_config(optimizer=optimizer, dtensor_cfg=DTensorConfig(**layout))
+        self.worker, self.hf_config = steps.make_worker(path, self.config), load_config(str(path), {})
+        self.start = [local_part(p).detach().clone() for p in trainable(self.worker.stages)]
+
+    def loaded(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> DTensorPolicyWorker:
+        """It, with the weights of the beginning, its part of the rollouts, and everything else as said."""
+        worker = self.worker
+        changes = {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm}
+        worker.config = self.config.model_copy(update=changes | batching)
+        worker.layout = row_layout(worker.config, self.hf_config, worker.mesh)
+        for stage in worker.stages:
+            stage.reshard()
+            stage.sampling = SAMPLINGS[case.sampling]
+        with torch.no_grad():
+            for parameter, start in zip(trainable(worker.stages), self.start, strict=True):
+                local_part(parameter).copy_(start)
+        worker.optimizer.gradients.clear()
+        steps.load_step(worker, rollouts)
+        return worker
 
 
 def computed_logprobs(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
@@ -218,13 +211,8 @@ def train(worker: DTensorPolicyWorker, case: Case) -> Outcome:
     return Outcome(result=result, gradients=gradients, logprobs=logprobs)
 
 
-OF_SINGLE_LOGPROBS = {
-    "probs_ratio_min",
-    "probs_ratio_max",
-    "probs_ratio_clamped_min",
-    "probs_ratio_clamped_max",
-    "sampling_importance_ratio",
-}
+OF_SINGLE_LOGPROBS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clamped") for end in ("min", "max")}
+OF_SINGLE_LOGPROBS |= {"sampling_importance_ratio"}
 
 
 def distances(got: Outcome, want: Outcome) -> dict[str, float]:
@@ -279,10 +267,10 @@ DEAL = [*CUT, "hsdp", "cp", "pp"]  # fewer to the layout that takes longest
 def draw_case(loss: str) -> Case:
     """Several optimizer steps from the same weights amplify a difference; clipped gradients keep that below 1."""
     draw = random.Random(f"{loss} 0")
-    steps = draw.choice([1, 2, 4]) if loss != "on-policy-ratio" else 1
-    clip = draw.choice([0.5, 1.0]) if steps > 1 else draw.choice([1.0, None])
+    times = draw.choice([1, 2, 4]) if loss != "on-policy-ratio" else 1
+    clip = draw.choice([0.5, 1.0]) if times > 1 else draw.choice([1.0, None])
     sampling = draw.randrange(len(SAMPLINGS))
-    return Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES // steps, max_grad_norm=clip)
+    return Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES // times, max_grad_norm=clip)
 
 
 CASES = {loss: draw_case(loss) for loss in LOSSES}
@@ -301,7 +289,7 @@ class Expected:
     """The rollouts of each sampling, and what cases come to on one rank with one padded micro-batch per step."""
 
     path: Path
-    rollouts: list[Rollouts]
+    rollouts: list[steps.Rollouts]
     outcomes: dict[Case, Outcome]
 
     @classmethod
@@ -310,13 +298,12 @@ class Expected:
 
     @classmethod
     def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
-        base = draw_rollouts(kinds)
-        rollouts = []
+        base, bench, rollouts = draw_rollouts(kinds), Bench(path), []
         for sampling in range(len(SAMPLINGS)):
             case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
-            logprobs = computed_logprobs(loaded_worker(path, case, WHOLE, base))
+            logprobs = computed_logprobs(bench.loaded(case, WHOLE, base))
             rollouts.append(as_generated(base, logprobs, seed=sampling))
-        outcomes = {c: train(loaded_worker(path, c, WHOLE, rollouts[c.sampling]), c) for c in cases}
+        outcomes = {case: train(bench.loaded(case, WHOLE, rollouts[case.sampling]), case) for case in cases}
         return cls(path=path, rollouts=rollouts, outcomes=outcomes)
 
     def distances(self, layout: str, draws: list[tuple[Case, str]]) -> dict[tuple[Case, str], dict[str, float]]:
@@ -324,10 +311,10 @@ class Expected:
         world, settings = LAYOUTS[layout]
 
         def on_rank(rank: int, world: int) -> tuple[list[dict[str, float]], set[str]]:
-            found, names = [], set()
+            bench, found, names = Bench(self.path, **settings), [], set()
             for case, batching in draws:
                 how = BATCHINGS[batching] | ALIKE.get(layout, {})
-                got = train(loaded_worker(self.path, case, how, self.rollouts[case.sampling], **settings), case)
+                got = train(bench.loaded(case, how, self.rollouts[case.sampling]), case)
                 found.append(distances(got, self.outcomes[case]))
                 names.update(*got.gradients)
             return found, names
@@ -395,7 +382,7 @@ def test_samples_with_little_or_nothing_to_score(llama: Path, kind: str, layout:
     assert_equal(odd.distances(layout, list(zip(odd.outcomes, batchings, strict=True))))
 
 
-def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[str, torch.Tensor]]:
+def plain_step(path: Path, case: Case, rollouts: steps.Rollouts) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one optimizer step, in float64 by transformers alone: sample by sample, with all logits."""
     sampling = SAMPLINGS[case.sampling]
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -412,13 +399,13 @@ def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[
             into.append(torch.cat([torch.zeros(1), logprobs]) * torch.from_numpy(sample.token_mask))
     pad = partial(pad_sequence, batch_first=True)
     mask = pad([torch.from_numpy(sample.token_mask) for sample in samples]).double()
-    sample_mask = torch.tensor(masks_of(handles)).double().flatten()
+    sample_mask = torch.tensor(steps.masks_of(handles)).double().flatten()
     logprobs = pad(scored)
     inputs = PolicyGradientInputs(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         token_mask=mask,
         sample_mask=sample_mask,
-        advantages=torch.tensor(ADVANTAGES).double().flatten()[:, None].expand(mask.shape),
+        advantages=torch.tensor(steps.ADVANTAGES).double().flatten()[:, None].expand(mask.shape),
         prev_logprobs=logprobs.detach(),
         generation_logprobs=pad([torch.from_numpy(s.generation_logprobs) for s in samples]).double(),
         reference_policy_logprobs=pad(unfiltered),
@@ -435,17 +422,14 @@ def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[
         *((family, {"grpo": 1}) for family in ("qwen3-moe", "mixtral", "deepseek_v3", "gemma3")),
     ],
 )
-def test_one_rank_computes_what_transformers_does_sample_by_sample(tmp_path, family, losses):
+def test_one_rank_computes_what_transformers_does_sample_by_sample(models, family, losses):
     """`losses`: and the sampling of each."""
-    save_model(family, tmp_path)
-    cases = [
-        Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
-        for loss, sampling in losses.items()
-    ]
+    path, whole = models[family], {"samples_per_step": NUM_SAMPLES, "max_grad_norm": None}
+    cases = [Case(loss=loss, sampling=sampling, **whole) for loss, sampling in losses.items()]
 
     def both(rank: int, world: int) -> tuple[Expected, list[tuple[float, dict[str, torch.Tensor]]]]:
-        expected = Expected._computed(rank, world, tmp_path, cases, ORDINARY)
-        return expected, [plain_step(tmp_path, case, expected.rollouts[case.sampling]) for case in cases]
+        expected = Expected._computed(rank, world, path, cases, ORDINARY)
+        return expected, [plain_step(path, case, expected.rollouts[case.sampling]) for case in cases]
 
     [(expected, plain)] = run_world(both, 1)
     for case, (loss, gradients) in zip(cases, plain, strict=True):
@@ -453,6 +437,5 @@ def test_one_rank_computes_what_transformers_does_sample_by_sample(tmp_path, fam
         assert got.result.losses == pytest.approx([loss], abs=TOLERANCE), case
         assert got.gradients[0].keys() == gradients.keys()
         for name, gradient in gradients.items():
-            assert (got.gradients[0][name] - gradient).abs().max() < TOLERANCE * max(1.0, got.result.grad_norms[0]), (
-                name
-            )
+            apart = (got.gradients[0][name] - gradient).abs().max()
+            assert apart < TOLERANCE * max(1.0, got.result.grad_norms[0]), name

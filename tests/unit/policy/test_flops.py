@@ -11,15 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
+from nemo_rl.data import tiny_model
 from nemo_rl.data.chat.images import process_image
 from nemo_rl.data.datasets.shapes import draw
-from nemo_rl.data.tiny_model import (
-    RECIPES,
-    TinyVisionRecipe,
-    build_processor,
-    build_tiny_tokenizer,
-    build_untrained_model,
-)
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import frozen_parts
 from nemo_rl.models.policy.flops import (
@@ -73,11 +67,11 @@ def test_known_models() -> None:
 
 
 def test_the_tower_and_the_projector_count_by_pixels_of_the_images() -> None:
-    recipe = RECIPES["shapes"]
-    assert isinstance(recipe, TinyVisionRecipe)
-    tokenizer = build_tiny_tokenizer(recipe)
-    model = build_untrained_model(recipe, tokenizer)
-    made, _ = process_image(build_processor(recipe, tokenizer), draw("red circle 0"))  # 36 patches
+    recipe = tiny_model.RECIPES["shapes"]
+    assert isinstance(recipe, tiny_model.TinyVisionRecipe)
+    tokenizer = tiny_model.build_tiny_tokenizer(recipe)
+    model = tiny_model.build_untrained_model(recipe, tokenizer)
+    made, _ = process_image(tiny_model.build_processor(recipe, tokenizer), draw("red circle 0"))  # 36 patches
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.get_image_features(**{name: torch.from_numpy(value) for name, value in made.items()})
     flops = ModelFlops.of(model.config)

@@ -114,9 +114,7 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
 
     [found] = run_world(rank_main, 1)
     for family in FAMILIES:
-        model = AutoModelForCausalLM.from_pretrained(
-            paths[family], dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        model = AutoModelForCausalLM.from_pretrained(paths[family], dtype=torch.float32, attn_implementation="eager")
         for request in requests:
             completion = found[family][request.request_id]
             tokens, logprobs = drawn_by_a_full_pass(model, request, completion)

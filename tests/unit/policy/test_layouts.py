@@ -17,20 +17,8 @@ from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.dtensor.tensor_parallel import check_tensor_parallel, user_plan
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import build_on_meta
+from tests.unit.policy import steps
 from tests.unit.policy.models import SHAPE, Models, edit_json
-from tests.unit.policy.steps import (
-    PACKED,
-    PADDED,
-    Step,
-    load_step,
-    logprobs_of,
-    make_worker,
-    one_step,
-    plain_logprobs,
-    policy_config,
-    step_of,
-    train_step,
-)
 from tests.unit.policy.test_exactness import OF_SINGLE_LOGPROBS
 from tests.worlds import run_world
 
@@ -75,32 +63,32 @@ def planned(name: str, **more: Any) -> dict[str, Any]:
 
 # (family, ranks, changes). test_exactness.py has more of Llama, with other losses.
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "fsdp-in-one-group": ("llama", 2, PACKED | cut(fsdp_per_block=False)),
-    "hsdp-reduced-every-time": ("llama", 4, PACKED | cut(**{COPIES: 2}, defer_fsdp_grad_sync=False)),
+    "fsdp-in-one-group": ("llama", 2, steps.PACKED | cut(fsdp_per_block=False)),
+    "hsdp-reduced-every-time": ("llama", 4, steps.PACKED | cut(**{COPIES: 2}, defer_fsdp_grad_sync=False)),
     "pp-gpipe-dp2": ("llama", 4, cut(**{PP: 2}, pipeline=PipelineConfig(schedule="gpipe"))),
     "pp-one-micro-batch": ("llama", 2, cut(**{PP: 2}) | {"train_micro_batch_size": 8}),
-    "offloaded": ("llama", 2, PACKED | cut(cpu_offload=True)),
+    "offloaded": ("llama", 2, steps.PACKED | cut(cpu_offload=True)),
     "plan in words": ("qwen3", 2, planned("plan_of", **{SP: True})),
     "plan that gathers": ("llama", 2, planned("GATHERED", **{SP: True})),
     "plan in styles": ("llama", 2, planned("STYLES")),
     # What other families have: experts, tied embeddings, windows, fused matrices, norms of heads, biases.
     "gemma3-tp": ("gemma3", 2, ALIKE | cut(**{TP: 2, SP: True})),
-    "phi-tp": ("phi", 2, PADDED | cut(**{TP: 2, SP: True})),
+    "phi-tp": ("phi", 2, steps.PADDED | cut(**{TP: 2, SP: True})),
     "phi3-tp": ("phi3", 2, ALIKE | cut(**{TP: 2})),
-    "qwen2-tied-dp2": ("qwen2-tied", 2, PACKED),
+    "qwen2-tied-dp2": ("qwen2-tied", 2, steps.PACKED),
     "qwen2-tied-tp-cp": ("qwen2-tied", 4, ALIKE | cut(**{TP: 2, SP: True, CP: 2})),
-    "mistral-pp-cp": ("mistral", 4, PACKED | cut(**{PP: 2, CP: 2})),
-    "deep-interleaved-padded-dp2": ("deep", 4, PADDED | cut(**{PP: 2}, pipeline=INTERLEAVED)),
+    "mistral-pp-cp": ("mistral", 4, steps.PACKED | cut(**{PP: 2, CP: 2})),
+    "deep-interleaved-padded-dp2": ("deep", 4, steps.PADDED | cut(**{PP: 2}, pipeline=INTERLEAVED)),
     "moe-ep-tp": ("qwen3-moe", 4, ALIKE | cut(**{EP: 2, TP: 2, SP: True})),
-    "moe-pp-ep": ("qwen3-moe", 4, PACKED | cut(**{PP: 2, EP: 2})),
-    "moe-ep-hsdp-recompute": ("mixtral", 4, PADDED | cut(**{EP: 2, COPIES: 2, RECOMPUTED: True})),
-    "moe-ep-products-kept": ("qwen3-moe", 2, PACKED | cut(**{EP: 2, RECOMPUTED: "selective"})),
-    "latent-ep": ("deepseek_v3", 2, PACKED | cut(**{EP: 2})),
+    "moe-pp-ep": ("qwen3-moe", 4, steps.PACKED | cut(**{PP: 2, EP: 2})),
+    "moe-ep-hsdp-recompute": ("mixtral", 4, steps.PADDED | cut(**{EP: 2, COPIES: 2, RECOMPUTED: True})),
+    "moe-ep-products-kept": ("qwen3-moe", 2, steps.PACKED | cut(**{EP: 2, RECOMPUTED: "selective"})),
+    "latent-ep": ("deepseek_v3", 2, steps.PACKED | cut(**{EP: 2})),
     "latent-tp": ("deepseek_v3", 2, ALIKE | cut(**{TP: 2, SP: True})),
     # Adapters are cut with their layers.
-    "moe-lora-ep": ("qwen3-moe+lora", 2, PACKED | cut(**{EP: 2}, lora_cfg=ADAPTERS)),
-    "deep-lora-interleaved": ("deep+lora", 2, PACKED | cut(**{PP: 2}, pipeline=INTERLEAVED, lora_cfg=ADAPTERS)),
-    "lora-cp-recompute": ("llama+lora", 2, PACKED | cut(**{CP: 2, RECOMPUTED: True}, lora_cfg=ADAPTERS)),
+    "moe-lora-ep": ("qwen3-moe+lora", 2, steps.PACKED | cut(**{EP: 2}, lora_cfg=ADAPTERS)),
+    "deep-lora-interleaved": ("deep+lora", 2, steps.PACKED | cut(**{PP: 2}, pipeline=INTERLEAVED, lora_cfg=ADAPTERS)),
+    "lora-cp-recompute": ("llama+lora", 2, steps.PACKED | cut(**{CP: 2, RECOMPUTED: True}, lora_cfg=ADAPTERS)),
     "lora-pp-tp": ("llama+lora", 4, ALIKE | cut(**{PP: 2, TP: 2}, lora_cfg=ADAPTERS)),
     "phi3-lora-tp": ("phi3+lora", 2, ALIKE | cut(**{TP: 2, SP: True}, lora_cfg=ADAPTERS)),
 }
@@ -111,15 +99,15 @@ SLOW = {
 }
 
 
-def step_with(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
+def step_with(rank: int, world: int, path: Path, config: PolicyConfig) -> steps.Step:
     """With adapters the second of two: only after the first both matrices of an adapter have gradients."""
-    worker = make_worker(path, config)
+    worker = steps.make_worker(path, config)
     if config.dtensor_cfg.lora_cfg.enabled:
-        train_step(worker)
-    return step_of(worker)
+        steps.train_step(worker)
+    return steps.step_of(worker)
 
 
-Alone = Callable[[str], Step]
+Alone = Callable[[str], steps.Step]
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +115,15 @@ def alone(models: Models) -> Alone:
     """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut."""
 
     @functools.cache
-    def step(family: str) -> Step:
+    def step(family: str) -> steps.Step:
         changes = cut(lora_cfg=ADAPTERS) if family.endswith("+lora") else {}
-        config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
+        config = steps.policy_config(train_micro_batch_size=8, **steps.PADDED, **changes)
         return run_world(step_with, 1, models[family.removesuffix("+lora")], config)[0]
 
     return step
 
 
-def assert_same(got: Step, want: Step, tolerance: float = TOLERANCE) -> None:
+def assert_same(got: steps.Step, want: steps.Step, tolerance: float = TOLERANCE) -> None:
     """To `tolerance`, of the value where that is above 1; single logprobs and their ratios as `distances` says."""
     result, expected = got.result, want.result
     near = {"rel": tolerance, "abs": tolerance}
@@ -156,12 +144,10 @@ def assert_same(got: Step, want: Step, tolerance: float = TOLERANCE) -> None:
 
 
 def settings_of(changes: dict[str, Any]) -> PolicyConfig:
-    return policy_config(**{"train_micro_batch_size": 2} | changes)
+    return steps.policy_config(**{"train_micro_batch_size": 2} | changes)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
 def test_a_step_does_not_depend_on_the_layout(models: Models, alone: Alone, name: str) -> None:
     family, world, changes = LAYOUTS[name]
     for step in run_world(step_with, world, models[family.removesuffix("+lora")], settings_of(changes)):
@@ -169,15 +155,13 @@ def test_a_step_does_not_depend_on_the_layout(models: Models, alone: Alone, name
         assert_same(step, alone(family), 3e-6 if "lora" in family else TOLERANCE)
 
 
-def computed_logprobs(
-    rank: int, world: int, path: Path, config: PolicyConfig
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def computed_logprobs(rank: int, world: int, path: Path, config: PolicyConfig) -> steps.PairsOfLogprobs:
     """See `logprobs_of`; nothing is trained."""
-    worker = make_worker(path, config, init_optimizer=False)
-    load_step(worker)
+    worker = steps.make_worker(path, config, init_optimizer=False)
+    steps.load_step(worker)
     worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    return logprobs_of(worker)
+    return steps.logprobs_of(worker)
 
 
 @pytest.mark.slow
@@ -188,8 +172,8 @@ def computed_logprobs(
 )
 def test_compiled_blocks_give_the_same_numbers(models, alone, family, world, recomputes):
     """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
-    config = settings_of(PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
-    for step in run_world(one_step, world, models[family], config, timeout=500):
+    config = settings_of(steps.PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
+    for step in run_world(steps.one_step, world, models[family], config, timeout=500):
         assert_same(step, alone(family), 1e-5)
 
 
@@ -198,7 +182,7 @@ def test_compiled_blocks_give_the_same_numbers(models, alone, family, world, rec
 )
 def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(models, family, experts):
     plain = {"dtype": torch.float32, "attn_implementation": "eager"}
-    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(models[family], **plain))
+    expected = steps.plain_logprobs(AutoModelForCausalLM.from_pretrained(models[family], **plain))
     config = settings_of(ALIKE | cut(**{TP: 2, CP: 2}, **experts))
     for found in run_world(computed_logprobs, 4, models[family], config):
         assert found.keys() == expected.keys()
@@ -210,8 +194,8 @@ def test_overrides_of_the_models_configuration_reach_every_stage(models: Models,
     overrides = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     shutil.copytree(models["llama"], tmp_path / "changed")
     edit_json(tmp_path / "changed" / "config.json", **overrides)
-    want = plain_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32))
-    changes = PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
+    want = steps.plain_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "changed", dtype=torch.float32))
+    changes = steps.PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
     for found in run_world(computed_logprobs, 2, models["llama"], settings_of(changes)):
         assert found.keys() == want.keys()
         for name, (logprobs, _) in found.items():
@@ -220,10 +204,10 @@ def test_overrides_of_the_models_configuration_reach_every_stage(models: Models,
 
 
 def test_an_attention_that_cannot_be_cut_is_refused_by_name() -> None:
-    check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=8)), Qwen2Config())
-    check_layout(policy_config(), Gemma2Config())
+    check_layout(steps.policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=8)), Qwen2Config())
+    check_layout(steps.policy_config(), Gemma2Config())
     with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.context_parallel_size=2.*'gemma2'.*soft-capped"):
-        check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())
+        check_layout(steps.policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())
 
 
 # -- the shards of tensor-parallel ranks, and what is refused before weights are read
@@ -235,7 +219,7 @@ def test_every_matrix_is_shared_out_but_those_of_experts_and_tied_ones_stay_one(
     cut = DTensorConfig(tensor_parallel_size=2, sequence_parallel=True)
 
     def rank_main(rank: int, world: int) -> tuple[bool, dict[str, float]]:
-        hf, parts = make_worker(path, policy_config(dtensor_cfg=cut)).stages[0].hf, {}
+        hf, parts = steps.make_worker(path, steps.policy_config(dtensor_cfg=cut)).stages[0].hf, {}
         for name, parameter in hf.named_parameters():
             held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parts[name] = held.numel() / parameter.numel()

@@ -15,17 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from nemo_rl.models.policy.checkpoint import (
-    AsyncSaver,
-    PolicyState,
-    load_optimizer,
-    load_tensors,
-    names_and_shapes,
-    policy_tensors,
-    require_finite,
-    save_tensors,
-    write_safetensors,
-)
+from nemo_rl.models.policy import checkpoint
 from nemo_rl.refit.layout import gathered
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, saved_tensors
@@ -57,9 +47,7 @@ def build() -> nn.Sequential:
 class Trained:
     """Two layers on `world` ranks, with optimizer and scheduler. test_resume.py has whole policies."""
 
-    def __init__(
-        self, world: int, cls: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any
-    ) -> None:
+    def __init__(self, world: int, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
         self.model = build()
         mesh = init_device_mesh("cpu", (world,))
         for layer in self.model:
@@ -88,14 +76,14 @@ class Trained:
 
     @property
     def tensors(self) -> Tensors:
-        return policy_tensors([self.model])
+        return checkpoint.policy_tensors([self.model])
 
-    def state(self) -> PolicyState:
-        return PolicyState.of(self.tensors, self.optimizer, self.scheduler)
+    def state(self) -> checkpoint.PolicyState:
+        return checkpoint.PolicyState.of(self.tensors, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        load_tensors(self.tensors, directory / "weights")
-        load_optimizer(self.tensors, self.optimizer, self.scheduler, directory)
+        checkpoint.load_tensors(self.tensors, directory / "weights")
+        checkpoint.load_optimizer(self.tensors, self.optimizer, self.scheduler, directory)
 
     def whole(self) -> Tensors:
         return {name: gathered(tensor.detach(), None).clone() for name, tensor in self.tensors.items()}
@@ -154,9 +142,9 @@ def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
         if save:
             model["used"](torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            PolicyState.of(policy_tensors([model]), optimizer, None).save(tmp_path, "torch_save")
+            checkpoint.PolicyState.of(checkpoint.policy_tensors([model]), optimizer, None).save(tmp_path, "torch_save")
         else:
-            load_optimizer(policy_tensors([model]), optimizer, None, tmp_path)
+            checkpoint.load_optimizer(checkpoint.policy_tensors([model]), optimizer, None, tmp_path)
         return sorted(name for name, parameter in model.named_parameters() if parameter in optimizer.state)
 
     assert [run_world(keys, 1, save) for save in (True, False)] == [[["used.bias", "used.weight"]]] * 2
@@ -193,7 +181,7 @@ def test_another_optimizer_is_refused_with_what_each_keeps_and_the_remedy(tmp_pa
 class Held:
     """A state whose write waits: the training overtakes the save for certain."""
 
-    def __init__(self, state: PolicyState, opened: threading.Event) -> None:
+    def __init__(self, state: checkpoint.PolicyState, opened: threading.Event) -> None:
         self.state, self.opened = state, opened
 
     def on_host(self) -> "Held":
@@ -209,7 +197,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_i
     def rank_main(rank: int, world: int) -> Any:
         opened = threading.Event()
         policy = Trained(world, **ADAMW)
-        saver = AsyncSaver()
+        saver = checkpoint.AsyncSaver()
         policy.step(1)
         want = policy.whole()
         saver.start(Held(policy.state(), opened), tmp_path, save_format)
@@ -233,7 +221,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_i
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_with_its_reason(tmp_path):
     def rank_main(rank: int, world: int) -> str:
         policy = Trained(world, **ADAMW)
-        saver = AsyncSaver()
+        saver = checkpoint.AsyncSaver()
         (tmp_path / "weights").mkdir(exist_ok=True)
         (tmp_path / "weights" / "__1_0.distcp").mkdir(exist_ok=True)  # where rank 1 wants to write
         dist.barrier()
@@ -259,20 +247,19 @@ def saved_model(directory: Path, save_format: Any, tensors: Tensors) -> None:
         directory.mkdir()
         save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / "model.safetensors")
     else:
-        run_world(lambda rank, world: save_tensors(tensors, directory, save_format), 1)
+        run_world(lambda rank, world: checkpoint.save_tensors(tensors, directory, save_format), 1)
 
 
 @pytest.mark.parametrize("save_format", ["torch_save", "safetensors", "plain"])
 def test_a_checkpoint_of_another_architecture_is_refused_with_the_differences(tmp_path, save_format):
     with torch.device("meta"):
-        wanted = names_and_shapes(policy_tensors([build()]))
-    tensors = policy_tensors([build()])
+        wanted = checkpoint.names_and_shapes(checkpoint.policy_tensors([build()]))
+    tensors = checkpoint.policy_tensors([build()])
     saved_model(tmp_path / "same", save_format, tensors)
     check_checkpoint_fits(tmp_path / "same", wanted)
     del tensors["1.norm.weight"]
-    saved_model(
-        tmp_path / "other", save_format, tensors | {"2.extra": torch.zeros(2), "0.up.weight": torch.zeros(97, 10)}
-    )
+    tensors |= {"2.extra": torch.zeros(2), "0.up.weight": torch.zeros(97, 10)}
+    saved_model(tmp_path / "other", save_format, tensors)
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint_fits(tmp_path / "other", wanted)
     for text in (
@@ -283,7 +270,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_with_the_differences(tm
     ):
         assert text in str(caught.value)
     with pytest.raises(CheckpointError, match=r"1\.norm\.weight"):
-        load_tensors(policy_tensors([build()]), tmp_path / "other")
+        checkpoint.load_tensors(checkpoint.policy_tensors([build()]), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"20 missing there: (x\d+, ){7}x\d+ and 12 more"):
         check_checkpoint_fits(tmp_path / "same", {f"x{i}": (1,) for i in range(20)})
 
@@ -307,13 +294,13 @@ def test_damaged_files_and_empty_directories_are_refused_and_reading_a_header_ex
     with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(it asks for builtins\.exec"):
         saved_tensors(tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
-        load_tensors({"a": torch.zeros(1)}, tmp_path)
+        checkpoint.load_tensors({"a": torch.zeros(1)}, tmp_path)
     assert "executed" not in capsys.readouterr().out
 
 
 def test_large_models_are_written_in_several_files(tmp_path):
     tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(5)}
-    write_safetensors(tensors.items(), tmp_path, max_file_bytes=100)
+    checkpoint.write_safetensors(tensors.items(), tmp_path, max_file_bytes=100)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 3
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -323,8 +310,8 @@ def test_large_models_are_written_in_several_files(tmp_path):
 def test_weights_that_are_not_finite_are_not_written() -> None:
     """A checkpoint of them would end every run that resumes from it."""
     weights = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16), "steps": torch.ones(1, dtype=torch.int64)}
-    require_finite(weights)
+    checkpoint.require_finite(weights)
     for value in (float("nan"), float("inf")):
         weights["b"][1] = value
         with pytest.raises(RuntimeError, match="weights are not finite, so no checkpoint of them is written: b"):
-            require_finite(weights)
+            checkpoint.require_finite(weights)

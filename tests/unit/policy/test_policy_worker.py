@@ -18,28 +18,15 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.report.run_files import read_block
 from nemo_rl.types import LossInputs, TrainResult
-from tests.unit.policy.steps import (
-    LOSS,
-    NUM_GENERATIONS,
-    NUM_GROUPS,
-    PACKED,
-    load_step,
-    make_groups,
-    make_worker,
-    megatron_policy,
-    one_step,
-    policy_config,
-    train_step,
-    whole_weights,
-)
+from tests.unit.policy import steps
 from tests.worlds import in_new_process, run_world
 
 
 def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Path) -> None:
     precisions = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
-    configs = [policy_config(precision=p, master_precision=m, train_micro_batch_size=4) for p, m in precisions]
-    exact, *steps = run_world(lambda rank, world: [one_step(rank, world, qwen, c) for c in configs], 2)[0]
-    for step, master, apart in zip(steps, ("float32", "bfloat16"), (0.01, 0.02), strict=True):
+    configs = [steps.policy_config(precision=p, master_precision=m, train_micro_batch_size=4) for p, m in precisions]
+    exact, *rounded = run_world(lambda rank, world: [steps.one_step(rank, world, qwen, c) for c in configs], 2)[0]
+    for step, master, apart in zip(rounded, ("float32", "bfloat16"), (0.01, 0.02), strict=True):
         assert step.result.losses == pytest.approx(exact.result.losses, rel=0.1, abs=0.02)
         assert step.result.grad_norms == pytest.approx(exact.result.grad_norms, rel=0.1)
         assert {weight.dtype for weight in step.weights.values()} == {DTYPES[master]}
@@ -63,9 +50,9 @@ class NanLoss:
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_step(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> TrainResult:
-        config = policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
-        worker = make_worker(qwen, config)
-        load_step(worker)
+        config = steps.policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
+        worker = steps.make_worker(qwen, config)
+        steps.load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         return worker.train(NanLoss(rank=0), Logprobs())
 
@@ -78,9 +65,9 @@ def in_one_step(layout: str | None) -> PolicyConfig:
     """Of Megatron with `layout`, of PyTorch without."""
     changes = {"nonfinite_action": "skip", "train_micro_batch_size": 1, "train_global_batch_size": 16}
     if layout is None:
-        return policy_config(**changes, optimizer=OptimizerConfig(kwargs={"lr": 1e-3}))
+        return steps.policy_config(**changes, optimizer=OptimizerConfig(kwargs={"lr": 1e-3}))
     cut = {} if layout == "data" else {f"{layout}_model_parallel_size": 2}
-    return megatron_policy(changes, optimizer={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}, **cut)
+    return steps.megatron_policy(changes, optimizer={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}, **cut)
 
 
 @pytest.mark.parametrize(
@@ -92,22 +79,22 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(qwen: P
     def rank_main(rank: int, world: int) -> TrainResult:
         after = []
         for comes_nan in (False, True):
-            worker = make_worker(qwen, config)
-            load_step(worker)
+            worker = steps.make_worker(qwen, config)
+            steps.load_step(worker)
             if comes_nan:
-                before = whole_weights(worker)
+                before = steps.whole_weights(worker)
                 worker.compute_reference_logprobs()
                 result = worker.train(NanLoss(), Logprobs())
-                assert all(torch.equal(tensor, before[name]) for name, tensor in whole_weights(worker).items())
-            train_step(worker)
-            after.append(whole_weights(worker))
+                assert all(torch.equal(tensor, before[name]) for name, tensor in steps.whole_weights(worker).items())
+            steps.train_step(worker)
+            after.append(steps.whole_weights(worker))
             if layout is not None:
                 worker.mesh.close()
         assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items()), "nor in the next step"
         return result
 
     results = run_world(rank_main, 2)
-    guilty = {s.meta.sample_id for group in make_groups()[1] for s in group.samples if (s.token_ids == 7).any()}
+    guilty = {s.meta.sample_id for group in steps.make_groups()[1] for s in group.samples if (s.token_ids == 7).any()}
     assert 0 < len(guilty) < 16
     assert {name for result in results for name in result.nonfinite_samples} == guilty
     assert [result.num_skipped_steps for result in results] == [1, 1]
@@ -115,8 +102,8 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(qwen: P
 
 def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
-        worker = make_worker(qwen, policy_config())
-        load_step(worker)
+        worker = steps.make_worker(qwen, steps.policy_config())
+        steps.load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         for row in worker.rows.values():
             off = 2.0 if row.sample_id == "0/1" else 0.01
@@ -132,28 +119,28 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> N
 
 def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_path):
     """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
-    size = NUM_GROUPS * NUM_GENERATIONS
+    size = steps.NUM_GROUPS * steps.NUM_GENERATIONS
 
     def written(stages: int) -> tuple[int, str | None]:
         cut = DTensorConfig(pipeline_parallel_size=stages)
-        config = policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=cut)
-        worker, folder = make_worker(qwen, config), tmp_path / str(stages) / "samples"
+        config = steps.policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=cut)
+        worker, folder = steps.make_worker(qwen, config), tmp_path / f"stages_{stages}"
         worker.keep_samples(SampleSettings(folder=folder, max_tokens=99, decode=str, anchor=0))
-        handles, groups = make_groups()
-        ones = [[1.0] * NUM_GENERATIONS] * NUM_GROUPS
+        handles, groups = steps.make_groups()
+        ones = [[1.0] * steps.NUM_GENERATIONS] * steps.NUM_GROUPS
         ranks, batching = worker.mesh.sizes.data_parallel, Batching.of(config, quadratic_weight=0.001)
         plan = plan_batch(handles, ones, ones, num_ranks=ranks, global_batch_size=size, batching=batching)
         for of_rank in plan.ranks:
             own = {key for batch in of_rank.logprobs for planned in batch for key in planned.keys}
             of_rank.reported = sorted(own & {(0, 0), (0, 3), (1, 0)})
-        worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(NUM_GROUPS)}, groups)
-        worker.train(ClippedPGLoss(LOSS), Logprobs())
+        worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(steps.NUM_GROUPS)}, groups)
+        worker.train(ClippedPGLoss(steps.LOSS), Logprobs())
         return len(worker.outputs), worker.write_samples(1)
 
     ranks = run_world(lambda rank, world: [written(stages) for stages in (1, 2)], 2)
     for stages, kept in zip((1, 2), zip(*ranks, strict=True), strict=True):
         assert sum(number for number, _ in kept) == 3 and not any(problem for _, problem in kept)
-        samples = [sample for path in sorted(tmp_path.glob(f"{stages}/*/*.js")) for sample in read_block(path)]
+        samples = [sample for path in sorted(tmp_path.glob(f"stages_{stages}/*.js")) for sample in read_block(path)]
         assert sorted(sample["id"] for sample in samples) == ["0/0", "0/3", "1/0"]
         for sample in samples:
             scored = [value for value, mask in zip(sample["outputs"], sample["mask"], strict=True) if mask == "1"]
@@ -172,19 +159,20 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
     ],
 )
 def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(optimizer, message):
+    config = steps.policy_config(optimizer=OptimizerConfig(**optimizer))
     with pytest.raises(ValueError, match=message):
-        build_optimizer(policy_config(optimizer=OptimizerConfig(**optimizer)), [torch.nn.Parameter(torch.zeros(1))])
+        build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
 
 
 # -- on a CUDA device, against the worker on the CPU
 
 
 def two_steps(path: Path, use_gpu: bool, changes: dict[str, Any]) -> list[TrainResult]:
-    config = policy_config(train_micro_batch_size=2, **PACKED, **changes)
-    worker = make_worker(path, config, use_gpu=use_gpu, workers_per_node=1)
-    steps = []
+    config = steps.policy_config(train_micro_batch_size=2, **steps.PACKED, **changes)
+    worker = steps.make_worker(path, config, use_gpu=use_gpu, workers_per_node=1)
+    results = []
     for _ in range(2):
-        load_step(worker)
+        steps.load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         if use_gpu:
@@ -192,13 +180,13 @@ def two_steps(path: Path, use_gpu: bool, changes: dict[str, Any]) -> list[TrainR
             batches = worker._model_batches([list(worker.rows.values())[:2]] * 3, Logprobs())
             worker.runner.train(batches, lambda number, logprobs: logprobs.sum() * 0.0, Logprobs())
             torch.cuda.set_sync_debug_mode("default")
-        steps.append(worker.train(ClippedPGLoss(LOSS), Logprobs()))
+        results.append(worker.train(ClippedPGLoss(steps.LOSS), Logprobs()))
         if use_gpu:
             worker.offload()
             free = torch.cuda.memory_allocated()
             worker.onload(with_optimizer=True)
             assert free < torch.cuda.memory_allocated() or config.dtensor_cfg.cpu_offload
-    return steps
+    return results
 
 
 def steps_on(path: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:

@@ -10,7 +10,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy import residency
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.residency import HostMemory
+from nemo_rl.models.policy.residency import HostMemory, MovedStorages
 from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
 from tests.worlds import in_new_process, run_world
 
@@ -31,6 +31,8 @@ def test_what_is_stored_comes_back_across_chunks(monkeypatch: pytest.MonkeyPatch
     memory.clear()
     memory.store(torch.zeros(50))
     assert [chunk.data_ptr() for chunk in memory._chunks] == chunks, "memory of the host is kept"
+    MovedStorages(torch.device("cuda", 0)).take(tensors, keep=True)
+    assert torch.equal(tensors[0], copies[0]), "nothing is taken from another device"
 
 
 def config_of(backend: str, precision: str = "float32") -> PolicyConfig:

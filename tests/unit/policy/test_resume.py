@@ -20,7 +20,6 @@ from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.config import CheckpointingConfig
-from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP
 from tests.worlds import run_world
@@ -160,12 +159,6 @@ def logits_of(path: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(input_ids=IDS).logits
 
 
-@pytest.fixture
-def base(tmp_path) -> Path:
-    save_model("llama", tmp_path / "base")
-    return tmp_path / "base"
-
-
 def save_step(folder: Path, base: Path, step: int, *, consolidated: bool = False, adapter: Path | None = None) -> Path:
     """A finished checkpoint; with an adapter, one of adapters alone."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -178,7 +171,7 @@ def save_step(folder: Path, base: Path, step: int, *, consolidated: bool = False
         def rank_main(rank: int, world: int) -> None:
             tensors = policy_tensors([model])
             saved = tensors if adapter is None else {"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(2, 2)}
-            PolicyState.of(saved, None, None).save_step(policy, "torch_save")
+            PolicyState.of(saved, None, None).save(policy, "torch_save")
             save_model_files(model, policy)
             if consolidated:
                 whole = [exported(name, lambda tensor=tensor: tensor) for name, tensor in tensors.items()]
@@ -199,17 +192,17 @@ def taken(path: Path, tmp_path: Path, dtype: str = "float32") -> CheckpointModel
     return model_of_checkpoint(path, dtype=dtype, cache=tmp_path / "cache", resolve_base=lambda name: name)
 
 
-def test_the_newest_sound_checkpoint_is_converted_once(tmp_path, base):
+def test_the_newest_sound_checkpoint_is_converted_once(tmp_path, llama):
     for step in (1, 9, 10):
-        save_step(tmp_path / "run", base, step)
+        save_step(tmp_path / "run", llama, step)
     (tmp_path / "run" / "tmp_step_11").mkdir()
-    assert is_checkpoint(tmp_path / "run") and is_checkpoint(tmp_path / "run" / "step_9") and not is_checkpoint(base)
+    assert is_checkpoint(tmp_path / "run") and is_checkpoint(tmp_path / "run" / "step_9") and not is_checkpoint(llama)
     found = taken(tmp_path / "run", tmp_path)
     assert found.step == tmp_path / "run" / "step_10"
     assert found.model.parent == tmp_path / "run" / "converted"
     assert {"config.json", "tokenizer_config.json"} <= {file.name for file in found.model.iterdir()}
     embeddings = AutoModelForCausalLM.from_pretrained(found.model).get_input_embeddings().weight
-    before = AutoModelForCausalLM.from_pretrained(base).get_input_embeddings().weight
+    before = AutoModelForCausalLM.from_pretrained(llama).get_input_embeddings().weight
     torch.testing.assert_close(embeddings[5], before[5] + 10)
     stamp = (found.model / "config.json").stat().st_mtime_ns
     assert taken(tmp_path / "run", tmp_path) == found
@@ -223,8 +216,8 @@ def test_the_newest_sound_checkpoint_is_converted_once(tmp_path, base):
     assert taken(tmp_path / "run", tmp_path).model.is_dir() and not left.exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over_in_a_folder_and_refused_by_name(tmp_path, base):
-    good, bad = save_step(tmp_path / "run", base, 1), save_step(tmp_path / "run", base, 2)
+def test_a_damaged_checkpoint_is_passed_over_in_a_folder_and_refused_by_name(tmp_path, llama):
+    good, bad = save_step(tmp_path / "run", llama, 1), save_step(tmp_path / "run", llama, 2)
     shard = next((bad / "policy" / "weights").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert taken(tmp_path / "run", tmp_path).step == good
@@ -235,8 +228,8 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_folder_and_refused_by_name(tmp
         taken(tmp_path / "run", tmp_path)
 
 
-def test_a_consolidated_checkpoint_is_linked_with_its_tokenizer(tmp_path, base):
-    step = save_step(tmp_path / "run", base, 3, consolidated=True)
+def test_a_consolidated_checkpoint_is_linked_with_its_tokenizer(tmp_path, llama):
+    step = save_step(tmp_path / "run", llama, 3, consolidated=True)
     found = taken(step, tmp_path)
     (tmp_path / "run").rename(tmp_path / "moved")
     model = tmp_path / "moved" / found.model.relative_to(tmp_path / "run")
@@ -247,14 +240,14 @@ def test_a_consolidated_checkpoint_is_linked_with_its_tokenizer(tmp_path, base):
     torch.testing.assert_close(logits_of(model), want)
 
 
-def test_adapters_are_merged_into_their_base_model(tmp_path, base):
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model.name_or_path = str(base)
+def test_adapters_are_merged_into_their_base_model(tmp_path, llama):
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model.name_or_path = str(llama)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
     adapted.save_pretrained(str(tmp_path / "adapter"))
     with torch.no_grad():
         want = adapted(input_ids=IDS).logits
-    step = save_step(tmp_path / "run", base, 1, adapter=tmp_path / "adapter")
+    step = save_step(tmp_path / "run", llama, 1, adapter=tmp_path / "adapter")
     config = json.loads((step / "policy" / "config.json").read_text())
     found = taken(step, tmp_path)
     torch.testing.assert_close(logits_of(found.model), want, rtol=0, atol=1e-5)

@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3Processor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-)
+import transformers
 from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 
 from nemo_rl.data.chat.images import image_digest, process_image
@@ -50,12 +42,12 @@ def perturbed(kind: Any, config: Any) -> Any:
     return model
 
 
-def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGeneration:
+def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> transformers.Qwen3VLForConditionalGeneration:
     """Like `tiny:shapes`, with features of two layers of its tower that join after layers of the language model."""
     ids = tokenizer.get_vocab()
     positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
     sizes = {"hidden_size": 64, "intermediate_size": 96}
-    config = Qwen3VLConfig(
+    config = transformers.Qwen3VLConfig(
         text_config={
             **sizes,
             **{"vocab_size": len(tokenizer), "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -72,16 +64,16 @@ def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> Qwen3VLForConditionalGenera
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    return perturbed(Qwen3VLForConditionalGeneration, config)
+    return perturbed(transformers.Qwen3VLForConditionalGeneration, config)
 
 
-def gemma3(recipe: TinyVisionRecipe, tokenizer) -> Gemma3ForConditionalGeneration:
+def gemma3(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3ForConditionalGeneration:
     """Images of 4 tokens, which see each other; a layer with a window of 8 tokens and one without."""
     tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])  # vLLM looks for them in the vocabulary
     ids = tokenizer.get_vocab()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config={
             **sizes,
             **text,
@@ -96,14 +88,14 @@ def gemma3(recipe: TinyVisionRecipe, tokenizer) -> Gemma3ForConditionalGeneratio
         eoi_token_index=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    return perturbed(Gemma3ForConditionalGeneration, config)
+    return perturbed(transformers.Gemma3ForConditionalGeneration, config)
 
 
-def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> Gemma3Processor:
+def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3Processor:
     begin, end, image, _ = VISION_TOKENS
     tokenizer._set_model_specific_special_tokens({"boi_token": begin, "eoi_token": end, "image_token": image})
     images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
-    return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
+    return transformers.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
 
 
 def shapes() -> tuple[TinyVisionRecipe, Any]:
@@ -287,11 +279,11 @@ def test_a_value_model_that_sees_and_cutting_features_that_join_after_layers_by_
         check_vision_model(by_position, tiny[0].config)
 
 
-def smolvlm() -> SmolVLMForConditionalGeneration:
+def smolvlm() -> transformers.SmolVLMForConditionalGeneration:
     """Its images are cut into tiles of 32 x 32 pixels, of 4 tokens each."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"model_type": "llama", "vocab_size": 100, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
-    config = SmolVLMConfig(
+    config = transformers.SmolVLMConfig(
         text_config={**sizes, **text},
         vision_config={**sizes, "image_size": 32, "patch_size": 8},
         scale_factor=2,
@@ -299,7 +291,7 @@ def smolvlm() -> SmolVLMForConditionalGeneration:
         pad_token_id=0,
         tie_word_embeddings=False,
     )
-    return perturbed(SmolVLMForConditionalGeneration, config).eval()
+    return perturbed(transformers.SmolVLMForConditionalGeneration, config).eval()
 
 
 @pytest.mark.parametrize("padding_free", [False, True])

@@ -14,25 +14,13 @@ _SHAPE: dict[str, Any] = SHAPE | {"vocab_size": VOCAB, "hidden_size": 32, "inter
 _WINDOW: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {
-    **_MOE,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": NUM_EXPERTS,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
+    **_MOE, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": NUM_EXPERTS, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 _DELTA_NET: dict[str, Any] = {
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 _SPARSE_DELTA_NET = _DELTA_NET | _MOE | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 24}
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -10,9 +10,8 @@ from nemo_rl.models.policy.megatron.config import MegatronOptimizerConfig
 from tests.unit.policy.steps import Step, make_worker, megatron_policy, one_step, policy_config, step_of
 from tests.worlds import run_world
 
-SGD = MegatronOptimizerConfig(
-    optimizer="sgd", sgd_momentum=0.0, lr=0.1, weight_decay=0.0, use_distributed_optimizer=False
-)
+PLAIN = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "use_distributed_optimizer": False}
+SGD = MegatronOptimizerConfig(lr=0.1, **PLAIN)
 KEYS = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
 KEYS |= {"ep": "expert_model", "etp": "expert_tensor"}
 
@@ -101,3 +100,14 @@ def distances(ranks: Sequence[Step], want: Step) -> Distances:
 
 def _relative(own: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(own, other, strict=True))
+
+
+def assert_equal(path: Path, layouts: Sequence[Layout], *, grad_norm: float = 1e-5) -> None:
+    """Steps in `layouts`, all of one world, equal the steps of the PyTorch backend; to `grad_norm`, what it names."""
+    steps: dict[str, Step] = {}
+    for layout, ranks in zip(layouts, steps_in_one_world(path, layouts), strict=True):
+        key = repr(layout.policy)
+        if key not in steps:
+            steps[key] = torch_step(path, layout)
+        found = distances(ranks, steps[key])
+        assert max(found.logprobs, found.weights, found.loss) < 1e-5 and found.grad_norm < grad_norm, (layout, found)

@@ -18,17 +18,8 @@ from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_ada
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy import steps
 from tests.unit.policy.megatron.parity import cut, distances
-from tests.unit.policy.steps import (
-    Step,
-    logprobs_of,
-    make_worker,
-    megatron_policy,
-    plain_logprobs,
-    step_of,
-    train_step,
-    whole_weights,
-)
 from tests.worlds import run_world
 
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=97)
@@ -37,39 +28,39 @@ MOE = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
 
 def policy(optimizer: str = "sgd", peft: dict[str, Any] | None = None, **layout: Any) -> PolicyConfig:
     rates = {"lr": 0.3 if optimizer == "sgd" else 0.01, "sgd_momentum": 0.0, "weight_decay": 0.0}
-    return megatron_policy(
+    return steps.megatron_policy(
         peft={"enabled": True, "dim": 4, "alpha": 8.0} | (peft or {}),
         optimizer={"optimizer": optimizer, "use_distributed_optimizer": False, **rates},
         **layout,
     )
 
 
-def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> list[Step]:
+def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, folder: Path | None = None) -> list[steps.Step]:
     """The second of two calls, with the logprobs after it; and, if that is saved, a third one."""
-    worker = make_worker(path, config)
+    worker = steps.make_worker(path, config)
     before = {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
-    train_step(worker)
-    steps = [step_of(worker)]
+    steps.train_step(worker)
+    found = [steps.step_of(worker)]
     worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    steps[0].logprobs = logprobs_of(worker)
+    found[0].logprobs = steps.logprobs_of(worker)
     for shard in worker._shards():
-        whole = steps[0].weights[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
+        whole = found[0].weights[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(shard.local(), whole), shard.name
     for name, tensor in worker.parameters.items():
         assert tensor.requires_grad == name.endswith((".lora_A", ".lora_B"))
         assert tensor.requires_grad or torch.equal(tensor, before[name]), "the base is unchanged"
-    if directory is not None:
+    if folder is not None:
         drawn = before["decoder.layers.2.self_attention.linear_proj.adapter.lora_A"]
         want = draw_first_matrix("model.layers.2.self_attn.o_proj", (4, 64), "xavier", 0)
         assert torch.equal(drawn, want), "layers both backends know begin with the same values"
-        worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
-        steps.append(step_of(worker))
-    return steps
+        worker.save_checkpoint(folder, SaveRequest(save_consolidated=True))
+        found.append(steps.step_of(worker))
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Step], Path]:
+def alone(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[steps.Step], Path]:
     directory = tmp_path_factory.mktemp("saved")
     return run_world(two_calls, 1, deep, policy("adam"), directory)[0], directory
 
@@ -87,13 +78,14 @@ def test_adapted_layers_move_the_reference_is_the_base_model_and_peft_computes_t
     [step, _], directory = alone
     own, reference = ({key: kinds[n] for key, kinds in step.logprobs.items()} for n in (0, 1))
     base = AutoModelForCausalLM.from_pretrained(deep)
-    assert_close(reference, plain_logprobs(base), 1e-5)
+    assert_close(reference, steps.plain_logprobs(base), 1e-5)
     moved = {name for name, tensor in base.state_dict().items() if not torch.equal(step.weights[name], tensor)}
     assert moved == {name for name in step.weights if name.endswith("_proj.weight")}
     assert max((own[key] - reference[key]).abs().max() for key in own) > 0.1
     saved = directory / "policy"
-    assert_close(plain_logprobs(AutoModelForCausalLM.from_pretrained(saved / "weights" / "consolidated")), own, 1e-5)
-    assert_close(plain_logprobs(PeftModel.from_pretrained(base, saved / "adapter")), own, 1e-5)
+    whole = AutoModelForCausalLM.from_pretrained(saved / "weights" / "consolidated")
+    assert_close(steps.plain_logprobs(whole), own, 1e-5)
+    assert_close(steps.plain_logprobs(PeftModel.from_pretrained(base, saved / "adapter")), own, 1e-5)
     config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == projections
@@ -124,10 +116,10 @@ def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone, world, layo
     """To the bit on the rank that saved it."""
     [saved, following], directory = alone
 
-    def resumed(rank: int, world: int) -> tuple[Tensors, Step]:
-        worker = make_worker(deep, policy("adam", **layout))
+    def resumed(rank: int, world: int) -> tuple[Tensors, steps.Step]:
+        worker = steps.make_worker(deep, policy("adam", **layout))
         worker.load_checkpoint(directory, load_optimizer=True)
-        return whole_weights(worker), step_of(worker)
+        return steps.whole_weights(worker), steps.step_of(worker)
 
     loaded, step = run_world(resumed, world)[0]
     assert_close(loaded, saved.weights, 0 if world == 1 else 1e-6)

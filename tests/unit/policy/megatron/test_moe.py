@@ -18,22 +18,11 @@ from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy import steps
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.megatron.parity import Layout, cut, distances, selective, steps_in_one_world, torch_step
 from tests.unit.policy.megatron.test_parity import ONE_BY_ONE, PACKED, RECOMPUTED
 from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import (
-    LOSS,
-    NUM_GENERATIONS,
-    NUM_GROUPS,
-    Step,
-    load_step,
-    logprobs_of,
-    make_groups,
-    make_worker,
-    step_of,
-    whole_weights,
-)
 from tests.unit.policy.test_policy_worker import NanLoss
 from tests.worlds import run_world
 
@@ -45,7 +34,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def of_routers(step: Step) -> dict[str, float]:
+def of_routers(step: steps.Step) -> dict[str, float]:
     return {name: value for name, value in step.result.metrics.items() if name.startswith("moe/")}
 
 
@@ -105,7 +94,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moving(world: int = 1, more: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:
     """With one optimizer step a call."""
-    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS} | (more or {})
+    policy = {"train_global_batch_size": steps.NUM_GROUPS * steps.NUM_GENERATIONS} | (more or {})
     return Layout(world=world, megatron={"moe_router_bias_update_rate": RATE} | megatron, policy=policy).config()
 
 
@@ -114,14 +103,14 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
     hf: Any = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     hf.get_submodule("model.layers.1.mlp.gate").register_forward_hook(lambda *call: chosen.append(call[2][2]))
-    for group in make_groups()[1]:
+    for group in steps.make_groups()[1]:
         for sample in group.samples:
             hf(input_ids=torch.from_numpy(sample.token_ids)[None])
     load = torch.cat(chosen).flatten().bincount(minlength=NUM_EXPERTS).double()
     assert load.unique().numel() > 1
     config = moving(2, PADDED, activation_checkpointing=True)
     want = stored(biased)[BIAS] + RATE * (load.mean() - load).sign().float()
-    for step in run_world(lambda rank, world: step_of(make_worker(biased, config)), 2):
+    for step in run_world(lambda rank, world: steps.step_of(steps.make_worker(biased, config)), 2):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
@@ -129,20 +118,20 @@ def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps
     config = moving(more={"nonfinite_action": "skip", "precision": "bfloat16"})
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
-        worker = make_worker(biased, config)
-        load_step(worker)
+        worker = steps.make_worker(biased, config)
+        steps.load_step(worker)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        found = [whole_weights(worker)[BIAS]]
+        found = [steps.whole_weights(worker)[BIAS]]
         assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
-        found += [whole_weights(worker)[BIAS], step_of(worker).weights[BIAS]]
+        found += [steps.whole_weights(worker)[BIAS], steps.step_of(worker).weights[BIAS]]
         worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
-        found.append(step_of(worker).weights[BIAS])  # while it is written
+        found.append(steps.step_of(worker).weights[BIAS])  # while it is written
         asyncio.run(worker.finish_save_checkpoint())
         worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
-        found.append(whole_weights(worker)[BIAS])
+        found.append(steps.whole_weights(worker)[BIAS])
         worker.mesh.close()
-        return [*found, step_of(make_worker(biased, config)).weights[BIAS]]
+        return [*found, steps.step_of(steps.make_worker(biased, config)).weights[BIAS]]
 
     want = stored(biased)[BIAS]
     assert not torch.equal(want, want.bfloat16().float())
@@ -187,20 +176,20 @@ def random_experts(row: Row) -> torch.Tensor | None:
     return scores.topk(TOP_K).indices.to(torch.uint8)
 
 
-def replayed(path: Path, layout: Layout) -> list[tuple[Step, dict[str, Row]]]:
+def replayed(path: Path, layout: Layout) -> list[tuple[steps.Step, dict[str, Row]]]:
     """The steps of every rank with `random_experts`, and the rows it had."""
     config = layout.config()
 
-    def on_rank(rank: int, world: int) -> tuple[Step, dict[str, Row]]:
-        worker = make_worker(path, config)
-        load_step(worker)
+    def on_rank(rank: int, world: int) -> tuple[steps.Step, dict[str, Row]]:
+        worker = steps.make_worker(path, config)
+        steps.load_step(worker)
         for row in worker.rows.values():
             row.routed_experts = random_experts(row)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        logprobs = logprobs_of(worker)
-        result = worker.train(ClippedPGLoss(LOSS), Logprobs())
-        step = Step(result=result, weights=whole_weights(worker), logprobs=logprobs)
+        logprobs = steps.logprobs_of(worker)
+        result = worker.train(ClippedPGLoss(steps.LOSS), Logprobs())
+        step = steps.Step(result=result, weights=steps.whole_weights(worker), logprobs=logprobs)
         return step, {row.sample_id: row for row in worker.rows.values()}
 
     return run_world(on_rank, layout.world)
@@ -282,7 +271,7 @@ def by_definition(path: Path, *, per_sequence: bool) -> Weights:
     """Gradients of COEFF times the balancing loss of all samples, by transformers and autograd alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     number, chosen = model.config.num_experts, model.config.num_experts_per_tok
-    sequences = [torch.from_numpy(sample.token_ids) for group in make_groups()[1] for sample in group.samples]
+    sequences = [torch.from_numpy(sample.token_ids) for group in steps.make_groups()[1] for sample in group.samples]
     logits = [
         torch.stack(model(input_ids=ids[None], output_router_logits=True).router_logits, dim=1) for ids in sequences
     ]  # [T, layers, E] of each
@@ -308,9 +297,8 @@ def assert_added(with_loss: Weights, without: Weights, gradients: Weights) -> No
 
 
 def test_balancing_is_what_the_documentation_says(qwen_moe: Path) -> None:
-    none, whole, packed = weights_after(
-        qwen_moe, ("none", {}, WHOLE), ("aux_loss", {}, WHOLE), ("seq_aux_loss", {}, ROUNDED)
-    )
+    cases = ("none", {}, WHOLE), ("aux_loss", {}, WHOLE), ("seq_aux_loss", {}, ROUNDED)
+    none, whole, packed = weights_after(qwen_moe, *cases)
     assert_added(whole, none, by_definition(qwen_moe, per_sequence=False))
     assert_added(packed, none, by_definition(qwen_moe, per_sequence=True))
 

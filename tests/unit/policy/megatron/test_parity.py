@@ -6,9 +6,8 @@ import pytest
 
 from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
 from nemo_rl.models.policy.megatron.config import MegatronDDPConfig, MegatronOptimizerConfig
-from tests.unit.policy.megatron.parity import Layout, cut, distances, selective, steps_in_one_world, torch_step
+from tests.unit.policy.megatron.parity import Layout, assert_equal, cut, selective
 from tests.unit.policy.models import Models
-from tests.unit.policy.steps import Step
 
 DENSE, TIED, MOE = "deep", "qwen2-tied", "qwen3-moe"
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=80)}
@@ -18,9 +17,8 @@ ONE_BY_ONE = {"train_micro_batch_size": 1, "logprob_batch_size": 1}
 WIDE = {"train_micro_batch_size": 8}
 # An epsilon that counts: without it, Adam makes whole steps of gradients that are rounding errors.
 SHARDED = {"optimizer": MegatronOptimizerConfig(lr=1e-2, weight_decay=0.0, adam_eps=1e-3)}
-BY_ADAM = {
-    "optimizer": OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-3})
-}
+ADAMW = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-3}
+BY_ADAM = {"optimizer": OptimizerConfig(name="torch.optim.AdamW", kwargs=ADAMW)}
 REDUCED = {"distributed_data_parallel_config": MegatronDDPConfig(overlap_grad_reduce=True)}
 OVERLAP = MegatronDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
 OVERLAPPED = SHARDED | {"distributed_data_parallel_config": OVERLAP}
@@ -68,36 +66,24 @@ FURTHER = {
 }
 
 
-def assert_equal(models: Models, family: str, layouts: list[Layout]) -> None:
-    """Steps in `layouts`, all of one world, equal the steps of the PyTorch backend."""
-    steps: dict[str, Step] = {}
-    for layout, ranks in zip(layouts, steps_in_one_world(models[family], layouts), strict=True):
-        key = repr(layout.policy)
-        if key not in steps:
-            steps[key] = torch_step(models[family], layout)
-        found = distances(ranks, steps[key])
-        assert max(found.logprobs, found.weights, found.loss, found.grad_norm) < 1e-5, f"{layout}: {found}"
-
-
 def test_logprobs_and_steps_are_those_of_the_pytorch_backend(models: Models) -> None:
     layouts = [
         Layout(world=2, megatron=cut("tp2")),
         Layout(world=2, megatron=cut("pp2 vpp2"), batching=PACKED),
         Layout(world=2, megatron=cut("cp2"), batching=PACKED),
     ]
-    assert_equal(models, DENSE, layouts)
+    assert_equal(models[DENSE], layouts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "world"), CUTS)
 def test_in_every_layout(models: Models, family: str, world: int) -> None:
     batchings, cuts = (PACKED, ONE_BY_ONE, DYNAMIC, WIDE), CUTS[family, world]
-    assert_equal(
-        models, family, [Layout(world=world, megatron=c, batching=batchings[n % 4]) for n, c in enumerate(cuts)]
-    )
+    layouts = [Layout(world=world, megatron=c, batching=batchings[n % 4]) for n, c in enumerate(cuts)]
+    assert_equal(models[family], layouts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "world"), FURTHER)
 def test_with_other_settings(models: Models, family: str, world: int) -> None:
-    assert_equal(models, family, FURTHER[family, world])
+    assert_equal(models[family], FURTHER[family, world])

@@ -155,9 +155,10 @@ def test_exported_and_sent_tensors_are_those_on_disk_whatever_the_layout(saved, 
     cuts = list(layouts()) if world == 2 else [(TP2, [0, 0, 1, 1]), (ETP2, [0, 0, 1, 1])]
 
     def on_rank(rank: int, world_size: int) -> None:
-        for places, stages in cuts:
+        for number, (places, stages) in enumerate(cuts):
             place, stage = places[rank % 2], stages[rank]
-            for directory in saved.values():
+            # Layouts 1 and 3 of two ranks cut experts otherwise than 0 and 2 do.
+            for directory in (saved[name] for name in saved if name in MOE or number % 2 == 0 or world_size == 4):
                 parameters = loaded(directory, place, stage)
                 assert_on_disk(directory, gathered(parameters, directory, place))
                 assert_on_disk(directory, sent(directory, rank, place, parameters), torch.bfloat16)
