@@ -288,9 +288,8 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
     for scores, weights in run_world(rank_main, 2):
         assert scores == pytest.approx(want_scores.tolist(), abs=1e-5)
         assert weights.keys() == gradients.keys() == before.keys() and HEAD_WEIGHT in weights
-        for name, weight in weights.items():
-            want = before[name] - SGD.lr * gradients[name]
-            torch.testing.assert_close(weight, want, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
+        want = {name: before[name] - SGD.lr * gradients[name] for name in weights}
+        torch.testing.assert_close(weights, want, rtol=1e-5, atol=2e-6)
 
 
 def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(reward_models, tmp_path):
@@ -316,9 +315,8 @@ def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_rank
     (weights, _), (again,) = run_world(saved, 2), run_world(resumed, 1)
     want = torch.empty(1, 64)
     draw_head(want, AutoConfig.from_pretrained(path), seed=5)
-    assert weights.keys() == again.keys() == stored.keys() | {HEAD_WEIGHT}
-    assert all(torch.equal(weights[name], weight) for name, weight in (stored | {HEAD_WEIGHT: want}).items())
-    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+    for found in (weights, again):
+        torch.testing.assert_close(found, stored | {HEAD_WEIGHT: want}, rtol=0, atol=0)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint / "policy" / "weights" / "consolidated")
     assert torch.equal(model.score.weight, want)
 

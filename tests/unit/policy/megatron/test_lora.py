@@ -1,5 +1,6 @@
 """Adapters on Megatron's layers: the same on every layout, merged, saved, and as PEFT computes them."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -68,24 +69,21 @@ def alone(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[st
 Tensors = dict[str, torch.Tensor]
 
 
-def assert_close(actual: Tensors, expected: Tensors, atol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+assert_close = functools.partial(torch.testing.assert_close, rtol=0)
 
 
 def test_adapted_layers_move_the_reference_is_the_base_model_and_peft_computes_the_same(deep, alone):
     [step, _], directory = alone
     own, reference = ({key: kinds[n] for key, kinds in step.logprobs.items()} for n in (0, 1))
     base = AutoModelForCausalLM.from_pretrained(deep)
-    assert_close(reference, steps.plain_logprobs(base), 1e-5)
+    assert_close(reference, steps.plain_logprobs(base), atol=1e-5)
     moved = {name for name, tensor in base.state_dict().items() if not torch.equal(step.weights[name], tensor)}
     assert moved == {name for name in step.weights if name.endswith("_proj.weight")}
     assert max((own[key] - reference[key]).abs().max() for key in own) > 0.1
     saved = directory / "policy"
     whole = AutoModelForCausalLM.from_pretrained(saved / "weights" / "consolidated")
-    assert_close(steps.plain_logprobs(whole), own, 1e-5)
-    assert_close(steps.plain_logprobs(PeftModel.from_pretrained(base, saved / "adapter")), own, 1e-5)
+    assert_close(steps.plain_logprobs(whole), own, atol=1e-5)
+    assert_close(steps.plain_logprobs(PeftModel.from_pretrained(base, saved / "adapter")), own, atol=1e-5)
     config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == projections
@@ -122,9 +120,9 @@ def test_training_goes_on_from_a_checkpoint_of_adapters(deep, alone, world, layo
         return steps.whole_weights(worker), steps.step_of(worker)
 
     loaded, step = run_world(resumed, world)[0]
-    assert_close(loaded, saved.weights, 0 if world == 1 else 1e-6)
+    assert_close(loaded, saved.weights, atol=0 if world == 1 else 1e-6)
     assert step.result.losses == pytest.approx(following.result.losses, rel=0, abs=0 if world == 1 else 1e-5)
-    assert_close(step.weights, following.weights, 0 if world == 1 else 1e-5)
+    assert_close(step.weights, following.weights, atol=0 if world == 1 else 1e-5)
     assert any(not torch.equal(step.weights[name], loaded[name]) for name in loaded)
 
 

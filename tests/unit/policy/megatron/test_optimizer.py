@@ -143,8 +143,7 @@ def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(deep: Path, settings:
             for name, gradient in gradients.items():
                 expected[name].grad = gradient * (max_norm / (exact + 1e-6))
             reference.step()
-            for name, weight in held(worker).items():
-                torch.testing.assert_close(weight, expected[name].data, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(held(worker), {n: p.data for n, p in expected.items()}, rtol=1e-5, atol=1e-7)
 
     run_world(steps, 1)
 
@@ -230,8 +229,7 @@ def test_muon_moves_matrices_alone(deep: Path) -> None:
 @pytest.mark.parametrize(("kind", "sizes"), [("muon", "pp2"), ("dist_muon", "tp2"), ("dist_muon", "")])
 def test_muon_on_every_layout(deep: Path, kind: str, sizes: str) -> None:
     expected = muon_steps(deep, 1)
-    for name, weight in muon_steps(deep, 2, kind, **cut(sizes)).items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
+    torch.testing.assert_close(muon_steps(deep, 2, kind, **cut(sizes)), expected, rtol=0, atol=2e-5)
 
 
 def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -257,8 +255,7 @@ def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> None:
     expected = in_new_process(steps_on_a_gpu, deep, {})
     aware = in_new_process(steps_on_a_gpu, deep, {"use_precision_aware_optimizer": True, **settings})
-    for name, weight in aware.items():
-        torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-3, msg=name)
+    torch.testing.assert_close(aware, expected, rtol=2e-2, atol=2e-3)
 
 
 # -- an optimizer that keeps a part of its state on the host, made of the optimizers it consists of
