@@ -24,7 +24,6 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.weight_loading import hf_name, local_part
@@ -150,6 +149,15 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+@dataclass(kw_only=True)
+class Outcome:
+    """Results of a step. Gradients by optimizer step and name, of the parameters that this rank has."""
+
+    result: TrainResult
+    gradients: list[dict[str, torch.Tensor]]
+    logprobs: dict[str, torch.Tensor]  # by sample, where they were computed
+
+
 class Bench:
     """A worker that can take many steps from the same weights."""
 
@@ -157,10 +165,12 @@ class Bench:
         optimizer = OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0.1})
         self.config = steps.policy_config(optimizer=optimizer, dtensor_cfg=DTensorConfig(**layout))
         self.worker, self.hf_config = steps.make_worker(path, self.config), load_config(str(path), {})
+        held = [pair for stage in self.worker.stages for pair in stage.hf.named_parameters()]
+        self.names = [hf_name(name) for name, parameter in held if parameter.requires_grad]
         self.start = [local_part(p).detach().clone() for p in trainable(self.worker.stages)]
 
-    def loaded(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> DTensorPolicyWorker:
-        """It, with the weights of the beginning, its part of the rollouts, and everything else as said."""
+    def load(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> None:
+        """The weights of the beginning, this rank's part of the rollouts, and everything else as said."""
         worker = self.worker
         changes = {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm}
         worker.config = self.config.model_copy(update=changes | batching)
@@ -173,42 +183,29 @@ class Bench:
                 local_part(parameter).copy_(start)
         worker.optimizer.gradients.clear()
         steps.load_step(worker, rollouts)
-        return worker
 
+    def logprobs(self) -> dict[str, torch.Tensor]:
+        """Of the samples of this rank, by sample."""
+        self.worker.compute(Logprobs(), "prev_logprobs")
+        rows = self.worker.rows.values()
+        return {row.sample_id: torch.where(row.token_mask, row.columns["prev_logprobs"], 0.0) for row in rows}
 
-def computed_logprobs(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
-    """Of the samples of this rank, by sample."""
-    worker.compute(Logprobs(), "prev_logprobs")
-    rows = worker.rows.values()
-    return {row.sample_id: torch.where(row.token_mask, row.columns["prev_logprobs"], 0.0) for row in rows}
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """Results of a step. Gradients by optimizer step and name, of the parameters that this rank has."""
-
-    result: TrainResult
-    gradients: list[dict[str, torch.Tensor]]
-    logprobs: dict[str, torch.Tensor]  # by sample, where they were computed
-
-
-def train(worker: DTensorPolicyWorker, case: Case) -> Outcome:
-    """All phases of a training step, as the trainer calls them."""
-    loss, logprobs = LOSSES[case.loss], {}
-    if case.samples_per_step < NUM_SAMPLES or loss.use_kl_in_reward:
-        logprobs = computed_logprobs(worker)
-    if loss.reference_policy_kl_penalty:
-        worker.compute_reference_logprobs()
-    if loss.use_kl_in_reward:
-        worker.set_token_advantages(KLInReward(loss, eps=1e-6))
-    result = worker.train(case.loss_fn, Logprobs())
-    names = [hf_name(n) for stage in worker.stages for n, p in stage.hf.named_parameters() if p.requires_grad]
-    assert isinstance(worker.optimizer, RecordingSGD)
-    gradients = [
-        {name: grad for name, grad in zip(names, step, strict=True) if grad is not None}
-        for step in worker.optimizer.gradients
-    ]
-    return Outcome(result=result, gradients=gradients, logprobs=logprobs)
+    def step(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> Outcome:
+        """All phases of a training step, as the trainer calls them."""
+        self.load(case, batching, rollouts)
+        worker, loss, logprobs = self.worker, LOSSES[case.loss], {}
+        if case.samples_per_step < NUM_SAMPLES or loss.use_kl_in_reward:
+            logprobs = self.logprobs()
+        if loss.reference_policy_kl_penalty:
+            worker.compute_reference_logprobs()
+        if loss.use_kl_in_reward:
+            worker.set_token_advantages(KLInReward(loss, eps=1e-6))
+        result = worker.train(case.loss_fn, Logprobs())
+        gradients = [
+            {name: grad for name, grad in zip(self.names, step, strict=True) if grad is not None}
+            for step in worker.optimizer.gradients
+        ]
+        return Outcome(result=result, gradients=gradients, logprobs=logprobs)
 
 
 OF_SINGLE_LOGPROBS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clamped") for end in ("min", "max")}
@@ -301,9 +298,9 @@ class Expected:
         base, bench, rollouts = draw_rollouts(kinds), Bench(path), []
         for sampling in range(len(SAMPLINGS)):
             case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
-            logprobs = computed_logprobs(bench.loaded(case, WHOLE, base))
-            rollouts.append(as_generated(base, logprobs, seed=sampling))
-        outcomes = {case: train(bench.loaded(case, WHOLE, rollouts[case.sampling]), case) for case in cases}
+            bench.load(case, WHOLE, base)
+            rollouts.append(as_generated(base, bench.logprobs(), seed=sampling))
+        outcomes = {case: bench.step(case, WHOLE, rollouts[case.sampling]) for case in cases}
         return cls(path=path, rollouts=rollouts, outcomes=outcomes)
 
     def distances(self, layout: str, draws: list[tuple[Case, str]]) -> dict[tuple[Case, str], dict[str, float]]:
@@ -311,13 +308,12 @@ class Expected:
         world, settings = LAYOUTS[layout]
 
         def on_rank(rank: int, world: int) -> tuple[list[dict[str, float]], set[str]]:
-            bench, found, names = Bench(self.path, **settings), [], set()
+            bench, found = Bench(self.path, **settings), []
             for case, batching in draws:
                 how = BATCHINGS[batching] | ALIKE.get(layout, {})
-                got = train(bench.loaded(case, how, self.rollouts[case.sampling]), case)
+                got = bench.step(case, how, self.rollouts[case.sampling])
                 found.append(distances(got, self.outcomes[case]))
-                names.update(*got.gradients)
-            return found, names
+            return found, set(bench.names)
 
         ranks = run_world(on_rank, world, timeout=300)
         assert set.union(*(names for _, names in ranks)) == set(next(iter(self.outcomes.values())).gradients[0])

@@ -246,8 +246,9 @@ def check(family: str, size: int = 2, *, split: bool = False, plan: str | None =
     check_tensor_parallel(AutoConfig.for_model(family, **SHAPE | changes), settings)
 
 
-def test_the_plan_in_the_examples_is_that_of_transformers() -> None:
-    check("olmo2", split=True)
+def test_what_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_that_of_transformers() -> None:
+    for family in ("llama", "qwen3", "olmo2"):
+        check(family, split=True)
     check("gpt2", size=1)
     for family in ("llama", "qwen3"):
         hf = build_on_meta(AutoConfig.for_model(family, **SHAPE), torch.float32)

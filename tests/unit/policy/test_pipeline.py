@@ -131,6 +131,8 @@ def test_a_stage_keeps_names_and_gives_up_the_rest_and_weights_beside_the_layers
         parts = split(copy.deepcopy(whole), rank, cut(2, pipeline=INTERLEAVED))
         found += [name for part in parts for name, _ in part.named_parameters()]
         assert all(len(part.base_model.layers) == LAYERS for part in parts)
+    for config in (GEMMA3, *(AutoConfig.for_model(kind, **SHAPE) for kind in ("phi", "phi3"))):
+        check_pipeline(config, cut(2, pipeline=INTERLEAVED))
     assert sorted(found) == sorted(name for name, _ in whole.named_parameters())
     whole.model.projection = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="it has weights in projection; set policy"):

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import shutil
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.converters import convert_megatron_to_hf
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
+from nemo_rl.models.policy.megatron.checkpoint import _rectangles
 from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, refuse_megatron_checkpoint
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
@@ -153,6 +156,16 @@ def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
     (foreign / MARKER).unlink()
     with pytest.raises(CheckpointError, match=r"was not saved by megatron_cfg.*convert_dcp_to_hf"):
         check_checkpoint(foreign, policy, model)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 3), (3, 2, 4), (5, 1, 3)])
+def test_any_range_of_a_flat_tensor_is_made_of_rectangles(shape: tuple[int, ...]):
+    flat = torch.arange(1.0, math.prod(shape) + 1)
+    for start, stop in combinations(range(len(flat) + 1), 2):
+        whole = torch.zeros(shape)
+        for at, view in _rectangles(shape, flat[start:stop], range(start, stop)):
+            whole[tuple(slice(low, low + size) for low, size in zip(at, view.shape, strict=True))] += view
+        assert torch.equal(whole.flatten()[start:stop], flat[start:stop]) and whole.sum() == flat[start:stop].sum()
 
 
 @pytest.mark.slow
