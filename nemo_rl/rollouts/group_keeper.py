@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,10 +16,21 @@ from nemo_rl.types import GroupHandle, RolloutGroup
 KEEPER = "group_keeper"
 Places = Sequence[tuple[int, int]]
 """Where groups are in lists: (number of the list, place in it) of each."""
+Parcel = tuple[list[str], tuple[bytes, list[Any]]]
+"""Ids of groups, and the pickled list of the groups with the buffers of its large arrays, which no reader copies."""
 
 _TIMEOUT_S = 10.0  # of an answer from the keeper
 PARCEL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 16  # of an array that is copied
 _BYTES_PER_TOKEN = 13  # its number, its mask, its logprob
+
+
+class _Stored(tuple[bytes, list[Any]]):
+    """The content of a parcel in the store, whose readers get the list of groups."""
+
+    def __reduce__(self) -> Any:
+        pickled, large = self
+        return partial(pickle.loads, buffers=list(map(pickle.PickleBuffer, large))), (pickled,)
 
 
 class GroupKeeper:
@@ -30,10 +43,10 @@ class GroupKeeper:
     def __init__(self) -> None:
         self.groups: dict[str, ray.ObjectRef] = {}  # the latest, by group id
 
-    async def keep(self, parcels: Sequence[list[RolloutGroup]]) -> list[ray.ObjectRef]:
+    async def keep(self, parcels: Sequence[Parcel]) -> list[ray.ObjectRef]:
         """Store lists of groups. Returns a reference of each list, which lives as long as one of its groups is used."""
-        refs = [ray.put(parcel) for parcel in parcels]
-        self.groups |= {group.group_id: ref for parcel, ref in zip(parcels, refs, strict=True) for group in parcel}
+        refs = [ray.put(_Stored(content)) for _, content in parcels]
+        self.groups |= {group_id: ref for (ids, _), ref in zip(parcels, refs, strict=True) for group_id in ids}
         return refs
 
     async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
@@ -74,7 +87,7 @@ async def store(keeper: Any, groups: Sequence[RolloutGroup], limit_s: float) -> 
     parcels = parcels_of(groups)
     try:
         async with asyncio.timeout(limit_s):
-            refs = await keeper.keep.remote(parcels)
+            refs = await keeper.keep.remote(list(map(packed, parcels)))
     except TimeoutError:
         raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
     except RayActorError as error:
@@ -98,6 +111,13 @@ def parcels_of(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
         parcels[-1].append(group)
         room -= size
     return parcels
+
+
+def packed(groups: Sequence[RolloutGroup]) -> Parcel:
+    """Pickle groups, once and for the keeper too. Ray's pickler, which calls Python for each object, takes longer."""
+    large: list[Any] = []
+    is_small = lambda array: array.raw().nbytes <= _SMALL_BYTES or large.append(array)  # noqa: E731
+    return [group.group_id for group in groups], (pickle.dumps(list(groups), 5, buffer_callback=is_small), large)
 
 
 def places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import pickle
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from nemo_rl.data.chat.images import image_parts, open_images, read_image
 from nemo_rl.data.datasets.shapes import draw
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, parcels_of
+from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, Parcel, parcels_of
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
     DatumSpec,
@@ -68,10 +69,10 @@ class Keeper:
         self.failure: Exception | None = None
         self.keep = self
 
-    async def remote(self, parcels: Sequence[Sequence[RolloutGroup]]) -> list[Any]:
+    async def remote(self, parcels: Sequence[Parcel]) -> list[Any]:
         if self.failure is not None:
             raise self.failure
-        self.groups += [group for parcel in parcels for group in parcel]
+        self.groups += [group for _, (pickled, large) in parcels for group in pickle.loads(pickled, buffers=large)]
         return [None] * len(parcels)
 
 
