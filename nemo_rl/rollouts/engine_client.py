@@ -157,7 +157,7 @@ class EngineClient:
         self.is_dead = False
         self._timeout_s = timeout_s
         self._client_id = (client_id,) if client_id else ()  # `HfWorker` has one client only
-        self._ids = (f"{uuid.uuid4().hex}-{n}" for n in itertools.count())
+        self._ids = map(f"{uuid.uuid4().hex}-{{}}".format, itertools.count())
         self._waiting: list[GenerationRequest] = []  # not sent yet
         self._sent: set[str] = set()  # accepted by the replica, not answered
         self._cancelled: list[str] = []  # to be aborted by the replica
