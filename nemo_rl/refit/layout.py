@@ -269,7 +269,7 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         local = tensor.to_local()
         if wanted.itemsize < local.dtype.itemsize:
             local = local.to(wanted)
-        if (group := _sharing_rows(tensor)) is not None:
+        if (group := sharing_rows(tensor)) is not None:
             whole = local.new_empty(tensor.shape)
             dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
             return whole.to(wanted)
@@ -285,7 +285,7 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(wanted).contiguous()
 
 
-def _sharing_rows(tensor: DTensor) -> dist.ProcessGroup | None:
+def sharing_rows(tensor: DTensor) -> dist.ProcessGroup | None:
     """The ranks that have equally many rows of `tensor` each; None if it is cut in another way or not at all.
 
     Their rows end to end are the tensor: a collective without the plans of DTensor, which for a small tensor take

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -38,11 +40,13 @@ from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_laye
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images, stored_name
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
-from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, exported, gathered, in_sending_order
+from nemo_rl.models.policy.weight_loading import hf_name, load_weights, local_part, named_tensors
+from nemo_rl.refit.layout import ExportedTensor, exported, gathered, in_sending_order, sharing_rows
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 1 << 18  # of a tensor whose gather takes longer than its bytes
 
 
 def build_stages(
@@ -253,6 +257,7 @@ def exported_of(root: Any, merged: bool = True) -> Iterator[ExportedTensor]:
     """Every weight of a module with a `config` of transformers, without regard to the names of models that see."""
     names = ExpertNames(root.config.get_text_config().model_type)
     seen: set[int] = set()
+    small: defaultdict[Any, _SmallTensors] = defaultdict(_SmallTensors)
     for prefix, module in root.named_modules():
         persistent = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for attribute, tensor in (module._parameters | persistent).items():
@@ -263,7 +268,7 @@ def exported_of(root: Any, merged: bool = True) -> Iterator[ExportedTensor]:
             if isinstance(module, lora.LoRALinear) and (lora.is_adapter(attribute) or attribute == "weight"):
                 yield from _adapted(name, module, attribute, names, merged)
             else:
-                yield from _plain(name, module, attribute, names)
+                yield from _plain(name, module, attribute, names, small)
 
 
 def _adapted(
@@ -290,7 +295,27 @@ def _adapted(
     )
 
 
-def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
+class _SmallTensors:
+    """Tensors whose rows the same ranks share, gathered in order, each once: taking the first one gathers all."""
+
+    def __init__(self) -> None:
+        self.current: list[Callable[[], torch.Tensor]] = []
+        self._whole: dict[int, torch.Tensor] = {}  # those that were not taken yet
+
+    def take(self, number: int, group: dist.ProcessGroup, dtype: torch.dtype | None) -> torch.Tensor:
+        if number == 0:
+            shards = [gathered(local_part(current().detach()), dtype) for current in self.current]
+            own = torch.cat([shard.flatten() for shard in shards])
+            ranks = own.new_empty(group.size() * len(own))
+            dist.all_gather_into_tensor(ranks, own, group=group)
+            parts = ranks.view(group.size(), -1).split([shard.numel() for shard in shards], dim=1)
+            self._whole = {i: rows.reshape(-1, *shards[i].shape[1:]) for i, rows in enumerate(parts)}
+        return self._whole.pop(number)
+
+
+def _plain(
+    name: str, module: nn.Module, attribute: str, names: ExpertNames, small: Mapping[Any, _SmallTensors]
+) -> Iterator[ExportedTensor]:
     def current() -> torch.Tensor:  # looked up at every gather: moving a module between devices replaces parameters
         tensor = module._parameters.get(attribute, module._buffers.get(attribute))
         assert tensor is not None
@@ -301,7 +326,13 @@ def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> 
     fixed = not is_buffer and not current().requires_grad
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
-        yield exported(pieces[0][0], current, keeps_dtype=is_buffer, fixed=fixed)
+        whole, tensor = exported(pieces[0][0], current, keeps_dtype=is_buffer, fixed=fixed), current()
+        group = sharing_rows(tensor) if isinstance(tensor, DTensor) and tensor.nbytes <= _SMALL_BYTES else None
+        if group is not None:
+            together = small[group, tensor.dtype, fixed]  # a sync may leave out the fixed ones
+            whole = replace(whole, gather=functools.partial(together.take, len(together.current), group))
+            together.current.append(current)
+        yield whole
         return
     parts: list[torch.Tensor] = []
 
