@@ -16,12 +16,21 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.utils.registry import import_object
 
+_FEW_NUMBERS = 1 << 20  # an operation of each parameter's takes longer than its numbers; all at once take more memory
+
 
 def build_optimizer(config: PolicyConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of `config.optimizer`."""
-    chosen = config.optimizer
+    chosen, parameters = config.optimizer, list(parameters)
     assert chosen is not None
-    return _construct(chosen.name, torch.optim.Optimizer, config.key("optimizer"), parameters, **chosen.kwargs)
+    optimizer = _construct(chosen.name, torch.optim.Optimizer, config.key("optimizer"), parameters, **chosen.kwargs)
+    places = {(p.device.type, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
+    is_small = len(places) == 1 and sum(map(torch.numel, parameters)) <= _FEW_NUMBERS
+    if isinstance(optimizer, torch.optim.Adam) and is_small and parameters[0].device.type == "cpu":
+        for group in optimizer.param_groups:
+            if group["foreach"] is None:  # torch would choose one parameter at a time, which gives the same bits
+                group["foreach"] = not group["fused"]
+    return optimizer
 
 
 def build_scheduler(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
