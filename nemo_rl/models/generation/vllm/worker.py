@@ -88,6 +88,8 @@ class VllmWorker:
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
         loggers = [_draft_logger(self._draft_counts)] if cfg.speculation else None
         self._engine = start_engine(config, loggers, self._name)
+        end = self._engine.renderer.get_eos_token_id()  # vLLM looks it up in the tokenizer for each request
+        self._engine.renderer.get_eos_token_id = lambda: end
         self._images = None
         if settings.max_images is not None:
             from nemo_rl.models.generation.vllm.image_prompts import ImagePrompts
