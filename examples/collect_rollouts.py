@@ -15,6 +15,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -27,7 +28,8 @@ def main() -> int:
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.sampling_only import collect_rollouts  # torch and Ray load here
+    with without_collections():  # torch and Ray load here
+        from nemo_rl.algorithms.setup.sampling_only import collect_rollouts
 
     return collect_rollouts(config)
 

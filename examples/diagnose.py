@@ -18,6 +18,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -45,7 +46,8 @@ def main() -> int:
         placement="nemo_rl.algorithms.setup.placement:describe_placement",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.sampling_only import diagnose
+    with without_collections():
+        from nemo_rl.algorithms.setup.sampling_only import diagnose
 
     return diagnose(config, folder.absolute() if is_checkpoint else None)
 

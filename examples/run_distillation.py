@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -27,7 +28,8 @@ def main() -> int:
         check=check_hardware,
     )
     # torch and Ray load here, after the configuration is known good
-    from nemo_rl.algorithms.setup.distillation import run_distillation
+    with without_collections():
+        from nemo_rl.algorithms.setup.distillation import run_distillation
 
     return run_distillation(config)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs" / "evals"
 
@@ -25,7 +26,8 @@ def main() -> int:
         placement="nemo_rl.algorithms.setup.placement:describe_evaluation",
         check=check_hardware,
     )
-    from nemo_rl.evals.run import run_eval  # torch and Ray load here, after the configuration is known good
+    with without_collections():  # torch and Ray load here, after the configuration is known good
+        from nemo_rl.evals.run import run_eval
 
     return run_eval(config)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -27,7 +28,8 @@ def main(what: str = "GRPO on math problems", default_config: str = "grpo_math_1
         plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good
+    with without_collections():  # torch and Ray load here, after the configuration is known good
+        from nemo_rl.algorithms.setup.grpo import run_grpo
 
     return run_grpo(config)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -26,7 +27,8 @@ def main() -> int:
         plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.ppo import run_ppo  # torch and Ray load here, after the configuration is known good
+    with without_collections():  # torch and Ray load here, after the configuration is known good
+        from nemo_rl.algorithms.setup.ppo import run_ppo
 
     return run_ppo(config)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from nemo_rl.algorithms.config.supervised import SFTMasterConfig
 from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.utils.registry import without_collections
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -25,7 +26,8 @@ def main(what: str = "a dataset of conversations", default_config: str = "sft.ya
         plan="nemo_rl.algorithms.setup.placement:propose_layout",
         check=check_hardware,
     )
-    from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
+    with without_collections():  # torch and Ray load here, after the configuration is good
+        from nemo_rl.algorithms.setup.supervised import run_sft
 
     return run_sft(config)
 

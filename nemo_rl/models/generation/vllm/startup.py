@@ -15,6 +15,7 @@ from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.utils.registry import without_collections
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig as EngineConfig
@@ -47,6 +48,7 @@ def join_nodes() -> dict[str, Any]:
     return {"nnodes": num_nodes, "node_rank": rank, "master_addr": address, "master_port": port}
 
 
+@without_collections()
 def prepare_environment(device: str, cfg: VllmConfig) -> None:
     """Set the environment variables of the engine's processes. Call before vllm is imported."""
     # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
@@ -71,6 +73,7 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
+@without_collections()
 def engine_config(settings: EngineSettings, nodes: Mapping[str, Any], *, headless: bool = False) -> EngineConfig:
     """vLLM's configuration. The usage decides what a step of a GPU's engine holds, unless the user does."""
     from vllm.usage.usage_lib import UsageContext
@@ -177,6 +180,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any], *, is_plain: bool) ->
     return config
 
 
+@without_collections()
 def start_engine(config: EngineConfig, stat_loggers: list[Any] | None, name: str) -> AsyncLLM:
     """Start the engine: on a CPU in a thread of this process if it has one rank, else in processes.
 
