@@ -60,6 +60,20 @@ for agent in agents:
         pass
 """
 
+# Becomes a worker of Python with the environment that Ray has for it. Ray's own program for this imports all of Ray
+# first, as the worker does again.
+_SETUP = r"""
+import json, os, re, shlex, sys
+KEY, LANGUAGE = "--serialized-runtime-env-context=", "--language=PYTHON"
+own = [text.removeprefix(KEY) for text in sys.argv if text.startswith(KEY)]
+context = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable} | json.loads((own + ["{}"])[0])
+for name, value in context["env_vars"].items():
+    os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+worker = [shlex.quote(text) for text in sys.argv[1:] if text != LANGUAGE and not text.startswith(KEY)]
+command = [*context["command_prefix"], "exec", context["py_executable"], *worker]
+os.execvp("bash", ["bash", "-c", " ".join(command)])
+"""
+
 _started_here = False  # this process started the cluster, so no node will join it
 
 
@@ -135,7 +149,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _token_errors(), _StartErrors(), _guarded_agents(), _without_dashboard():
+    with _token_errors(), _StartErrors(), _guarded_agents(), _light_node():
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -226,13 +240,19 @@ def _prepare() -> None:
 
 
 @contextmanager
-def _without_dashboard() -> Iterator[None]:
-    """A node that starts inside has no process for the dashboard. No setting of Ray says so.
+def _light_node() -> Iterator[None]:
+    """A node that starts inside has no process for the dashboard and starts workers by `_SETUP`. No setting says so.
 
     `include_dashboard=False` starts that process without pages, and `ray.init` waits until it answers.
     """
+    program = os.memfd_create("setup_worker")  # a file that ends with this process
+    os.write(program, _SETUP.encode())
+
+    def instead(node: Any, **_: Any) -> None:
+        node._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
+
     start: Any = Node.start_api_server
-    Node.start_api_server = lambda *_, **__: None
+    Node.start_api_server = instead
     try:
         yield
     finally:

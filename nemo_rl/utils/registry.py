@@ -25,11 +25,7 @@ def without_collections() -> Iterator[None]:
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object behind `package.module:name` or `package.module.name`. `what` says in an error what it is.
-
-    Raises:
-        ValueError: when the path is incomplete, or the module or the name in it does not exist.
-    """
+    """The object behind `package.module:name` or `package.module.name`. ValueError, which calls it `what`, for none."""
     module_name, separator, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not separator or not module_name or not name:
         raise ValueError(f"{what} {path!r} is not an import path; write package.module:name")
