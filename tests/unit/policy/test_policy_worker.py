@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.models.policy.dtensor.model import exported_of
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import DTYPES
@@ -33,6 +37,36 @@ def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Pat
         for name, weight in step.weights.items():
             # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
             assert (weight.float() - exact.weights[name]).abs().max() < apart, name
+
+
+def test_small_weights_travel_together_and_adam_moves_them_together(qwen: Path) -> None:
+    """What is gathered is what each rank's rows are at that time, and the optimizer step that of each parameter."""
+
+    def rank_main(rank: int, world: int) -> None:
+        alone, shared = (AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32) for _ in range(2))
+        fully_shard(shared)
+        reference = torch.optim.AdamW(alone.parameters(), lr=0.1, foreach=False)
+        optimizer = build_optimizer(
+            steps.policy_config(optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.1})),
+            shared.parameters(),
+        )
+        exported = list(exported_of(shared))
+        assert optimizer.param_groups[0]["foreach"]
+        for _ in range(3):
+            alone(torch.arange(2, 26).view(2, 12)).logits.square().mean().backward()
+            pairs: list[Any] = list(zip(shared.parameters(), alone.parameters(), strict=True))
+            for mine, whole in pairs:
+                mine.grad = distribute_tensor(whole.grad, mine.device_mesh, mine.placements)
+            for step in (reference, optimizer):
+                step.step()
+                step.zero_grad()
+            expected = alone.state_dict()
+            assert all(torch.equal(tensor.gather(None), expected[tensor.name]) for tensor in exported)
+
+    run_world(rank_main, 2)
+
+
+# -- losses that are not finite
 
 
 class NanLoss:
