@@ -248,8 +248,8 @@ def _light_node() -> Iterator[None]:
     program = os.memfd_create("setup_worker")  # a file that ends with this process
     os.write(program, _SETUP.encode())
 
-    def instead(node: Any, **_: Any) -> None:
-        node._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
+    def instead(self: Any, **_: Any) -> None:
+        self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
 
     start: Any = Node.start_api_server
     Node.start_api_server = instead

@@ -19,7 +19,7 @@ def echo_cluster(ray_local: None) -> Iterator[RayVirtualCluster]:
 @pytest.fixture(scope="package")
 def echo_pair(echo_cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
     """Two workers for the tests that leave them whole."""
-    env_vars = {"GIVEN": "yes", "OMP_NUM_THREADS": "1"}
+    env_vars = {"GIVEN": "yes", "OMP_NUM_THREADS": "1", "QUOTED": """it's ${GIVEN} "$5"${NOT_GIVEN};"""}
     with RayWorkerGroup(echo_cluster, ECHO, name_prefix="echo", env_vars=env_vars) as group:
         yield group
     assert group not in LIVE

@@ -135,7 +135,9 @@ def test_environment_holds_the_rank_and_what_was_given(echo_pair: RayWorkerGroup
     environments = echo_pair.call_all("apply", lambda: dict(os.environ))
     for rank, environment in enumerate(environments):
         expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "GIVEN": "yes"}
-        assert expected.items() <= environment.items() and environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert expected.items() <= environment.items()
+        assert environment["QUOTED"] == """it's yes "$5";"""
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
         assert "A_SECRET_OF_THE_DRIVER" not in environment
     assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
 
