@@ -24,7 +24,6 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config.loader import build_section
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
@@ -65,6 +64,8 @@ class CheckpointManager:
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
         if not isinstance(cfg, CheckpointingConfig):
+            from nemo_rl.config.loader import build_section  # Hydra, which workers do not need
+
             cfg = build_section("checkpointing", CheckpointingConfig, cfg)
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
         self.metric_name = cfg.metric_name
