@@ -115,9 +115,15 @@ def parcels_of(groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
 
 def packed(groups: Sequence[RolloutGroup]) -> Parcel:
     """Pickle groups, once and for the keeper too. Ray's pickler, which calls Python for each object, takes longer."""
-    large: list[Any] = []
-    is_small = lambda array: array.raw().nbytes <= _SMALL_BYTES or large.append(array)  # noqa: E731
-    return [group.group_id for group in groups], (pickle.dumps(list(groups), 5, buffer_callback=is_small), large)
+    large: list[pickle.PickleBuffer] = []
+
+    def is_in_pickle(array: pickle.PickleBuffer) -> bool:
+        is_small = array.raw().nbytes <= _SMALL_BYTES
+        if not is_small:
+            large.append(array)
+        return is_small
+
+    return [group.group_id for group in groups], (pickle.dumps(list(groups), 5, buffer_callback=is_in_pickle), large)
 
 
 def places_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """The body, which imports libraries, runs without looking for garbage: a fifth of its time would go there."""
+    """Import libraries in the body without garbage collection, which would take a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,11 @@ def without_collections() -> Iterator[None]:
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object behind `package.module:name` or `package.module.name`. ValueError, which calls it `what`, for none."""
+    """The object behind `package.module:name` or `package.module.name`. `what` says in an error what it is.
+
+    Raises:
+        ValueError: when the path is incomplete, or the module or the name in it does not exist.
+    """
     module_name, separator, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not separator or not module_name or not name:
         raise ValueError(f"{what} {path!r} is not an import path; write package.module:name")
@@ -40,7 +44,11 @@ def import_object(path: str, what: str) -> Any:
 
 
 def find(registry: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of `registry`, or the object behind an import path `package.module:name`. ValueError without either."""
+    """The entry of `registry`, or the object behind an import path `package.module:name`.
+
+    Raises:
+        ValueError: when there is neither.
+    """
     if name in registry:
         return registry[name]
     if ":" in name:

@@ -103,7 +103,11 @@ def resolve_model(name: str) -> str:
 
 
 def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> ModelInputs:
-    """Find and check the model of `policy`, `value`, `teacher` or one of `teachers`. ValueError names the key."""
+    """Find and check the model of `policy`, `value`, `teacher` or one of `teachers`.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
     model_path, tokenizer_path = resolve_model(policy.model_name), resolve_model(policy.tokenizer.name)
     model = read_model_config(policy, model_path)
     tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))

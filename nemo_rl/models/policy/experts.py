@@ -182,7 +182,11 @@ def layer_values(counts: torch.Tensor) -> torch.Tensor:
 
 
 def plain_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
-    """config.json of a model, as if it were not quantised. ValueError for weights in a format that cannot be read."""
+    """The config.json of a model, which may be quantised, as if its weights were ordinary ones.
+
+    Raises:
+        ValueError: the weights of `name` are in a format that cannot be read.
+    """
     settings = config.to_dict().get("quantization_config")
     if settings is None:
         return config

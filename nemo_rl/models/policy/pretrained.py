@@ -92,7 +92,11 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks: what the model declares must not be split (`_no_split_modules`). ValueError for none."""
+    """The transformer blocks: modules that the model declares must not be split over devices (`_no_split_modules`).
+
+    Raises:
+        ValueError: the architecture does not declare them.
+    """
     names = set(model._no_split_modules or [])
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -285,7 +289,11 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
 
 
 def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError, with the key and what would work, unless lengths, tensor parallelism and tokenizer fit the model."""
+    """Check that lengths, tensor parallelism and tokenizer fit the model.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
     sizes = model.get_text_config().to_dict()
     engine = config.generation.vllm_cfg if isinstance(config, RolloutPolicyConfig) else None
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
