@@ -30,7 +30,6 @@ SHORT_FILES = {
     "algorithms/setup/ppo.py": "the way in to PPO",
     "models/policy/settings.py": "what driver and workers of a policy both know",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",
-    "utils/registry.py": "names and import paths, used by every registry",
 }
 
 

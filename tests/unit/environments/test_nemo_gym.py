@@ -89,6 +89,7 @@ def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
     result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
     assert asked["input"] == [*ROW["responses_create_params"]["input"], CALL, result] and asked["tools"]
     assert servers.verified["response"]["output"] == [CALL, result, SAID] and servers.verified["expected"] == "3"
+    servers = Servers()
     servers.reward = None
     with pytest.raises(AgentFailed, match="no reward"):
         played(servers, tmp_path, "resources_url")

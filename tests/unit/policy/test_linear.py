@@ -163,7 +163,9 @@ cases = st.builds(
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     with_bias=st.booleans(),
-    transform=st.builds(LogitTransform, st.sampled_from([1.0, 0.25]), st.sampled_from([None, None, 3.0, 30.0])),
+    transform=st.builds(
+        LogitTransform, scale=st.sampled_from([1.0, 0.25]), softcap=st.sampled_from([None, None, 3.0, 30.0])
+    ),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     top_k=st.sampled_from([None, None, 1, 5, 40, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
