@@ -112,7 +112,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
                 tests[report.nodeid] += report.duration
-                told = {"over_20s": "slow"} if "slow" in report.keywords else dict(report.user_properties)
+                marked = [name for name in ("slow", "families", "faults", "soak") if name in report.keywords]
+                told = {"over_20s": marked[0]} if marked else dict(report.user_properties)
                 why[report.nodeid] = told.get("over_20s", why.get(report.nodeid, ""))
     if not tests:
         return
