@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,31 @@ _MESSAGE_EVERY_S = 15.0
 _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
 
 # Two agents of a local cluster outlive a killed driver by a minute, in which they look for a server that is gone. This
-# small process waits for the driver's end and kills what is left of them.
+# small process starts before Ray, waits for the driver's end and kills them. It knows them by their names, and by a log
+# that they inherit open: its folder is called after Ray's session, whose name ends with the driver's id.
 _GUARD = """
 import os, select, signal, sys, time
-driver, agents = os.pidfd_open(int(sys.argv[1])), []
-for pid in sys.argv[2:]:
-    try:
-        agents.append(os.pidfd_open(int(pid)))
-    except ProcessLookupError:  # a child of Ray that ended meanwhile
-        pass
+driver = os.pidfd_open(int(sys.argv[1]))
 if os.fork():
     os._exit(0)
 os.setsid()
 select.select([driver], [], [])
-time.sleep(1)
-for agent in agents:
-    try:
-        signal.pidfd_send_signal(agent, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+log = "_" + sys.argv[1] + "/logs/raylet.out"
+names = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent", b"/dashboard/agent.py", b"/runtime_env/agent/main.py"
+for _ in range(3):  # one that has just begun may have neither yet
+    time.sleep(1)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            process = os.pidfd_open(int(pid))
+            with open("/proc/" + pid + "/cmdline", "rb") as file:
+                command = file.read()
+            if any(name in command for name in names):
+                files = ["/proc/" + pid + "/fd/" + number for number in os.listdir("/proc/" + pid + "/fd")]
+                if any(log in os.readlink(file) for file in files):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+        except OSError:  # it has ended, or belongs to another user
+            pass
 """
 
 # Becomes a worker of Python with the environment that Ray has for it. Ray's own program for this imports all of Ray
@@ -149,7 +155,8 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _token_errors(), _StartErrors(), _guarded_agents(), _light_node():
+    start_guard(_GUARD)
+    with _token_errors(), _StartErrors(), _light_node():
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -166,16 +173,6 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
             },
         )
     _started_here = True
-
-
-@contextmanager
-def _guarded_agents() -> Iterator[None]:
-    """The agents of a cluster that starts inside end with this process, also if the start fails."""
-    try:
-        yield
-    finally:
-        raylets = [pid for pid in _children(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == "raylet\n"]
-        start_guard(_GUARD, *(agent for raylet in raylets for agent in _children(raylet)))
 
 
 def ray_loss() -> str | None:
@@ -217,15 +214,6 @@ def _own_raylet() -> subprocess.Popen[bytes] | None:
 def _stat(pid: int) -> list[str]:
     """State, parent and so on of a process (`man proc_pid_stat`, from the third field)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _children(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            if entry.name.isdigit() and int(_stat(int(entry.name))[1]) == parent:
-                found.append(int(entry.name))
-    return found
 
 
 def _prepare() -> None:

@@ -135,12 +135,8 @@ class TensorBoard(Tracker):
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-        from torch.utils.tensorboard.summary import scalar
-
-        # In one event: its thread wakes for each, which takes longer than to write it.
-        numbers = [number for name, value in metrics.items() for number in scalar(name, value).value]
-        self._writer._get_file_writer().add_summary(Summary(value=numbers), step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,30 @@ UNUSABLE = [
     ("start_local_ray", {"HOME": "/sys"}, TOKEN.format("/sys/.ray")),
     ("start_local_ray", {"RAY_TMPDIR": "/sys/ray"}, "^PermissionError: .*'/sys/ray'$"),
 ]
+
+KILLED = """
+import os, signal, subprocess, time
+from ray._private.worker import global_worker
+from nemo_rl.distributed.virtual_cluster import start_local_ray
+start_local_ray(num_cpus=2, object_store_gb=0.2)
+time.sleep(3)  # Ray's agents end by themselves as long as they start
+[raylet] = global_worker.node.all_processes["raylet"]
+subprocess.run(["pgrep", "--parent", str(raylet.process.pid)], check=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_process_of_ray():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    agents = [Path("/proc", pid) for pid in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(agents) >= 2
+    deadline = time.monotonic() + 20  # the agents themselves give up after a minute
+    while any(agent.exists() for agent in agents):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_the_way_in(tmp_path: Path):
