@@ -202,6 +202,10 @@ class EvalDataConfig(EvalDatasetConfig):
         "dataset_name=null requires datasets": (
             "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl; or several datasets"
         ),
+        **{
+            f"{key} and datasets": "counts for dataset_name alone; set it in each of the datasets that need it"
+            for key in ("processor", "env_name", "download_dir")
+        },
     }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
@@ -289,9 +293,8 @@ class EvalMasterConfig(StrictModel):
         """The section of `env` that judges a dataset; None when there is none."""
         if dataset.env_name is not None:
             return dataset.env_name if dataset.env_name in self.env else None
-        kind = answer_kind(dataset.dataset_name)
-        fitting = (n for n, env in self.env.items() if isinstance(env, MathEnvironmentConfig))
-        return next((n for n in fitting if self.env[n].model_dump()["verifier_type"] == kind), None)
+        kind, math = answer_kind(dataset.dataset_name), MathEnvironmentConfig
+        return next((n for n, env in self.env.items() if isinstance(env, math) and env.verifier_type == kind), None)
 
     def processor_of(self, dataset: EvalDatasetConfig) -> str:
         """The processor of a dataset: `processor`, or else the dataset's own."""

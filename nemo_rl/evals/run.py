@@ -39,7 +39,7 @@ from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.registry import create_envs, find_env_class, wait_for_envs
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
-from nemo_rl.evals.metrics import Outcome, show_results, summarize
+from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -65,6 +65,7 @@ SHOW_EVERY_S = 10.0
 SEED_STEP = 0
 MAX_REASONS_SHOWN = 5
 MAX_LOSSES = 3  # in a row, of groups that ended with their worker
+MAX_UNANSWERED = 32  # prompts without an answer, after which an environment seems to return none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +262,9 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self.started = self.written_at = self.shown_at = time.monotonic()
+        found = self.samples.outcomes.items()
+        # Datasets with an answer. The id of a prompt begins with the name of its dataset.
+        self.answered = {id.rpartition(":")[0] for id, group in found if any(s.answer is not None for s in group)}
 
     def ask_all(self, sampling: SamplingParams, in_flight: int) -> None:
         """Sample and write every prompt, and repeat the prompts whose groups were lost with the rollout worker."""
@@ -311,7 +315,7 @@ class _Writer:
 
     def finish(self) -> None:
         """Write the remaining groups."""
-        self._write()
+        self._write(is_last=True)
         self.samples.append(self.held_back)
         too_long = [p for p, group in self.samples.outcomes.items() if group[0].status is SampleStatus.PROMPT_TOO_LONG]
         if too_long:
@@ -323,13 +327,12 @@ class _Writer:
         if self.reasons:
             self.console.warn(f"{self.reasons.total()} samples failed and are in no score:\n{self._said()}")
 
-    def _write(self) -> None:
-        if not self.pending:
+    def _write(self, *, is_last: bool = False) -> None:
+        if not self.pending or self._awaits_answers(1 if is_last else MAX_UNANSWERED):
             return
         groups, self.pending = self.pending, []
         self.num_played += len(groups)
         self.num_tokens += sum(record.num_tokens for group in groups for record in group)
-        self._check_answers(groups)
         self.held_back += [group for group in groups if any(record.failed for record in group)]
         self.samples.append([group for group in groups if not any(record.failed for record in group)])
         self._check_failures(groups)
@@ -356,18 +359,29 @@ class _Writer:
             failure=meta.failure,
         )
 
-    def _check_answers(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        """Raise ValueError if cons@k is to be computed and an environment of the user returns no answers."""
+    def _awaits_answers(self, least: int) -> bool:
+        """Whether the pending groups are kept back, because no sample of a dataset has an answer yet and cons@k needs
+        them. Samples without an answer must not be in the folder when the environment has been mended.
+
+        Raises ValueError if there are none in the samples of `least` prompts of a dataset.
+        """
         if self.config.eval.metric != "cons@k":
-            return
+            return False
+        awaits = False
         for name, task in self.inputs.data.tasks.items():
-            mine = [record for group in groups for record in group if record.dataset == name and not record.failed]
-            known = isinstance(self.config.env[task.env_name], MathEnvironmentConfig)
-            if mine and not known and all(record.answer is None for record in mine):
+            if name in self.answered or isinstance(self.config.env[task.env_name], MathEnvironmentConfig):
+                continue
+            mine = [g for g in self.pending if g[0].dataset == name and any(r.outcome.status in SCORED for r in g)]
+            if any(record.answer is not None for group in mine for record in group):
+                self.answered.add(name)
+            elif len(mine) >= least:
                 raise ValueError(
-                    f"eval.metric: cons@k takes a vote on answers, and env.{task.env_name} found none in "
-                    f"{len(mine)} samples; return answers from its step, or set eval.metric=pass@k"
+                    f"eval.metric: cons@k takes a vote on answers, and env.{task.env_name} found none in the samples "
+                    f"of {len(mine)} prompt(s); return answers from its step, or set eval.metric=pass@k"
                 )
+            else:
+                awaits = awaits or bool(mine)
+        return awaits
 
     def _check_failures(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
         self.reasons.update(str(record.failure) for group in groups for record in group if record.failed)
@@ -383,7 +397,8 @@ class _Writer:
         return "\n".join(f"{number}x {reason}" for reason, number in self.reasons.most_common(MAX_REASONS_SHOWN))
 
     def _show(self, now: float) -> None:
-        rewards = [sample.reward for group in self.samples.outcomes.values() for sample in group]
+        outcomes = self.samples.outcomes.values()
+        rewards = [sample.reward for group in outcomes for sample in group if sample.status in SCORED]
         if not rewards or not self.num_played:
             return
         seconds = now - self.started

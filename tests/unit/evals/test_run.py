@@ -14,7 +14,7 @@ from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.metrics import show_results
-from nemo_rl.evals.run import Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
+from nemo_rl.evals.run import WRITE_EVERY_S, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
@@ -50,6 +50,8 @@ eval.k_valu=2 -> the nearest valid key is eval.k_value
 eval.metric=maj@k -> eval.metric ... must be 'pass@k' or 'cons@k'
 data.dataset_name=null -> data.dataset_name ... name a dataset
 data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
+data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.env_name=math
+    -> data.env_name ... counts for dataset_name alone
 data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has columns of its own
 data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
 data.dataset_name=mmlu & ~env.multichoice -> no math environment judges the answers of mmlu: add
@@ -167,14 +169,39 @@ def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
     assert collector.num_asked < 6
 
 
-def test_a_vote_needs_answers(folder):
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_a_vote_needs_answers(folder, has_answers):
     chosen = writer(folder)
     chosen.config = load(*SMALL, "+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k")
     tasks = chosen.inputs.data.tasks
     tasks["arithmetic"] = replace(tasks["arithmetic"], env_name="mine")
+    chosen.written_at = -WRITE_EVERY_S  # the next call of `take` may write
     chosen.take([played("arithmetic:0", 1.0, 1.0, answer=None)])
-    with pytest.raises(ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in 2 samples"):
+    assert not folder.outcomes, "not before one of the samples has an answer"
+    if has_answers:
+        chosen.written_at = -WRITE_EVERY_S
+        chosen.take([played("arithmetic:1", 1.0, 0.0)])
+        assert sorted(folder.outcomes) == ["arithmetic:0", "arithmetic:1"]
+        chosen.take([played("arithmetic:2", 1.0, 1.0, answer=None)])
         chosen.finish()
+        assert "arithmetic:2" in folder.outcomes
+        return
+    with pytest.raises(
+        ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in the samples of 1"
+    ):
+        chosen.finish()
+
+
+def test_the_mean_on_the_way_leaves_out_prompts_that_were_not_asked(folder):
+    chosen = writer(folder)
+    too_long = handle(sample(0.0, status=SampleStatus.PROMPT_TOO_LONG), name="arithmetic:0", prompt="arithmetic:0")
+    too_long.samples *= 2
+    chosen.take([too_long, played("arithmetic:1", 1.0, 0.5)])
+    chosen.finish()
+    shown = io.StringIO()
+    chosen.console = RunConsole(num_steps=1, file=shown)
+    chosen._show(chosen.started + 60.0)
+    assert "mean reward 0.7500" in shown.getvalue()
 
 
 def test_results_and_table(folder):
