@@ -6,11 +6,13 @@
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.rollout import RolloutRecordConfig
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
 from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate
 from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.config.rules import round_up
 from nemo_rl.utils.config import CheckpointingConfig
 
 NUM_PROMPTS = 8  # at least
@@ -19,8 +21,9 @@ UNTRAINED = {
     "val_at_start": False,
     "val_at_end": False,
     "skip_reference_policy_logprobs_calculation": True,
+    "replay_from": None,
 }
-"""Keys of `grpo` in these runs: no validation, no reference policy."""
+"""Keys of `grpo` in these runs: no validation, no reference policy, fresh samples."""
 
 
 class DiagnosticRun(RolloutTrainer):
@@ -57,20 +60,31 @@ class DiagnosticRun(RolloutTrainer):
         self.found.append(diagnosis)
 
 
+def diagnostic_config(config: GRPOMasterConfig) -> GRPOMasterConfig:
+    """One step of one generation batch, with one sample of each prompt, for a configuration of a training run."""
+    num_prompts = round_up(NUM_PROMPTS, config.training_cluster.num_workers)
+    grpo = UNTRAINED | {
+        "num_prompts_per_step": num_prompts,
+        "num_generations_per_prompt": 1,
+        "batch_multiplier": 1.0,
+        "max_num_steps": 1,
+        "rollout_record": RolloutRecordConfig(),  # the folder holds the rollouts of the run
+    }
+    update = {
+        "grpo": config.grpo.model_copy(update=grpo),
+        "policy": config.policy.model_copy(update={"train_global_batch_size": num_prompts}),
+        "checkpointing": CheckpointingConfig(enabled=False),
+    }
+    return config.model_copy(update=update)
+
+
 def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
     """Compare policy and engine with the weights of `checkpoint`, a step folder; None: of `policy.model_name`.
 
     Returns 0 if they agree, 1 if a cause is named, else the exit status of `launch`.
     """
-    num_prompts = -(-NUM_PROMPTS // config.training_cluster.num_workers) * config.training_cluster.num_workers
-    size = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": 1, "max_num_steps": 1}
-    update = {
-        "grpo": config.grpo.model_copy(update=UNTRAINED | size),
-        "policy": config.policy.model_copy(update={"train_global_batch_size": num_prompts}),
-        "checkpointing": CheckpointingConfig(enabled=False),
-    }
     found: list[Diagnosis] = []
-    config = config.model_copy(update=update)
+    config = diagnostic_config(config)
 
     def make_trainer(tools: RunTools, setup: RolloutSetup[RolloutInputs]) -> DiagnosticRun:
         return DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)

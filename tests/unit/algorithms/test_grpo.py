@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun
+from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.distributed.errors import WorkerError
@@ -140,3 +140,17 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
     with pytest.raises(NothingToCompare):
         FakeRun(tmp_path, config, make, rollouts=Branching(alternate, [])).trainer.step()
     assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
+        ("grpo.rollout_record.enabled=true",),
+        ("grpo.replay_from={folder}",),
+    ],
+)
+def test_a_diagnosis_takes_one_batch_of_fresh_samples_whatever_the_run_does(tmp_path, own):
+    config = diagnostic_config(build(*small(tmp_path, "grpo"), *(key.format(folder=tmp_path) for key in own)))
+    assert config.grpo.num_prompts_per_batch == config.policy.train_global_batch_size == 8
+    assert config.grpo.replay_from is None and not config.grpo.rollout_record.enabled
