@@ -55,7 +55,7 @@ class ScoredGroup:
             if row.role == role
         ]
         rewards, valid, num_loss_tokens = zip(*rows, strict=True)
-        return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=num_loss_tokens)
+        return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=num_loss_tokens, parts=[()] * len(rows))
 
     def row_advantages(self, advantages: Sequence[Sequence[float]]) -> list[float]:
         """The advantage of each row, in the order of `handle.rows`; `advantages`: of each of `compared_rewards`."""

@@ -503,6 +503,7 @@ def _layouts(
             "policy.dtensor_cfg.tensor_parallel_size": tensor,
             "policy.dtensor_cfg.activation_checkpointing": recomputes,
             **({"policy.generation.vllm_cfg.tensor_parallel_size": engine} if samples else {}),
+            **({"policy.dynamic_batching.enabled": False} if policy.dynamic_batching.enabled else {}),
             "policy.sequence_packing.enabled": True,
             "policy.sequence_packing.train_mb_tokens": count,
             "policy.sequence_packing.logprob_mb_tokens": 2 * count,

@@ -193,9 +193,10 @@ class Trainer(ABC):
         self.deadline.mark_iteration()
         self._announce_early_stop()
         if out_of_time and not self.state.stopped_early:
-            self.tools.console.info(
-                "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
-            )
+            saved = "saved, and the run ends; the same command resumes it"
+            if self.checkpointer is None:
+                saved = "the run ends, and nothing is saved, because checkpointing.enabled=false"
+            self.tools.console.info(f"checkpoint_must_save_by is near: {saved}")
         return ends
 
     def _end_with_the_data(self) -> None:

@@ -183,6 +183,9 @@ def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
     ):
         with pytest.raises(ValueError, match=told):
             compute_advantages(groups, cfg("gdpo"))
+    [of_agent] = score_groups([handle(*(sample(r, role="solver", own_reward=r) for r in (0.0, 1.0)))], grpo())
+    with pytest.raises(ValueError, match=r"found 0\)"):  # the rows of a role have one reward each
+        compute_advantages(of_agent.compared_rewards(), cfg("gdpo"))
 
 
 def test_failed_samples_get_zero_and_stay_out_of_the_statistics():

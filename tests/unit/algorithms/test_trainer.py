@@ -292,3 +292,10 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
     trainer = stopping(tmp_path / "good", [1.0, 2.0], val_at_start=True, threshold=1.5)
     trainer.train()
     assert trainer.state.total_steps == 0 and "val:val_loss is good enough" in trainer.text.getvalue()
+
+
+@pytest.mark.parametrize(("enabled", "told"), [(True, "saved, and the run ends"), (False, "nothing is saved")])
+def test_the_end_of_the_time_says_whether_there_is_a_checkpoint(tmp_path, enabled, told):
+    trainer = FakeTrainer(tmp_path, enabled=enabled, checkpoint_must_save_by="00:00:00:00")
+    trainer.train()
+    assert trainer.state.total_steps == 1 and told in " ".join(trainer.text.getvalue().split())

@@ -106,6 +106,9 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in plan and "cluster.gpus_per_node=8" in plan
     overrides = [line.strip() for line in plan.splitlines() if "=" in line and " " not in line.strip()]
     assert config(*asked, *overrides)
+    dynamic = *asked, "policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=false"
+    plan = setup.propose_layout(config(*dynamic), "8xH100")
+    assert config(*dynamic, *(line.strip() for line in plan.splitlines() if line.startswith("  policy.")))
     split = config(*asked, "cluster.gpus_per_node=8", "policy.dtensor_cfg.context_parallel_size=8")
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in setup.propose_layout(split, "8xH100")
     with pytest.raises(ConfigError, match="no layout divides the batch"):
