@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import compute_advantages
-from nemo_rl.algorithms.plan.rewards import DynamicSampler, ScoredGroup, score_groups
+from nemo_rl.algorithms.plan.rewards import ScoredGroup, sample_until_full, score_groups
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
@@ -65,11 +65,9 @@ class GRPOTrainer(RolloutTrainer):
         grpo = self.config.grpo
         if not grpo.use_dynamic_sampling:
             return score_groups(self.sample(), grpo)
-        sampler, self.generated = DynamicSampler(grpo), []
+        self.generated = []
         with self.phase(self.source.phase):
-            while not sampler.is_complete:
-                sampler.add(score_groups(self.next_groups(), grpo))
-            groups, metrics = sampler.take()
+            groups, metrics = sample_until_full(lambda: score_groups(self.next_groups(), grpo), grpo)
         self.record("train", metrics)
         return groups
 

@@ -165,26 +165,19 @@ def deviation(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
     return np.broadcast_to(np.array(found), rewards.shape)
 
 
-def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Mean and unbiased standard deviation of `values`, each counted `weights` times (integer counts). Two passes.
-
-    (0, 0) when fewer than two items are counted; a standard deviation of exactly 0 when all counted values are equal.
-    """
-    counted = weights > 0
-    total = float(weights.sum())
-    if total < 2:
-        return 0.0, 0.0
-    # Two passes: squares of deviations keep the digits that a difference of large squares would lose.
-    mean = float((weights * values).sum() / total)
-    if values[counted].max() == values[counted].min():
-        return mean, 0.0  # exact: the rounded mean may differ from the values
-    return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
-
-
 def _whitened(estimates: Estimates, weights: Estimates, eps: float) -> Estimates:
-    """(A - mean) / (std + eps) over the batch, each counted `weights` times; 0 where the weight or `std` is 0."""
-    mean, std = weighted_mean_and_std(np.concatenate(estimates), np.concatenate(weights))
-    scale = 1.0 / (std + eps) if std > 0 else 0.0
+    """(A - mean) / (std + eps) over the batch, each counted `weights` times (integer counts), with the unbiased `std`.
+
+    0 where the weight is 0; all zeros when fewer than two are counted or all that are counted are equal.
+    """
+    values, counts = np.concatenate(estimates), np.concatenate(weights)
+    counted, total = values[counts > 0], float(counts.sum())
+    mean = scale = 0.0
+    if total >= 2:
+        mean = float((counts * values).sum() / total)
+        if counted.max() != counted.min():  # if all are equal, the rounded mean may still differ from them
+            # Two passes: squares of deviations keep the digits that a difference of large squares would lose.
+            scale = 1.0 / (math.sqrt(float((counts * (values - mean) ** 2).sum()) / (total - 1)) + eps)
     return [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(estimates, weights, strict=True)]
 
 

@@ -1,9 +1,9 @@
 """Rewards of the environments -> rewards of the advantage estimator, on the controller, from metadata.
 
-The order is: scale, shape, then drop groups without variance (`DynamicSampler`).
+The order is: scale, shape, then drop groups without variance (`sample_until_full`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.config.grpo import GRPOConfig
@@ -138,56 +138,42 @@ def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
     return 0.0 if overlong_filtering and sample.status is SampleStatus.TRUNCATED else 1.0
 
 
-class DynamicSampler:
-    """Collects groups with reward variance over generation batches until a step has enough of them.
+def sample_until_full(
+    next_batch: Callable[[], Sequence[ScoredGroup]], cfg: GRPOConfig
+) -> tuple[list[ScoredGroup], dict[str, float]]:
+    """Dynamic sampling: generation batches until enough groups for a step have reward variance. With metrics.
 
     DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
+    Surplus groups are dropped: the next step samples from newer weights.
+
+    Raises:
+        ValueError: `dynamic_sampling_max_gen_batches` batches have too few such groups.
     """
-
-    def __init__(self, cfg: GRPOConfig) -> None:
-        self._num_prompts = cfg.num_prompts_per_step
-        self._max_batches = cfg.dynamic_sampling_max_gen_batches
-        self._kept: list[ScoredGroup] = []
-        self._num_batches = 0
-        self._num_groups = 0
-        self._rewards: list[float] = []
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self._kept) >= self._num_prompts
-
-    def add(self, groups: Sequence[ScoredGroup]) -> None:
-        """Add one generation batch. ValueError if this was the last allowed one and the step is not complete."""
-        assert not self.is_complete, "the step has enough groups"
-        self._num_batches += 1
-        self._num_groups += len(groups)
-        self._kept += [group for group in groups if any(c.has_variance for c in group.compared_rewards())]
-        self._rewards += _rewards(groups)
-        if not self.is_complete and self._num_batches >= self._max_batches:
-            mean = sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")
+    num_prompts, num_batches = cfg.num_prompts_per_step, 0
+    kept: list[ScoredGroup] = []
+    sampled: list[ScoredGroup] = []
+    while len(kept) < num_prompts:
+        if num_batches == cfg.dynamic_sampling_max_gen_batches:
+            rewards = _rewards(sampled)
+            mean = sum(rewards) / len(rewards) if rewards else float("nan")
             raise ValueError(
-                f"Dynamic sampling found {len(self._kept)} prompts with differing rewards among {self._num_groups} in "
-                f"{self._num_batches} generation batches (mean reward {mean:.3g}); a step needs {self._num_prompts}. "
+                f"Dynamic sampling found {len(kept)} prompts with differing rewards among {len(sampled)} in "
+                f"{num_batches} generation batches (mean reward {mean:.3g}); a step needs {num_prompts}. "
                 "Rewards near the minimum: the task is too hard or answers are cut (raise max_new_tokens); near the "
                 "maximum: it is too easy. Use other data, raise grpo.num_generations_per_prompt, grpo.batch_multiplier "
                 "or grpo.dynamic_sampling_max_gen_batches, or set grpo.use_dynamic_sampling=false."
             )
-
-    def take(self) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """The first `num_prompts_per_step` groups kept, and the step's sampling metrics.
-
-        Surplus groups are dropped: the next step samples from newer weights.
-        """
-        assert self.is_complete
-        kept, surplus = self._kept[: self._num_prompts], self._kept[self._num_prompts :]
-        rewards = _rewards(kept)  # two different ones in each group, so there are some
-        metrics = {
-            "filtered_reward": sum(rewards) / len(rewards),
-            "dynamic_sampling_num_gen_batches": float(self._num_batches),
-            "dynamic_sampling_num_zero_variance_groups": float(self._num_groups - len(self._kept)),
-            "dynamic_sampling_num_discarded_valid_samples": float(sum(len(g.handle.samples) for g in surplus)),
-        }
-        return kept, metrics
+        groups = next_batch()
+        num_batches += 1
+        sampled += groups
+        kept += [group for group in groups if any(c.has_variance for c in group.compared_rewards())]
+    rewards = _rewards(kept[:num_prompts])  # two different ones in each group, so there are some
+    return kept[:num_prompts], {
+        "filtered_reward": sum(rewards) / len(rewards),
+        "dynamic_sampling_num_gen_batches": float(num_batches),
+        "dynamic_sampling_num_zero_variance_groups": float(len(sampled) - len(kept)),
+        "dynamic_sampling_num_discarded_valid_samples": float(sum(len(g.handle.samples) for g in kept[num_prompts:])),
+    }
 
 
 def _rewards(groups: Sequence[ScoredGroup]) -> list[float]:

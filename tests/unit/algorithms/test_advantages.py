@@ -15,7 +15,14 @@ from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConf
 from nemo_rl.algorithms.config.ppo import GAEConfig
 from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig
 from nemo_rl.algorithms.plan.advantages import GroupRewards, compute_advantages
-from nemo_rl.algorithms.plan.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
+from nemo_rl.algorithms.plan.rewards import (
+    ScoredGroup,
+    loss_mask,
+    sample_until_full,
+    scale_reward,
+    score_groups,
+    shape_reward,
+)
 from nemo_rl.algorithms.plan.token_advantages import KLInReward, whiten, whitening_sums
 from nemo_rl.algorithms.ppo import GAEAdvantages, generalized_advantages
 from nemo_rl.types import GroupHandle, SampleStatus
@@ -95,18 +102,14 @@ def test_scoring_scales_before_shaping_and_leaves_failures_alone():
     assert list(rewards.num_loss_tokens) == [10, 0, 0]  # the filtered sample's reward counts, its tokens do not
 
 
-def collect(cfg: GRPOConfig, batches: list[list[GroupHandle]]) -> DynamicSampler:
-    sampler = DynamicSampler(cfg)
-    for batch in batches:
-        sampler.add(score_groups(batch, cfg))
-    return sampler
+def fill(cfg: GRPOConfig, *batches: list[GroupHandle]) -> tuple[list[ScoredGroup], dict[str, float]]:
+    waiting = iter(batches)
+    return sample_until_full(lambda: score_groups(next(waiting), cfg), cfg)
 
 
 def test_dynamic_sampling_keeps_groups_with_variance_over_batches_or_gives_up_with_advice():
     first = [rewarded(0.0, 1.0, name="a"), rewarded(1.0, 1.0, name="b")]
-    sampler = collect(grpo(), [first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")]])
-    assert sampler.is_complete
-    kept, metrics = sampler.take()
+    kept, metrics = fill(grpo(), first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")])
     assert [group.handle.group_id for group in kept] == ["a", "c"]
     assert metrics == {
         "filtered_reward": 0.5,
@@ -116,7 +119,7 @@ def test_dynamic_sampling_keeps_groups_with_variance_over_batches_or_gives_up_wi
     }
     told = r"0 prompts .* 2 in 2 generation batches .* needs 2.*num_generations_per_prompt"
     with pytest.raises(ValueError, match=told):
-        collect(grpo(dynamic_sampling_max_gen_batches=2), [[rewarded(1.0, 1.0)], [rewarded(0.0, 0.0)]])
+        fill(grpo(dynamic_sampling_max_gen_batches=2), [rewarded(1.0, 1.0)], [rewarded(0.0, 0.0)])
 
 
 # -- advantages
