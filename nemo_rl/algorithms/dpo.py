@@ -7,7 +7,7 @@ first step the policy is the reference policy, so they can all be computed then,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,9 @@ from nemo_rl.types import BatchPlan, ExampleHandle, RowKey
 LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
 SUM = "reference_logprob_sum"  # column of one number per row, which the loss reads
 
+ReferenceSums = dict[str, tuple[float, float]]
+"""Id of the prompt -> the reference policy's logprobs of the chosen and of the rejected answer."""
+
 
 class DPOTrainer(SupervisedTrainer):
     """Direct preference optimisation. `known`: the reference logprobs of all rows, if they were computed beforehand."""
@@ -37,55 +40,49 @@ class DPOTrainer(SupervisedTrainer):
         """The reference policy's logprob of each answer, kept with the rows on the workers."""
         with self.phase("reference_logprobs"):
             if self.known is not None:
-                self.policy.attach(SUM, self.known.of(batch, plan))
+                self.policy.attach(SUM, sums_of_plan(self.known, batch, plan))
             else:
                 self.policy.compute_reference_logprobs()
                 self.policy.sum_column(LOGPROBS, SUM)
 
 
-class ReferenceSums:
-    """`sums`: id of the prompt -> the reference policy's logprobs of the chosen and of the rejected answer."""
+def sums_of_plan(sums: ReferenceSums, batch: Sequence[ExampleHandle], plan: BatchPlan) -> dict[RowKey, np.ndarray]:
+    """The sums of the rows of the `plan` of `batch`, float32 [] each; 0 for the copies that fill up ranks."""
+    found = {key: 0.0 for rank in plan.ranks for mb in rank.logprobs for s in mb for key in s.keys}
+    for number, handle in enumerate(batch):
+        for row in handle.rows:
+            for offset, value in enumerate(sums[row.prompt_id]):
+                found[number, row.index + offset] = value
+    return {key: np.array(value, dtype=np.float32) for key, value in found.items()}
 
-    def __init__(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        self.sums = sums
 
-    def of(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> dict[RowKey, np.ndarray]:
-        """The sums of the rows of the `plan` of `batch`; 0 for the copies that fill up ranks."""
-        found = {key: np.float32(0.0) for rank in plan.ranks for mb in rank.logprobs for s in mb for key in s.keys}
+def compute_reference_sums(
+    policy: Policy,
+    batches: Iterable[Sequence[ExampleHandle]],
+    plan: Callable[[Sequence[ExampleHandle]], BatchPlan],
+) -> ReferenceSums:
+    """Score `batches` with the present weights of `policy`."""
+    sums: ReferenceSums = {}
+    for batch in batches:
+        policy.load(plan(batch))
+        policy.compute(Logprobs(filtered=False), LOGPROBS)
+        found = policy.sum_column(LOGPROBS, f"{LOGPROBS}_sum")
         for number, handle in enumerate(batch):
             for row in handle.rows:
-                for offset, value in enumerate(self.sums[row.prompt_id]):
-                    found[number, row.index + offset] = np.float32(value)
-        return {key: np.asarray(value) for key, value in found.items()}
+                sums[row.prompt_id] = (found[number, row.index], found[number, row.index + 1])
+    return sums
 
-    @classmethod
-    def compute(
-        cls,
-        policy: Policy,
-        batches: Iterable[Sequence[ExampleHandle]],
-        plan: Callable[[Sequence[ExampleHandle]], BatchPlan],
-    ) -> ReferenceSums:
-        """Score `batches` with the present weights of `policy`."""
-        sums: dict[str, tuple[float, float]] = {}
-        for batch in batches:
-            policy.load(plan(batch))
-            policy.compute(Logprobs(filtered=False), LOGPROBS)
-            found = policy.sum_column(LOGPROBS, f"{LOGPROBS}_sum")
-            for number, handle in enumerate(batch):
-                for row in handle.rows:
-                    sums[row.prompt_id] = (found[number, row.index], found[number, row.index + 1])
-        return cls(sums)
 
-    def save(self, path: Path) -> None:
-        """Write the sums, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = path.with_name(f"tmp_{path.name}")
-        np.savez(work, prompt_ids=np.array(list(self.sums)), sums=np.array(list(self.sums.values())))
-        os.replace(work, path)
+def save_sums(sums: ReferenceSums, path: Path) -> None:
+    """Write the sums, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f"tmp_{path.name}")
+    np.savez(work, prompt_ids=np.array(list(sums)), sums=np.array(list(sums.values())))
+    os.replace(work, path)
 
-    @classmethod
-    def load(cls, path: Path) -> ReferenceSums:
-        """Inverse of `save`."""
-        with np.load(path, allow_pickle=False) as file:
-            ids, sums = file["prompt_ids"].tolist(), file["sums"].tolist()
-        return cls({name: (chosen, rejected) for name, (chosen, rejected) in zip(ids, sums, strict=True)})
+
+def load_sums(path: Path) -> ReferenceSums:
+    """Inverse of `save_sums`."""
+    with np.load(path, allow_pickle=False) as file:
+        found = zip(file["prompt_ids"].tolist(), file["sums"].tolist(), strict=True)
+        return {prompt_id: (chosen, rejected) for prompt_id, (chosen, rejected) in found}

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.config.supervised import (
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
+from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums, compute_reference_sums, load_sums, save_sums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.setup.launch import RunInputs, launch, start_devices, start_policy
@@ -194,13 +194,13 @@ def _reference_sums(
     name = f"reference_logprobs_{digest(repr(sorted(identity.items())))}.npz"
     path = Path(config.checkpointing.checkpoint_dir) / name if config.checkpointing.enabled else None
     if path is not None and path.is_file():
-        return ReferenceSums.load(path)
+        return load_sums(path)
     plan = partial(trainer.plan_rows, batching=trainer.batching)
     batches = _every_batch(inputs.data, parts, pool, config.policy.train_global_batch_size)
-    sums = ReferenceSums.compute(parts.policy, batches, plan)
+    sums = compute_reference_sums(parts.policy, batches, plan)
     if path is not None:
         try:
-            sums.save(path)
+            save_sums(sums, path)
         except OSError as error:  # this run has them in memory
             logger.warning("the reference logprobs cannot be kept for further runs in %s: %s", path, error)
     return sums

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
+from nemo_rl.algorithms.dpo import DPOTrainer, compute_reference_sums, load_sums, save_sums, sums_of_plan
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
@@ -272,7 +272,7 @@ def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ra
     made = handles_of("d", ROWS)
     policy: Any = RowPolicy(data_parallel_size=num_ranks)
     plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING)
-    sums = ReferenceSums.compute(policy, filter(None, [made[:first_batch], made[first_batch:]]), plan).sums
+    sums = compute_reference_sums(policy, filter(None, [made[:first_batch], made[first_batch:]]), plan)
     # Ids count up from 1, rejected ones from 2; the last two tokens carry loss.
     ends = {0: (3 + 4, 6 + 7), 1: (0, 0), 2: (8 + 9, 10 + 11)}
     assert list(sums) == [f"d:{i}" for i in range(7)]
@@ -280,11 +280,13 @@ def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ra
         assert sums[f"d:{i}"] == pytest.approx([-end / 100 for end in want])
 
 
-def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():
-    sums = ReferenceSums({f"d:{i}": (float(i), -float(i)) for i in range(7)})
+def test_the_rows_of_a_plan_get_their_own_and_copies_nothing(tmp_path):
+    sums = {f"d:{i}": (float(i), -float(i)) for i in range(7)}
+    save_sums(sums, tmp_path / "new" / "sums.npz")
+    assert load_sums(tmp_path / "new" / "sums.npz") == sums
     made = handles_of("d", ROWS)[::-1]  # seven pairs in groups of 1, 3 and 3, on two ranks: one copy
     plan = plan_examples(made, num_ranks=2, batching=BATCHING)
-    found = sums.of(made, plan)
+    found = sums_of_plan(sums, made, plan)
     assert sorted(found) == sorted(keys_of_plan(plan)) and len(found) == 16
     assert all(value.dtype == np.float32 and value.shape == () for value in found.values())
     assert (found[0, 0], found[0, 1]) == (6.0, -6.0) and (found[1, 2], found[1, 3]) == (4.0, -4.0)
