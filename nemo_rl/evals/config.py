@@ -300,3 +300,26 @@ class EvalMasterConfig(StrictModel):
         """The processor of a dataset: `processor`, or else the dataset's own."""
         is_math = answer_kind(dataset.dataset_name) == "math"
         return dataset.processor or ("math_hf_data_processor" if is_math else "multichoice_qa_processor")
+
+
+def describe_evaluation(cfg: EvalMasterConfig) -> str:
+    """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
+    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
+    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
+    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
+    lines = [f"{metric} of {cfg.generation.model_name}, {_count(samples, 'sample')} of each prompt, {greedy}"]
+    lines += ["", "datasets:"]
+    for dataset in cfg.data.chosen:
+        judge = cfg.environment_of(dataset)
+        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
+    engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
+    lines += ["", f"{_count(engines, 'vLLM engine')} of {_count(size, device)}:"]
+    for engine in range(engines):
+        node, first = divmod(engine * size, cluster.workers_per_node)
+        devices = ", ".join(str(first + number) for number in range(size))
+        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")

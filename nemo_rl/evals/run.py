@@ -452,7 +452,15 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
         checkpoint = model_of_checkpoint(path, dtype=dtype, cache=cache_root(), resolve_base=resolve_model)
     model_path = str(checkpoint.model) if checkpoint is not None else resolve_model(name)
     tokenizer_path = model_path if config.tokenizer.name == name else resolve_model(config.tokenizer.name)
-    policy = _as_policy(config)
+    values: dict[str, Any] = {
+        "model_name": name,
+        "precision": config.generation.vllm_cfg.dtype,
+        "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
+        "train_global_batch_size": 1,
+        "tokenizer": config.tokenizer.model_dump(),
+        "generation": config.generation.model_dump(exclude={"model_name", "num_prompts_per_step"}),
+    }
+    policy = build_config(_EvaluatedModel, values)
     model = read_model_config(policy, model_path)
     tokenizer = get_tokenizer(config.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(policy, model, tokenizer)
@@ -470,18 +478,6 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
             "tokenizer": tokenizer_identity(tokenizer),
         },
     )
-
-
-def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
-    values: dict[str, Any] = {
-        "model_name": config.generation.model_name,
-        "precision": config.generation.vllm_cfg.dtype,
-        "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
-        "train_global_batch_size": 1,
-        "tokenizer": config.tokenizer.model_dump(),
-        "generation": config.generation.model_dump(exclude={"model_name", "num_prompts_per_step"}),
-    }
-    return build_config(_EvaluatedModel, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""The placement and the memory that `--dry-run` describes, and the layout that `--plan` proposes. Starts nothing.
-
-Heavy packages load inside the functions that need them.
-"""
+"""The placement and the memory that `--dry-run` describes, and the layout that `--plan` proposes. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,23 +8,35 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError
+from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.setup.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
 from nemo_rl.models.policy.config import PolicyConfig, token_budgets
+from nemo_rl.models.policy.experts import num_experts
+from nemo_rl.models.policy.flops import GPUS, find_gpu
+from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, stage_layers, training_problems, training_sizes
+from nemo_rl.models.policy.megatron.checks import check_megatron_layout
 from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.memory import (
+    Machine,
+    ModelShape,
+    Phase,
+    asleep,
+    cache_tokens,
+    describe_memory,
+    predict_memory,
+    predict_training,
+)
 from nemo_rl.utils.config import ClusterConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from nemo_rl.models.policy.memory import Machine, ModelShape, Phase
 
 TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
 
@@ -77,25 +86,6 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
     return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks])
-
-
-def describe_evaluation(cfg: EvalMasterConfig) -> str:
-    """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
-    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
-    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
-    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
-    lines = [f"{metric} of {cfg.generation.model_name}, {_count(samples, 'sample')} of each prompt, {greedy}"]
-    lines += ["", "datasets:"]
-    for dataset in cfg.data.chosen:
-        judge = cfg.environment_of(dataset)
-        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
-    engines, device = cluster.num_workers // size, _device(cluster)
-    lines += ["", f"{_count(engines, 'vLLM engine')} of {_count(size, device)}:"]
-    for engine in range(engines):
-        node, first = divmod(engine * size, cluster.workers_per_node)
-        devices = ", ".join(str(first + number) for number in range(size))
-        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
-    return "\n".join(lines)
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
@@ -228,8 +218,6 @@ def _megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]
 
     ConfigError if Megatron cannot divide the model's layers, heads or experts so.
     """
-    from nemo_rl.models.policy.megatron.checks import check_megatron_layout
-
     settings, model = policy.megatron_cfg, local_config(policy)
     rows: dict[str, str] = {}
     if model is None:
@@ -283,8 +271,6 @@ def _stages(settings: MegatronConfig, model: PretrainedConfig | None) -> str:
 
 
 def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:
-    from nemo_rl.models.policy.experts import num_experts
-
     groups, cut = sizes.expert_parallel, sizes.expert_tensor_parallel
     count = num_experts(model.get_text_config()) if model is not None else None
     what = "" if count is None else f"{count} of a layer, "
@@ -314,14 +300,6 @@ def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
 
     None if it is not on this machine. ConfigError if it cannot be read.
     """
-    # Heavy packages, which only `--dry-run` and `--plan` need.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError
-    from transformers import AutoConfig
-
-    from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
-    from nemo_rl.models.policy.head.scalar import scalar_config
-
     name = policy.model_name
     as_trained = partial(scalar_config, policy=policy) if policy.reward_model_cfg.enabled else lambda config: config
     try:
@@ -347,9 +325,6 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
     found = local_config(cfg.policy)
     if found is None:
         return ["memory: not predicted: config.json of the model is not on this machine"]
-    from nemo_rl.models.policy.flops import find_gpu
-    from nemo_rl.models.policy.memory import Machine, ModelShape, cache_tokens, describe_memory
-
     if not ModelShape.is_known(found):
         return [f"memory: not predicted: the layers of {found.model_type!r} are not known"]
     model, samples = ModelShape.of(found), isinstance(cfg, RolloutMasterConfig)
@@ -377,8 +352,6 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
 
 def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[Phase]:
     """The phases of a run with this configuration."""
-    from nemo_rl.models.policy.memory import ModelShape, asleep, predict_memory, predict_training
-
     policy = cfg.policy
     if isinstance(cfg, SupervisedMasterConfig):
         return predict_training(
@@ -420,9 +393,6 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
 
 def machine_of(gpu: str) -> Machine:
     """A GPU of the table, by its vendor's name. ConfigError for others."""
-    from nemo_rl.models.policy.flops import GPUS, find_gpu
-    from nemo_rl.models.policy.memory import Machine
-
     found = find_gpu(gpu)
     if found is None:
         known = ", ".join(name.removeprefix("NVIDIA ") for name in GPUS)
@@ -449,8 +419,6 @@ def propose_layout(cfg: TrainingConfig, text: str) -> str:
 
     ConfigError if the hardware is unknown, the model's config.json is not here, or nothing fits.
     """
-    from nemo_rl.models.policy.memory import ModelShape, describe_memory
-
     num_nodes, gpus_per_node, gpu = parse_hardware(text)
     machine = machine_of(gpu)
     found = local_config(cfg.policy)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.setup.placement import describe_evaluation
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.config import EvalMasterConfig, describe_evaluation
 from nemo_rl.evals.metrics import show_results
 from nemo_rl.evals.run import WRITE_EVERY_S, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
