@@ -172,11 +172,10 @@ def generalized_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae
     """
     assert rewards.shape == values.shape and rewards.dim() == 1, (rewards.shape, values.shape)
     # A_t depends on A_{t+1}, so this is a loop from the end; plain floats are faster than tensors of one number.
-    advantages = [0.0] * len(rewards)
+    advantages: list[float] = []
     advantage = next_value = 0.0
-    steps = zip(rewards.tolist(), values.tolist(), strict=True)
-    for step, (reward, value) in reversed(list(enumerate(steps))):
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
         advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
         next_value = value
-        advantages[step] = advantage
-    return torch.tensor(advantages, dtype=torch.float64)
+        advantages.append(advantage)
+    return torch.tensor(advantages[::-1], dtype=torch.float64)

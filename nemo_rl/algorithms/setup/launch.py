@@ -75,8 +75,6 @@ def launch(
             it starts with the stack.
     """
 
-    recorders: list[RunRecorder] = []  # one, once the run has a folder
-
     def train(inputs: RunInputsT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
             monitor = None
@@ -96,20 +94,20 @@ def launch(
             tools.logger.log_hyperparams(config.model_dump())
             stack.push(lambda kind, error, _: tools.logger.close(f"{kind.__name__}: {error}" if kind else None))
             if config.logger.report.enabled:
-                recorders.append(RunRecorder(config.logger.report, run_dir, console))
-                tools.recorder = recorders[0]
+                tools.recorder = RunRecorder(config.logger.report, run_dir, console)
+                at_last.callback(tools.recorder.close)
             init_ray(str(run_dir))
             stack.callback(shutdown_ray)
             if monitor is not None:
                 stack.enter_context(monitor)
             trainer = build(config, stack, tools, inputs)
-            for recorder in recorders:
-                recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
+            if tools.recorder is not None:
+                tools.recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
             gc.freeze()  # what is there now stays: without this every collection would look at it
             trainer.train()
         return f"done; metrics and configuration are in {run_dir}"
 
-    try:
+    with ExitStack() as at_last:  # the page also says how the run ended
         return run_command(
             lambda: prepare(config),
             train,
@@ -118,9 +116,6 @@ def launch(
             files="the run's files are",
             again="resumes from the last checkpoint, if there is one",
         )
-    finally:
-        for recorder in recorders:  # the page also says how the run ended
-            recorder.close()
 
 
 def runs_to_resume(config: RunConfig) -> dict[str, str]:
