@@ -69,7 +69,8 @@ def load_from_command_line(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    sections = "\n".join(f"  {name:<15}{field.description}" for name, field in model.model_fields.items())
+    fields = model.model_fields.items()
+    sections = "\n".join(f"  {name:<15}{field.description or field.annotation.__doc__}" for name, field in fields)
     examples = _EXAMPLES.format(prog=f"python {sys.argv[0]}", config=default_config)
     parser.epilog = f"sections of the configuration (--dry-run shows every key):\n{sections}\n\n{examples}"
     parser.add_argument(

@@ -89,7 +89,6 @@ class EvalGenerationConfig(GenerationConfig):
     """Sampling temperature; 0 is greedy."""
 
     vllm_cfg: EvalVllmConfig
-    """The vLLM engine."""
 
     rules: ClassVar = {
         "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy; set one of these",
@@ -222,13 +221,8 @@ class EvalMasterConfig(StrictModel):
     cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"  # what a machine without a GPU can run
 
     eval: EvalConfig = EvalConfig()
-    """The metric, how many samples it takes, and where results go."""
-
     generation: EvalGenerationConfig
-    """The model, sampling parameters and the vLLM engine."""
-
     tokenizer: EvalTokenizerConfig
-    """The tokenizer."""
 
     data: EvalDataConfig
     """The problems: one dataset, or several, and the texts around each problem."""

@@ -94,7 +94,6 @@ class DistillationMasterConfig(RolloutMasterConfig):
     }
 
     distillation: DistillationConfig = DistillationConfig()
-    """Distillation: batch shape, the teacher's distributions, validation."""
 
     loss_fn: DistillationLossConfig = DistillationLossConfig()
     """The divergence between teacher and student."""

@@ -96,7 +96,6 @@ class GRPOConfig(ScoredRolloutConfig):
     """The baseline of a sample is the mean of the others of its group."""
 
     adv_estimator: AdvEstimatorConfig
-    """How rewards become advantages."""
 
     advantage_clip_low: float | None = Field(default=None, le=0)
     """Advantages below it are raised to it; null: none are."""
@@ -114,7 +113,6 @@ class GRPOConfig(ScoredRolloutConfig):
     """Generation batches of a step at most; the run stops if they do not fill the step."""
 
     async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
-    """Sampling while the policy trains."""
 
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
@@ -279,10 +277,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
     }
 
     grpo: GRPOConfig
-    """GRPO: batch shape, advantages, sampling strategy, validation."""
-
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
-    """The clipped policy-gradient loss with its variants."""
 
     @property
     def train_metrics(self) -> frozenset[str]:

@@ -91,7 +91,6 @@ class RunConfig(StrictModel):
     """Logs: console, metrics.jsonl, trackers."""
 
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    """Checkpoints: where, when, which are kept."""
 
     cluster: ClusterConfig = ClusterConfig()
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""

@@ -110,16 +110,12 @@ class PPOMasterConfig(RolloutMasterConfig):
     }
 
     ppo: PPOConfig
-    """PPO: batch shape, passes over it, advantages, validation."""
-
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
-    """The clipped policy-gradient loss with its variants."""
 
     value_loss_fn: ValueLossConfig = ValueLossConfig()
     """The loss of the value model."""
 
     value: ValueConfig
-    """The value model: keys as in `policy`, with its own layout, batch sizes and optimizer."""
 
     @property
     def train_metrics(self) -> frozenset[str]:

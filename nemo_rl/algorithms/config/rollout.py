@@ -131,7 +131,6 @@ class RolloutConfig(LoopConfig):
     """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
 
     rollout_record: RolloutRecordConfig = RolloutRecordConfig()
-    """Record the rollouts, to inspect them or to train from them again (`replay_from`)."""
 
     replay_from: str | None = None
     """Folder of recorded rollouts to train from: no engine and no environment is started; null: sample."""
@@ -386,10 +385,7 @@ class RolloutMasterConfig(RunConfig):
     """A whole run of an algorithm that samples."""
 
     policy: RolloutPolicyConfig
-    """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
-
     data: DataConfig
-    """Prompts: training and validation datasets, and how a row becomes a prompt."""
 
     env: EnvSection
     """Environments that answer and reward samples, by name."""

@@ -40,7 +40,6 @@ class SupervisedMasterConfig(RunConfig):
     """A whole run that learns from rows."""
 
     policy: PolicyConfig
-    """Policy: model, tokenizer, batch sizes, optimizer, sharding."""
 
     sequences_per_row: ClassVar[int] = 1
 
@@ -108,7 +107,6 @@ class SFTMasterConfig(SupervisedMasterConfig):
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
 
     sft: SFTConfig = SFTConfig()
-    """SFT: what carries loss, validation."""
 
     data: ExampleDataConfig
     """Conversations: training and validation datasets, and how a row becomes tokens."""
@@ -195,7 +193,6 @@ class DPOMasterConfig(PreferenceMasterConfig):
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
 
     dpo: DPOConfig
-    """DPO: the loss and its variants, reference logprobs, validation."""
 
     def cross_checks(self) -> Problems:
         yield from super().cross_checks()
@@ -230,4 +227,3 @@ class RMMasterConfig(PreferenceMasterConfig):
     }
 
     rm: RMConfig = RMConfig()
-    """Reward model: the loss, validation."""
