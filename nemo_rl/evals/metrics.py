@@ -49,12 +49,8 @@ def cons_at_k(answers: Sequence[str | None], correct: Sequence[float], k: int) -
     an answer abstains. `correct` [n] is 1 or 0; an answer counts as the mean of its samples. A tie is broken at random,
     and a vote without any answer is wrong. The expectation over all C(n, k) draws is exact: a draw in which an answer
     has m votes, t other answers have m votes too and none has more counts 1 / (t + 1).
-
-    Raises:
-        ValueError: when there are fewer than `k` samples.
     """
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"k={k} needs at least k samples per prompt, and there are {len(answers)}.")
+    assert 1 <= k <= len(answers), (k, len(answers))
     values: dict[str, list[float]] = defaultdict(list)
     for answer, value in zip(answers, correct, strict=True):
         if answer is not None:
@@ -163,7 +159,7 @@ def score_of(samples: Sequence[Outcome], *, metric: str, k: int) -> float:
 
 def _pass_at(scored: Sequence[Sequence[Outcome]], k: int) -> dict[str, float | None]:
     num = max((len(prompt) for prompt in scored), default=0)
-    ks = sorted({2**power for power in range(num.bit_length()) if 2**power <= num} | ({num, k} if num >= k else set()))
+    ks = sorted({2**power for power in range(num.bit_length())} | ({num, k} if num >= k else set()))
     return {
         str(k): _mean_or_none([score_of(prompt, metric="pass@k", k=k) for prompt in scored if len(prompt) >= k])
         for k in ks

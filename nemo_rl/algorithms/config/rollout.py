@@ -435,21 +435,15 @@ class RolloutMasterConfig(RunConfig):
     @property
     def rollout_metrics(self) -> frozenset[str]:
         """Names that every step reports under `train/`, without those of the algorithm."""
-        names = metric_names.TRAINING | metric_names.ROLLOUT | self.task_metrics
-        names |= metric_names.turns(self.rollout.max_rollout_turns)
-        for group, is_on in (
-            (metric_names.SPECULATION, bool(self.policy.generation.speculation)),
-            (metric_names.DRAFT, self.policy.draft.enabled),
-            (metric_names.AGENTS, self.has_agents),
-            (metric_names.REPLAY, self.policy.router_replay.enabled),
-        ):
-            names |= group if is_on else frozenset()
-        return names
-
-    @property
-    def task_metrics(self) -> frozenset[str]:
-        """Names of each task that steps report under `train/`; none if there is one task."""
-        return metric_names.of_tasks(prompt_tasks(self.data)[0], metric_names.TASK)
+        names = metric_names.TRAINING | metric_names.ROLLOUT | metric_names.turns(self.rollout.max_rollout_turns)
+        optional = {
+            metric_names.SPECULATION: bool(self.policy.generation.speculation),
+            metric_names.DRAFT: self.policy.draft.enabled,
+            metric_names.AGENTS: self.has_agents,
+            metric_names.REPLAY: self.policy.router_replay.enabled,
+            metric_names.of_tasks(prompt_tasks(self.data)[0], metric_names.TASK): True,
+        }
+        return names.union(*(group for group, is_on in optional.items() if is_on))
 
     def cross_checks(self) -> Problems:
         yield from division_problems(self.cluster, self.policy.generation.colocated)
@@ -536,13 +530,13 @@ class RolloutMasterConfig(RunConfig):
         ]
         for key, name in unknown:
             yield key, f"no section env.{name}; {did_you_mean(name, self.env)}"
-        answering = dict.fromkeys(dataset.env_name for rows in datasets.values() for dataset in rows)
-        for name in named_sections(self.env, [name for name in answering if name in self.env]):
+        named = dict.fromkeys(dataset.env_name for rows in datasets.values() for dataset in rows)
+        answering = [name for name in named if name in self.env]
+        for name in named_sections(self.env, answering):
             if name in self.env and (problem := unknown_type(self.env[name].type)):
                 yield f"env.{name}.type", problem
         for name in answering:
-            if name in self.env:
-                yield from self._check_turns(name)
+            yield from self._check_turns(name)
         yield from check_sections(self.env, self.rollout.env_step_timeout_s)
         if not unknown:  # names of tasks, and with them of metrics, follow from the environments
             # What an environment reports of itself is not known before it runs.

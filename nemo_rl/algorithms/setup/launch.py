@@ -81,10 +81,13 @@ def launch(
             if config.logger.monitor_gpus:  # ValueError if NVML is not installed
                 interval = config.logger.gpu_monitoring.collection_interval
                 monitor = import_object(MONITOR, "logger.monitor_gpus")(interval, gpus=config.cluster.use_gpus)
+            saves = config.checkpointing
+            latest = CheckpointManager(saves).latest_finished() if saves.enabled else None
+            info = CheckpointManager.load_training_info(latest) or {}
             tools = RunTools(
-                logger=Logger(config.logger, run_dir, runs_to_resume(config)),
+                logger=Logger(config.logger, run_dir, info.get(TRACKER_RUNS, {})),  # a run that resumes goes on there
                 console=console,
-                checkpointing=config.checkpointing,
+                checkpointing=saves,
                 resolved_config_yaml=dump_config(config),
                 identity=inputs.identity,
                 profile=config.performance.profile,
@@ -116,15 +119,6 @@ def launch(
             files="the run's files are",
             again="resumes from the last checkpoint, if there is one",
         )
-
-
-def runs_to_resume(config: RunConfig) -> dict[str, str]:
-    """The trackers' runs that the newest checkpoint belongs to; none for a run that starts anew."""
-    if not config.checkpointing.enabled:
-        return {}
-    latest = CheckpointManager(config.checkpointing).latest_finished()
-    info = CheckpointManager.load_training_info(latest)
-    return info.get(TRACKER_RUNS, {}) if info is not None else {}
 
 
 def run_command(

@@ -168,10 +168,6 @@ def validation_metrics(handles: Sequence[GroupHandle], *, k_values: Sequence[int
     return metrics
 
 
-WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")
-"""Phases in which the policy's workers are idle."""
-
-
 def performance_metrics(
     timings_s: Mapping[str, float],
     use: GenerationUse,
@@ -195,7 +191,8 @@ def performance_metrics(
     """
     step_s = timings_s["total_step_time"]
     training_s, logprobs_s = (timings_s.get(name, 0.0) for name in ("policy_training", "policy_and_reference_logprobs"))
-    exposed_s = sum(timings_s.get(name, 0.0) for name in WAITING_PHASES)
+    # The policy's workers are idle in these phases.
+    exposed_s = sum(timings_s.get(name, 0.0) for name in ("generation", "exposed_generation", "wait_for_rollouts"))
     metrics = {
         "samples_per_sec": num_samples / step_s,
         "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
@@ -233,12 +230,6 @@ def _max(values: Sequence[float]) -> float:
     return float(max(values)) if len(values) > 0 else math.nan
 
 
-def token_imbalance(plan: BatchPlan) -> float:
-    """Tokens of the fullest rank over the mean of all ranks (1.0 is even)."""
-    tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
-    return max(tokens) * len(tokens) / sum(tokens)
-
-
 def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time.
 
@@ -262,6 +253,7 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     shared = sum(map(batching.saved_tokens, batches))
     room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
     work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
+    rank_tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
     return {
         "packing/num_micro_batches": len(ranks[0]),
         "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
@@ -269,7 +261,7 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
         "packing/fill": (tokens - shared) / room,
         "packing/shared_prompt_tokens": shared,
         "packing/padding_fraction": 1 - tokens / padded,
-        "packing/token_imbalance": token_imbalance(plan),
+        "packing/token_imbalance": max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.
         "packing/work_imbalance": float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
         "packing/wait_imbalance": float(work.max(axis=0).sum() / work.mean(axis=0).sum()),

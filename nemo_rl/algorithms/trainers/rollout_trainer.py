@@ -29,7 +29,6 @@ from nemo_rl.algorithms.trainers.metrics import (
     packing_metrics,
     performance_metrics,
     rollout_metrics,
-    token_imbalance,
     turn_metrics,
     turn_seconds,
     validation_metrics,
@@ -248,7 +247,7 @@ class RolloutTrainer(Trainer):
         if self.tools.recorder is not None:
             self.tools.recorder.groups(version + 1, self.generated, trained_groups, plan)
         token_bytes = self.policy.controller_tensor_bytes + self.rollouts.controller_tensor_bytes
-        throughput["average_token_imbalance"] = token_imbalance(plan)
+        throughput["average_token_imbalance"] = self.metrics["train/packing/token_imbalance"]
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
         if run.policy.router_replay.enabled:

@@ -15,7 +15,7 @@ from functools import partial
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
-from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics, token_imbalance
+from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
@@ -94,7 +94,7 @@ class SupervisedTrainer(Trainer):
         plan = self.plan(batch)
         self.score(batch, plan)
         self.update()
-        self.report(batch, plan)
+        self.report(batch)
 
     # -- the phases, in order
 
@@ -124,7 +124,7 @@ class SupervisedTrainer(Trainer):
         with self.phase("policy_training"):
             self.take_steps(self.policy, self.loss_fn, self.task)
 
-    def report(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
+    def report(self, batch: Sequence[ExampleHandle]) -> None:
         """Metrics of the step from metadata; warns of rows that are left out."""
         rows = [row for handle in batch for row in handle.rows]
         self.state.consumed_samples += len(rows)
@@ -141,7 +141,7 @@ class SupervisedTrainer(Trainer):
             "tokens_per_sec": sum(lengths) / total,
             "tokens_per_sec_per_gpu": sum(lengths) / total / workers,
             "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
-            "average_token_imbalance": token_imbalance(plan),
+            "average_token_imbalance": self.metrics["train/packing/token_imbalance"],
         }
         images = [num_pixels for row in rows for num_pixels in row.images.values()]
         train_flops = self.flops.train(lengths, images, has_adapters=self.run.policy.adapters.enabled)
