@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     arguments, console = parse(argv), console or Console(highlight=False)
     try:
         path = write_report([find_run(folder) for folder in arguments.folders], arguments.out)
-    except (FileNotFoundError, OSError) as error:
+    except OSError as error:
         Console(stderr=True).print(Text(f"error: {error}"))
         return 2
     console.print(Text(str(path)), soft_wrap=True)

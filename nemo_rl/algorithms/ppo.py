@@ -129,6 +129,7 @@ class GAEAdvantages:
 
     loss_cfg: ClippedPGLossConfig
     gae: GAEConfig
+    sums = staticmethod(whitening_sums)
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Columns `advantages` and `returns` (advantage + value), 0 where masked.
@@ -154,9 +155,6 @@ class GAEAdvantages:
         # A_t + V_t is the lambda-return, the target of the value model (arXiv 1506.02438, section 5).
         returns[steps] = (estimate(gae_lambda=self.gae.lambda_of_value) + values).to(returns.dtype)
         return {"advantages": advantages, "returns": returns}
-
-    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        return whitening_sums(advantages, mask)
 
     def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
         return whiten(advantages, mask, sums, self.gae.eps) if self.gae.normalize_advantages else advantages

@@ -333,8 +333,8 @@ class _Writer:
         groups, self.pending = self.pending, []
         self.num_played += len(groups)
         self.num_tokens += sum(record.num_tokens for group in groups for record in group)
-        self.held_back += [group for group in groups if any(record.failed for record in group)]
-        self.samples.append([group for group in groups if not any(record.failed for record in group)])
+        self.held_back += [group for group in groups if any(record.outcome.failed for record in group)]
+        self.samples.append([group for group in groups if not any(record.outcome.failed for record in group)])
         self._check_failures(groups)
 
     def _record(self, handle: GroupHandle, index: int, messages: list[dict[str, str]]) -> SampleRecord:
@@ -384,7 +384,7 @@ class _Writer:
         return awaits
 
     def _check_failures(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        self.reasons.update(str(record.failure) for group in groups for record in group if record.failed)
+        self.reasons.update(str(record.failure) for group in groups for record in group if record.outcome.failed)
         num_failed, fraction = self.reasons.total(), self.config.eval.max_failed_sample_fraction
         total = len(self.prompts) * self.config.eval.num_tests_per_prompt
         if num_failed > fraction * total:

@@ -51,10 +51,6 @@ class SampleRecord:
     def outcome(self) -> Outcome:
         return Outcome(SampleStatus(self.status), self.reward or 0.0, self.answer, self.num_tokens)
 
-    @property
-    def failed(self) -> bool:
-        return self.outcome.failed
-
 
 class SampleFolder:
     """An evaluation on disk, held by one process; made by `open_folder`."""

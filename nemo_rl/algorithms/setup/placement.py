@@ -58,7 +58,7 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
     engines = {"generation": texts}
     training, apart = cfg.training_cluster, []
     if cfg.rollout.replay_from is None and cfg.policy.generation.colocated.enabled:
-        training, columns = cfg.cluster, columns | engines
+        columns |= engines
     elif cfg.rollout.replay_from is None:
         whole_nodes = cfg.cluster.num_nodes > 1
         first = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}

@@ -9,8 +9,6 @@ from nemo_rl.algorithms.setup.preflight import ModelInputs, check_saved_weights,
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
 from nemo_rl.algorithms.trainers.trainer import RunTools
 
-VALUE = "value"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PPOInputs(RolloutInputs):
@@ -24,7 +22,7 @@ def run_ppo(config: PPOMasterConfig) -> int:
 
     def make_trainer(tools: RunTools, setup: RolloutSetup[PPOInputs]) -> PPOTrainer:
         model = setup.inputs.value
-        value = start_policy(config, config.value, setup.stack, model, setup.training, name=VALUE)
+        value = start_policy(config, config.value, setup.stack, model, setup.training, name="value")
         return PPOTrainer(config, tools, setup.parts, value, model.flops)
 
     return run_rollouts(config, make_trainer, prepare)
@@ -40,5 +38,5 @@ def prepare(config: PPOMasterConfig) -> PPOInputs:
             f"{config.policy.model_name!r}, whose tokens it has to read; leave value.model_name out, or name a model "
             "of the same family"
         )
-    check_saved_weights(config.checkpointing, config.value, value.config, VALUE)
+    check_saved_weights(config.checkpointing, config.value, value.config, "value")
     return PPOInputs(**vars(rollouts), value=value)

@@ -137,17 +137,14 @@ class Diagnosis:
     evidence: Evidence
 
     def __str__(self) -> str:
-        e = self.evidence
-        lines = [
-            f"training and generation disagree: {self.cause}"
-            if self.cause is not Cause.ROUNDING
-            else "training and generation agree, to the rounding of their kernels",
-            f"  found  {self.finding}",
-            f"  do     {self.advice}",
+        e, title = self.evidence, f"training and generation disagree: {self.cause}"
+        if self.cause is Cause.ROUNDING:
+            title = "training and generation agree, to the rounding of their kernels"
+        return (
+            f"{title}\n  found  {self.finding}\n  do     {self.advice}\n"
             f"  error  worst samples of the step {e.recorded_error}; fresh completions as in training "
-            f"{e.together_error}, alone {e.alone_error}; {e.precision} explains {e.expected:g}",
-        ]
-        return "\n".join(lines)
+            f"{e.together_error}, alone {e.alone_error}; {e.precision} explains {e.expected:g}"
+        )
 
     def to_json(self) -> str:
         """All of it, for the log folder."""

@@ -22,8 +22,8 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
     """Statistics of all samples of a step. `reward` is the environments' reward, before scaling and shaping.
 
     Means and rates are over the samples with a reward, NaN if there are none; `failed_sample_rate` is over all samples.
-    `weight_version_lag` is the number of weight updates since the weights of a sample. All rows of
-    an agent's sample count, except for `mean_prompt_length`.
+    `weight_version_lag` is the number of weight updates since the weights that sampled it. All rows of an agent's
+    sample count, except for `mean_prompt_length`.
     """
     samples = [sample for handle in handles for sample in handle.samples]
     assert samples

@@ -91,7 +91,6 @@ class RolloutTrainer(Trainer):
             nonfinite_action=config.policy.nonfinite_action,
         )
         self.run = config
-        # swappable parts
         self.policy = parts.policy
         self.generation = parts.generation
         self.refit = parts.refit
@@ -99,7 +98,6 @@ class RolloutTrainer(Trainer):
         self.requests = requests
         self.source = GroupSource(requests, parts.rollouts)
         self.validation_prompts = parts.validation_prompts
-        # run-time
         self.val_sampling = parts.val_sampling
         self.flops = parts.flops
         self.batching = Batching.of(config.policy, **parts.flops.cost_weights)

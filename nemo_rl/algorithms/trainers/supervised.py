@@ -61,13 +61,11 @@ class SupervisedTrainer(Trainer):
             nonfinite_action=config.policy.nonfinite_action,
         )
         self.run = config
-        # swappable parts
         self.policy = parts.policy
         self.loader = parts.loader
         self.validation = parts.validation
         self.loss_fn = loss_fn
         self.task = task
-        # run-time
         self.plan_rows = partial(plan_examples, num_ranks=parts.policy.data_parallel_size)
         self.flops = parts.flops
         sequences, weights = config.sequences_per_row, parts.flops.cost_weights
@@ -151,8 +149,7 @@ class SupervisedTrainer(Trainer):
     def _left_out(self, rows: Sequence[ExampleMeta], where: str) -> dict[str, float]:
         kinds = Counter(row.problem_kind for row in rows if row.problem is not None)
         if kinds:
-            reasons = [row.problem for row in rows if row.problem is not None][:MAX_PROBLEMS_SHOWN]
-            lines = "\n".join(str(reason) for reason in reasons)
+            lines = "\n".join([row.problem for row in rows if row.problem is not None][:MAX_PROBLEMS_SHOWN])
             self.tools.console.warn(f"{kinds.total()} of {len(rows)} rows of {where} are left out:\n{lines}")
         counts = {f"num_{kind}": float(number) for kind, number in kinds.items()}
         return {"num_left_out": float(kinds.total()), **counts}

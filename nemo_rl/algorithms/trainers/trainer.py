@@ -108,13 +108,11 @@ class Trainer(ABC):
         self.loop = loop
         self.num_steps = num_steps
         self.tools = tools
-        # trained and saved
         self.policies = policies
         self.data = data
         self.nonfinite_action = nonfinite_action
         # how to replace dead workers, by the prefix of their names; the error of any other death ends the run
         self.replacements: dict[str, Callable[[], None]] = {policy.name_prefix: policy.restart for policy in policies}
-        # run-time
         self.state = TrainerState()
         self.timer = Timer()
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
