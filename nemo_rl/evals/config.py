@@ -280,8 +280,7 @@ class EvalMasterConfig(StrictModel):
     def gpus_beside_cluster(self) -> int:
         """GPUs of a node that environments need beside the GPUs of `cluster`."""
         used = [name for dataset in self.data.chosen if (name := self.environment_of(dataset)) is not None]
-        apart = environment_gpus(sections_of(self.env, judges_of(self.env, used)))
-        return sum(apart.values())
+        return sum(environment_gpus(sections_of(self.env, judges_of(self.env, used))).values())
 
     def environment_of(self, dataset: EvalDatasetConfig) -> str | None:
         """The section of `env` that judges a dataset; None when there is none."""
@@ -301,19 +300,15 @@ def describe_evaluation(cfg: EvalMasterConfig) -> str:
     cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
     metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
     greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
-    lines = [f"{metric} of {cfg.generation.model_name}, {_count(samples, 'sample')} of each prompt, {greedy}"]
+    lines = [f"{metric} of {cfg.generation.model_name}, {samples} sample(s) of each prompt, {greedy}"]
     lines += ["", "datasets:"]
     for dataset in cfg.data.chosen:
         judge = cfg.environment_of(dataset)
         lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
     engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
-    lines += ["", f"{_count(engines, 'vLLM engine')} of {_count(size, device)}:"]
+    lines += ["", f"{engines} vLLM engine(s) of {size} {device}(s):"]
     for engine in range(engines):
         node, first = divmod(engine * size, cluster.workers_per_node)
         devices = ", ".join(str(first + number) for number in range(size))
         lines.append(f"  engine {engine}: node {node}, {device} {devices}")
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")

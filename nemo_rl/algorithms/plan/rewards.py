@@ -25,9 +25,7 @@ class ScoredGroup:
     @property
     def roles(self) -> list[str]:
         """The roles whose rows are compared with each other; one, unless agents have rewarded roles."""
-        if self.own_rewards is None:
-            return [""]
-        return sorted({row.role for row in self.handle.rows})
+        return [""] if self.own_rewards is None else sorted({row.role for row in self.handle.rows})
 
     def compared_rewards(self) -> list[GroupRewards]:
         """The rewards that are compared with each other: of the samples, or of all rows of each of `roles`."""
