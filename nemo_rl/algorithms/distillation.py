@@ -95,7 +95,7 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
     """The plan of a teacher, None if no sample is of its tasks, and the keys of the samples that are.
 
     If the number of these samples is no multiple of ranks and micro-batches, the shortest samples of other tasks fill
-    the plan. There are enough of them, because the number of all samples is such a multiple.
+    the plan. There are enough of them, because the number of all samples is a multiple of both.
     """
     own: list[PlannedSample] = []
     others: list[PlannedSample] = []

@@ -436,12 +436,12 @@ class RolloutMasterConfig(RunConfig):
     def rollout_metrics(self) -> frozenset[str]:
         """Names that every step reports under `train/`, without those of the algorithm."""
         names = metric_names.TRAINING | metric_names.ROLLOUT | metric_names.turns(self.rollout.max_rollout_turns)
+        names |= metric_names.of_tasks(prompt_tasks(self.data)[0], metric_names.TASK)
         optional = {
             metric_names.SPECULATION: bool(self.policy.generation.speculation),
             metric_names.DRAFT: self.policy.draft.enabled,
             metric_names.AGENTS: self.has_agents,
             metric_names.REPLAY: self.policy.router_replay.enabled,
-            metric_names.of_tasks(prompt_tasks(self.data)[0], metric_names.TASK): True,
         }
         return names.union(*(group for group, is_on in optional.items() if is_on))
 

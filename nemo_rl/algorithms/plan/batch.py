@@ -199,7 +199,7 @@ def _fill_packed(shares: list[list[MicroBatch]], rule: PackedTokens, batching: B
 def _units(
     samples: Sequence[PlannedSample], rule: PackedTokens, batching: Batching, *, at_least: int
 ) -> list[MicroBatch]:
-    """The units of packing: samples that share a prompt, as far as they take a quarter of the budget together.
+    """The units of packing: samples that share a prompt and together take at most a quarter of the budget.
 
     Each sample alone if prompts are not shared or there would be fewer units than `at_least`.
     """

@@ -52,8 +52,8 @@ class PaddedTokens:
     def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
         """Samples of each micro-batch, for lengths in descending order: each takes as many as the budget allows.
 
-        This greedy division has the fewest micro-batches: whichever of them holds the longest sample left is padded to
-        that length, so no division can put more samples beside it.
+        This greedy division has the fewest micro-batches: the one with the longest remaining sample is padded to its
+        length, so no division can put more samples beside it.
         """
         sizes, starts, start = [], [], 0
         while start < len(longest):

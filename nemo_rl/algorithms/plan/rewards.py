@@ -139,9 +139,9 @@ def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
 def sample_until_full(
     next_batch: Callable[[], Sequence[ScoredGroup]], cfg: GRPOConfig
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
-    """Dynamic sampling: generation batches until enough groups for a step have reward variance. With metrics.
+    """Dynamic sampling: take generation batches until enough groups for a step have reward variance.
 
-    DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
+    Returns these groups, and metrics. DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
     Surplus groups are dropped: the next step samples from newer weights.
 
     Raises:
