@@ -141,8 +141,8 @@ def sample_until_full(
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
     """Dynamic sampling: take generation batches until enough groups for a step have reward variance.
 
-    Returns these groups, and metrics. DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
-    Surplus groups are dropped: the next step samples from newer weights.
+    DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
+    Surplus groups are dropped: the next step samples from newer weights. Returns the groups of the step, and metrics.
 
     Raises:
         ValueError: `dynamic_sampling_max_gen_batches` batches have too few such groups.

@@ -49,8 +49,6 @@ CONFIGURATIONS = {
     "distillation": "nemo_rl.algorithms.config.distillation:DistillationMasterConfig",
 }
 
-DatasetKind = Literal["train", "validation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewInputs:
@@ -78,7 +76,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(import_object(CONFIGURATIONS[there[0]], "configuration"), path, overrides)
 
 
-def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> PreviewInputs:
+def preview_inputs(config: RunConfig, kind: Literal["train", "validation"], num_rows: int) -> PreviewInputs:
     """At most `num_rows` rows of the training or validation data, and what makes tokens of them.
 
     The rows are spread over the dataset. Of a stream, they are the first ones.
