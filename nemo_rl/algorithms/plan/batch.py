@@ -134,8 +134,9 @@ def _share(samples: Sequence[PlannedSample], num_ranks: int, batching: Batching)
     # As many bins on each rank, and a multiple that pipeline schedules take.
     multiple = num_ranks * batching.micro_batch_multiple
     units = _units(samples, rule, batching, at_least=multiple)
-    bins = _pack(units, rule, batching, bin_count_multiple=multiple)
-    pieces = _even_out(units, bins, rule, batching, group=num_ranks)
+    tokens = [_tokens(unit, rule, batching) for unit in units]
+    bins = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=multiple).pack(tokens)
+    pieces = _even_out(units, tokens, bins, rule, batching, group=num_ranks)
     parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
     return [[pieces[k] for k in part] for part in parts]
 
@@ -182,15 +183,15 @@ def _fill_packed(shares: list[list[MicroBatch]], rule: PackedTokens, batching: B
     ranks = [
         _units([sample for piece in share for sample in piece], rule, batching, at_least=num_pieces) for share in shares
     ]
-    bins = [_pack(mine, rule, batching) for mine in ranks]
+    tokens = [[_tokens(unit, rule, batching) for unit in mine] for mine in ranks]
+    bins = [get_packer(rule.algorithm, rule.tokens).pack(of_units) for of_units in tokens]
     # The rank that needs most bins decides, because every rank must run as many.
     count = min(round_up(max(map(len, bins)), batching.micro_batch_multiple), num_pieces)
     filled = []
-    for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
+    for mine, of_units, own_bins, share in zip(ranks, tokens, bins, shares, strict=True):
         micro_batches = share
         if count < num_pieces:
-            lengths = [_tokens(unit, rule, batching) for unit in mine]
-            micro_batches = _even_out(mine, split_fullest(own_bins, lengths, count), rule, batching)
+            micro_batches = _even_out(mine, of_units, split_fullest(own_bins, of_units, count), rule, batching)
         # Costliest first: ranks meet at micro-batches of similar work, and memory runs out at the first one or never.
         filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
     return filled
@@ -220,20 +221,9 @@ def _tokens(unit: MicroBatch, rule: PackedTokens, batching: Batching) -> int:
     return sum(map(rule.tokens_of, unit)) - batching.saved_tokens(unit)
 
 
-def _pack(
-    units: Sequence[MicroBatch], rule: PackedTokens, batching: Batching, bin_count_multiple: int | None = None
-) -> Bins:
-    packer = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=bin_count_multiple)
-    return packer.pack([_tokens(unit, rule, batching) for unit in units])
-
-
 def _even_out(
-    units: Sequence[MicroBatch], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
+    units: list[MicroBatch], tokens: list[int], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
 ) -> list[MicroBatch]:
     # Bins are filled by tokens, which the memory bounds, and evened out by cost, for which ranks wait.
-    lengths = [_tokens(unit, rule, batching) for unit in units]
-    costs = [batching.cost(unit) for unit in units]
-    return [
-        [sample for i in members for sample in units[i]]
-        for members in even_out(bins, lengths, costs, rule.tokens, group)
-    ]
+    bins = even_out(bins, tokens, [batching.cost(unit) for unit in units], rule.tokens, group)
+    return [[sample for i in members for sample in units[i]] for members in bins]
