@@ -36,7 +36,7 @@ from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
-from nemo_rl.environments.config import MathEnvironmentConfig
+from nemo_rl.environments.config import MathEnvironmentConfig, judges_of, named_sections
 from nemo_rl.environments.registry import create_envs, find_env_class, wait_for_envs
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
@@ -503,7 +503,9 @@ class EvalData:
             }
             for name, task in self.tasks.items()
         }
-        judges = {name: config.env[name].model_dump() for name in self.environments}
+        # Composites and agents get rewards from sections that they name.
+        used = named_sections(config.env, sorted(judges_of(config.env, self.environments)))
+        judges = {name: config.env[name].model_dump() for name in used}
         for judge in judges.values():
             judge.pop("num_workers", None)  # how many processes score changes no score
         return {

@@ -216,6 +216,13 @@ def test_results_and_table(folder):
     assert "pass@2" in shown.getvalue() and "0.5000" in shown.getvalue() and "\x1b" not in shown.getvalue()
 
 
+def test_samples_belong_to_the_sections_that_a_composite_names():
+    composite = "{type: composite, reward_functions: [{name: right, env: math, weight: 1.0}]}"
+    config = load(f"+env.both={composite}", "data.env_name=both")
+    judges = load_eval_data(config).identity(config)["env"]
+    assert judges.keys() == {"both", "math"} and judges["math"]["verifier_type"] == "math"
+
+
 def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
