@@ -1,6 +1,7 @@
 """A step of a policy worker: precisions, losses that are not finite, masks, rows of the report, and a CUDA device."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
-from nemo_rl.models.policy.dtensor.model import exported_of
+from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import DTYPES
+from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.report.run_files import read_block
 from nemo_rl.types import LossInputs, TrainResult
 from tests.unit.policy import steps
@@ -37,6 +39,19 @@ def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Pat
         for name, weight in step.weights.items():
             # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
             assert (weight.float() - exact.weights[name]).abs().max() < apart, name
+
+
+def test_ranks_decide_together_when_gradients_are_reduced(qwen: Path) -> None:
+    """Two ranks cannot share 97 embeddings evenly: twice the part of one is more than the limit, of the other less."""
+
+    def deferred(rank: int, world: int) -> bool:
+        config = steps.policy_config()
+        count = sum(parameter.numel() for parameter in trainable(steps.make_worker(qwen, config).stages))
+        memory = WHOLE_GRADIENT_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        worker = steps.make_worker(qwen, config, workers_per_node=int(memory / (4 * count)))
+        return worker.runner.defer_reduction
+
+    assert run_world(deferred, 2) == [False, False]
 
 
 def test_small_weights_travel_together_and_adam_moves_them_together(qwen: Path) -> None:

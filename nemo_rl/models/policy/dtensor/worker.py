@@ -93,7 +93,7 @@ class DTensorPolicyWorker(PolicyWorker):
         )
 
     def _defers_reduction(self) -> bool:
-        """See `defer_fsdp_grad_sync`."""
+        """See `defer_fsdp_grad_sync`. Collective: ranks may have shards and memories of different sizes."""
         wanted = self.config.dtensor_cfg.defer_fsdp_grad_sync
         if wanted is not None:
             return wanted
@@ -103,7 +103,9 @@ class DTensorPolicyWorker(PolicyWorker):
             memory = torch.cuda.get_device_properties(self.device).total_memory
         else:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.settings.workers_per_node
-        return whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory
+        fits = torch.tensor(float(whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory))
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        return bool(fits)
 
     def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
         if self.vision is None:
