@@ -370,6 +370,10 @@ class PolicyConfig(StrictModel):
         "router_replay.enabled requires megatron_cfg.enabled": (
             "needs {section}.megatron_cfg.enabled=true; set it to false"
         ),
+        "freeze excludes dtensor_cfg.lora_cfg.enabled": (
+            "adapters leave the weights of all parts as they are; set it to [], and choose the layers to adapt with "
+            "{section}.dtensor_cfg.lora_cfg.target_modules or exclude_modules"
+        ),
         "scheduler excludes megatron_cfg.enabled": (
             "is for training with PyTorch; use {section}.megatron_cfg.scheduler and set this to null"
         ),
@@ -561,10 +565,10 @@ class RolloutPolicyConfig(PolicyConfig):
 
 
 def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
-    """Tokens of a micro-batch in training and for logprobs, from the enabled section, with null resolved."""
+    """The most tokens of a micro-batch in training and for logprobs, over all context-parallel ranks."""
     section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
     longest = round_up(policy.max_total_sequence_length, sequence_chunks(policy)) * sequences_per_sample
-    train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
+    train, logprobs = (section.train_mb_tokens, section.logprob_mb_tokens) if section.enabled else (None, None)
     return (
         longest * policy.train_micro_batch_size if train is None else train,
         longest * policy.logprob_batch_size if logprobs is None else logprobs,

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig, token_budgets
 from nemo_rl.models.policy.layout import MegatronSizes, training_sizes
-from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta
 from nemo_rl.models.policy.vision.families import (
     FAMILIES,
     LANGUAGE_MODEL,
@@ -292,9 +292,8 @@ class Layout:
             recomputes = policy.megatron_cfg.activation_checkpointing
         else:
             shards = optimizer_shards = training_gpus // sizes.dp_replicate
-            master_bytes, recomputes = FLOAT, policy.dtensor_cfg.activation_checkpointing in (True, "full")
-        budget = policy.sequence_packing.train_mb_tokens
-        budget = budget or policy.train_micro_batch_size * policy.max_total_sequence_length
+            master_bytes = DTYPES[policy.master_precision].itemsize
+            recomputes = policy.dtensor_cfg.activation_checkpointing in (True, "full")
         return cls(
             training_gpus=training_gpus,
             generation_gpus=generation_gpus,
@@ -306,7 +305,7 @@ class Layout:
             colocated=generation.colocated.enabled,
             is_frozen=policy.adapters.enabled,
             recomputes=bool(recomputes),
-            weight_passes=math.ceil(num_tokens / sizes.data_parallel / budget),
+            weight_passes=math.ceil(num_tokens / sizes.data_parallel / token_budgets(policy)[0]),
         )
 
 

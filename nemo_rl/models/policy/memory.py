@@ -142,20 +142,12 @@ def _master_bytes(policy: PolicyConfig) -> int:
     return BYTES[policy.precision if policy.megatron_cfg.enabled else policy.master_precision]
 
 
-def _budgets(policy: PolicyConfig, sequences: int) -> tuple[int, int]:
-    """Tokens of the longest micro-batch over all context ranks, in training and for logprobs."""
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return token_budgets(policy, sequences)
-    longest = policy.max_total_sequence_length * sequences
-    return longest * policy.train_micro_batch_size, longest * policy.logprob_batch_size
-
-
 def training_phases(
     policy: PolicyConfig, model: ModelShape, machine: Machine, *, num_ranks: int, sequences: int = 1
 ) -> dict[str, list[Part]]:
     """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`."""
     sizes, backend, master = training_sizes(policy, num_ranks), policy.backend_cfg, _master_bytes(policy)
-    budgets = _budgets(policy, sequences)
+    budgets = token_budgets(policy, sequences)
     is_megatron = isinstance(sizes, MegatronSizes)
     layers = -(-model.num_layers // sizes.pipeline_parallel)
     whole = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel
@@ -351,7 +343,7 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4
     key = f"set {policy.draft.key('enabled')}=false"
     theirs = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
-    ours = state + _budgets(policy, 1)[0] / sizes.context_parallel * per_token + logits
+    ours = state + token_budgets(policy)[0] / sizes.context_parallel * per_token + logits
     return Part("draft", ours, key), Part("engine's draft", theirs, key)
 
 

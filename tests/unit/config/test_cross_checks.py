@@ -94,6 +94,7 @@ EAGLE3} -> GENERATION.vllm_kwargs.speculative_config.model ... (policy.draft of 
 GENERATION.backend=megatron
     -> set policy.megatron_cfg.enabled=true and DTENSOR.enabled=false, or GENERATION.backend=vllm
 policy.router_replay.enabled=true -> needs policy.megatron_cfg.enabled=true
+policy.freeze=[vision_tower] & DTENSOR.lora_cfg.enabled=true -> policy.freeze ... DTENSOR.lora_cfg.target_modules or
 GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; use policy.precision=float32
 GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head

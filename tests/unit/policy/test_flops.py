@@ -218,11 +218,21 @@ MEGATRON = (
     *("policy.dtensor_cfg.enabled=false", "policy.optimizer=null", "policy.scheduler=null"),
     "policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2}",
 )
+BY_LENGTH = (
+    "policy.sequence_packing={enabled: false, train_mb_tokens: 1024}",
+    "policy.dynamic_batching={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}",
+)
 
 
 @pytest.mark.parametrize(
     ("overrides", "shards", "optimizer_shards", "master_bytes"),
-    [((), 8, 8, 4), (("policy.dtensor_cfg.dp_replicate_size=2",), 4, 4, 4), (MEGATRON, 2, 8, 2)],
+    [
+        ((), 8, 8, 4),
+        (("policy.dtensor_cfg.dp_replicate_size=2",), 4, 4, 4),
+        (("policy.master_precision=bfloat16",), 8, 8, 2),
+        (BY_LENGTH, 8, 8, 4),
+        (MEGATRON, 2, 8, 2),
+    ],
 )
 def test_a_configuration_gives_the_layout(overrides, shards, optimizer_shards, master_bytes):
     recipe = ROOT / "examples/configs/recipes/llm/grpo-qwen2.5-7b-instruct-1n8g.yaml"
