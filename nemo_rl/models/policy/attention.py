@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
@@ -246,7 +247,7 @@ def attention(
         # One collective for both: the keys and values of this rank's segments, in order, then of its spans.
         lengths = [len(index), 0 if whole_spans is None else len(whole_spans.keys)]
         index = index if whole_spans is None else torch.cat([index, whole_spans.keys])
-        gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, cu_seqlens.group))
+        gathered = _gather_by_index(torch.cat([key, value], dim=-1), index, cu_seqlens.group)
         widths = [key.shape[-1], value.shape[-1]]
         (key, value), of_spans = (part.split(widths, dim=-1) for part in gathered.split(lengths))
     elif whole_spans is not None:
@@ -420,34 +421,14 @@ def _sdpa(
 # -- context parallelism: each rank has some of the tokens of every sequence (see `RowLayout`)
 
 
-class _GatherByIndex(torch.autograd.Function):
-    """Rows `index` of the concatenated rows of all ranks. In backward, each rank gets the summed gradient of its rows.
+def _gather_by_index(local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Rows `index` of the concatenated rows of all ranks; without a group, of this rank's rows.
 
-    The sum is a reduce-scatter: every rank's queries contribute a gradient to the keys that they saw on other ranks.
-    Without a group the rows are this rank's.
+    In the backward pass each rank gets the summed gradient of its rows: the queries of every rank contribute a gradient
+    to the keys that they saw on other ranks.
     """
-
-    @staticmethod
-    def forward(ctx, local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.group = group
-        if group is None:
-            ctx.shape = local.shape
-            return local.index_select(0, index)
-        ctx.shape = (group.size() * len(local), *local.shape[1:])
-        gathered = local.new_empty(ctx.shape)
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        full = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
-        if ctx.group is None:
-            return full, None, None
-        local = grad.new_empty((len(full) // ctx.group.size(), *full.shape[1:]))
-        dist.reduce_scatter_tensor(local, full, group=ctx.group)
-        return local, None, None
+    rows = local if group is None else funcol.all_gather_single_autograd(local.contiguous(), 0, group)
+    return rows.index_select(0, index)
 
 
 class _Sum(torch.autograd.Function):
