@@ -53,11 +53,6 @@ def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) 
     return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not trained_only}
 
 
-def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor, as `check_checkpoint_fits` compares it."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
 # -- saving
 
 
@@ -152,8 +147,8 @@ class AsyncSaver:
     share a group.
     """
 
-    def __init__(self, timeout_s: float = 3600.0) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 
 import torch
 from huggingface_hub import snapshot_download
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.sources import load_tree
-from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors, save_config, write_safetensors
+from nemo_rl.models.policy.checkpoint import policy_tensors, save_config, write_safetensors
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
@@ -108,7 +109,7 @@ def convert_checkpoint(
         if not (directory / "config.json").is_file():
             raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
         config = AutoConfig.from_pretrained(directory)
-        config.dtype = chosen or max(dtypes, key=dtypes.count)  # the dtype of most tensors
+        config.dtype = chosen or mode(dtypes)  # the dtype of most tensors
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
             if source.is_model_directory:
@@ -146,8 +147,7 @@ def find_source(checkpoint: Path) -> Source:
         raise ValueError(f"{checkpoint} was never finished; give a step_N directory")
     if (checkpoint / ADAPTER_CONFIG).is_file():
         raise _only_adapters(checkpoint)
-    names = _model_files(checkpoint)
-    if names and (damage := find_damage(checkpoint, names)):
+    if sealed_names(checkpoint) and (damage := _damage(checkpoint)):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
     for weights in (checkpoint / "policy" / "weights", checkpoint / "weights", checkpoint):
         if holds_tensors(weights):
@@ -181,7 +181,7 @@ def _convert_shards(
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype)
     wanted = policy_tensors([model])
-    check_checkpoint_fits(source.weights, names_and_shapes(wanted))
+    check_checkpoint_fits(source.weights, {name: tensor.shape for name, tensor in wanted.items()})
     state = {}
     for name, tensor in wanted.items():
         is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers may need more precision
@@ -434,9 +434,5 @@ def _newest_sound(path: Path) -> Path:
 
 def _damage(step: Path) -> str | None:
     """Damage to the files of the model in a checkpoint; the optimizer's files are not read."""
-    return find_damage(step, _model_files(step))
-
-
-def _model_files(step: Path) -> list[str]:
-    names = sealed_names(step)
-    return [name for name in names if name.startswith("policy/") and not name.startswith("policy/optimizer/")]
+    names = [name for name in sealed_names(step) if name.startswith("policy/")]
+    return find_damage(step, [name for name in names if not name.startswith("policy/optimizer/")])

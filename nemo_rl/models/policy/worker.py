@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
-from nemo_rl.models.policy.batch import microbatches as loss_metrics
 from nemo_rl.models.policy.batch.microbatches import (
     MicroBatchRunner,
     Row,
     from_last_stage,
     loss_inputs,
+    reduce_micro_batches,
+    reduce_ranks,
     rows_of_plan,
     scored_sequences,
     select,
@@ -36,7 +37,7 @@ from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLa
 from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleWriter
 from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.head.distillation import drop_stored_heads
+from nemo_rl.models.policy.head.distillation import StoredHead
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.residency import Residency
 from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
@@ -154,7 +155,7 @@ class PolicyWorker(ABC):
 
     def offload(self, *, with_weights: bool = True) -> None:
         """Move optimizer state and, unless a refit follows, weights to the host, which frees the device."""
-        drop_stored_heads()
+        StoredHead.rows.cache_clear()
         if self.settings.use_gpu:  # otherwise all of it is in host memory
             self.residency.offload(with_weights=with_weights)
             torch.cuda.empty_cache()
@@ -369,8 +370,7 @@ class PolicyWorker(ABC):
         """
         reduced: dict[str, float] = {}
         if parts:  # in training only the last pipeline stage has them
-            metrics = loss_metrics.reduce_micro_batches(parts)
-            reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
+            reduced = reduce_ranks(reduce_micro_batches(parts), self.mesh.data_group)
         if self.mesh.pipeline_group is not None:
             reduced = from_last_stage(reduced, self.mesh.pipeline_group)
         return reduced | {"global_valid_seqs": seqs.item(), "global_valid_toks": toks.item()}

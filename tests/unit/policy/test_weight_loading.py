@@ -28,7 +28,7 @@ def save_under_the_names_of_the_base_model(directory: Path, *, without: str | No
 def load(directory: Path) -> dict[str, torch.Tensor]:
     def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         model = build_on_meta(AutoConfig.from_pretrained(directory), torch.float32)
-        materialize(model, torch.device("cpu"))
+        materialize(model, torch.device("cpu"), torch.device("cpu"))
         load_weights(dict(named_tensors(model)), str(directory), lambda name, tensor, stored: False)
         return {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
 

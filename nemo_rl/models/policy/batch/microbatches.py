@@ -235,7 +235,7 @@ def reduce_micro_batches(parts: Sequence[LossMetrics]) -> LossMetrics:
     }
 
 
-def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def reduce_ranks(metrics: LossMetrics, group: dist.ProcessGroup) -> dict[str, float]:
     """One value per metric over ranks: at most three collectives for any number of metrics."""
     out: dict[str, float] = {}
     for how, op in _COLLECTIVE.items():

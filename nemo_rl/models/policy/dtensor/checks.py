@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.attention import OTHER_MIXERS, uncuttable_reason, unpackable_reason
-from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
+from nemo_rl.models.policy.checkpoint import policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
@@ -49,7 +49,8 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
     hf = build_on_meta(copy.deepcopy(model), torch.float32)
     if lora_cfg.enabled:
         lora.apply_lora(hf, lora_cfg)
-    check_checkpoint_fits(directory / "weights", names_and_shapes(policy_tensors([hf], trained_only=lora_cfg.enabled)))
+    tensors = policy_tensors([hf], trained_only=lora_cfg.enabled)
+    check_checkpoint_fits(directory / "weights", {name: tensor.shape for name, tensor in tensors.items()})
 
 
 def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:

@@ -330,7 +330,7 @@ class DraftTrainer:
             self.head = PredictionHead(policy, dtype, mesh)
         shard(self.head, [], mesh, DTYPES[config.precision], cpu_offload=config.dtensor_cfg.cpu_offload)
         if isinstance(self.head, PredictionHead):
-            materialize(self.head, host, buffer_device=device)
+            materialize(self.head, host, device)
             load_weights(self.tensors(), own.model_path, ExpertNames(policy.model_type).read)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=config.draft.lr, weight_decay=0.0)
         self._states = PolicyStates(list(base.layers) if self.settings else [base.norm], self.head.indices)

@@ -77,7 +77,7 @@ def build_stages(
     stages = []
     for part in parts:
         stage = _cut(part, config, mesh, own.sampling)
-        materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
+        materialize(stage, host if config.dtensor_cfg.cpu_offload else device, device)
         drawn = ", ".join(_fill(stage, config, own))
         # Of the ranks that have the head, one logs it.
         if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
@@ -215,16 +215,17 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
-    """Allocate the local shards on `device`. Buffers keep their values, on `buffer_device` (None: `device`).
+def materialize(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Allocate the local shards of the parameters on `device`. Buffers keep their values, on `buffer_device`.
 
     With CPU offload FSDP moves parameters to the device that computes with them, but not buffers.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, buffer in buffers.items():
-        module, _, attribute = name.rpartition(".")
-        model.get_submodule(module)._buffers[attribute] = buffer.to(buffer_device or device)
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return torch.empty_like(tensor, device=device) if is_parameter else tensor.to(buffer_device)
+
+    model._apply(allocate)
 
 
 # -- whole weights, for generation and checkpoints

@@ -130,19 +130,14 @@ class StoredHead:
             )
         return head
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (heads are few, and `drop_stored_heads` frees them)
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (heads are few, and the worker clears the cache at each offload)
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [stop - start, H] and bias [stop - start] of these rows, cached until `drop_stored_heads`."""
+        """Weight [stop - start, H] and bias [stop - start] of these rows, on the device until `rows.cache_clear()`."""
         dtype = DTYPES[self.precision]
         with StoredModel(self.model_path) as stored:
             weight = stored.tensor(self.weight)[start:stop].to(device, dtype)
             bias = None if self.bias is None else stored.tensor(self.bias)[start:stop].to(device, dtype)
         return weight, bias
-
-
-def drop_stored_heads() -> None:
-    """Free the rows that `StoredHead.rows` caches on the device; the next call reads them again."""
-    StoredHead.rows.cache_clear()
 
 
 @dataclass(frozen=True)
