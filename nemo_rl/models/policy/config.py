@@ -254,7 +254,7 @@ class SequencePackingConfig(TokenBudgetConfig):
     algorithm: Annotated[
         PackingAlgorithm, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)
     ] = "modified_first_fit_decreasing"
-    """How sequences are chosen for each other."""
+    """How the sequences of a micro-batch are chosen."""
 
 
 class RewardModelConfig(StrictModel):
@@ -425,7 +425,7 @@ class PolicyConfig(StrictModel):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether sequences of a micro-batch have a common prompt once, if the model can: see `can_share_prompts`."""
+        """Whether a micro-batch computes a prompt of several sequences once, if the model can: `can_share_prompts`."""
         is_whole = self.dtensor_cfg.context_parallel_size == 1
         return is_whole and self.padding_free is not False and not self.megatron_cfg.enabled
 

@@ -76,11 +76,8 @@ class ExpertNames:
 
     def split_meta(self, name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
         """(name outside the model, shape) of every tensor that parameter `name` of `shape` stands for."""
-        experts = self.fused_sources(name, shape)
-        if not experts:
-            return [(self.stored_name(name), tuple(shape))]
-        piece = (shape[1] // len(experts[0]), shape[2])
-        return [(source, piece) for parts in experts for source in parts]
+        pieces = self.split(name, torch.empty(tuple(shape), device="meta"))
+        return [(piece, tuple(tensor.shape)) for piece, tensor in pieces]
 
     def split(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """(name outside the model, contiguous view) of every tensor that the whole parameter stands for, in order."""

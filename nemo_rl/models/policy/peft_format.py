@@ -15,11 +15,11 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.dtensor.lora import adapters, apply_lora, trained_head
-from nemo_rl.models.policy.head.scalar import HEAD, auto_class, is_scalar
+from nemo_rl.models.policy.dtensor.lora import adapters, trained_head
+from nemo_rl.models.policy.head.scalar import HEAD, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
 from nemo_rl.refit.layout import gathered
 
@@ -105,15 +105,12 @@ def _not_implemented(config: dict[str, Any]) -> list[str]:
     return problems
 
 
-def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfig, base_model_name: str) -> None:
-    """Check that the adapter in `directory` fits the model of `config` with the adapters of `cfg`. Reads no weights.
+def check_peft_adapter(directory: Path, hf: PreTrainedModel, cfg: LoRAConfig, base_model_name: str) -> None:
+    """Check that the adapter in `directory` fits the adapters `cfg` of the model `hf`. Reads no weights.
 
     Raises:
-        ValueError: listing every difference, or as `read_peft_adapter` and `apply_lora`.
+        ValueError: listing every difference, or as `read_peft_adapter`.
     """
-    with torch.device("meta"):
-        hf = auto_class(config).from_config(config)
-    apply_lora(hf, cfg)
     shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors([hf])}
     adapter = read_peft_adapter(directory)
     if differences := _differences(adapter, cfg, base_model_name, shapes):

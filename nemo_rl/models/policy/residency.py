@@ -142,7 +142,14 @@ class SwappedReference:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        current = self._exchange()
+        current = []  # places of the current weights in `memory`
+        with torch.no_grad():
+            # One tensor at a time, so that the device never holds a second copy of the model.
+            for weight, (dtype, start) in zip(self.weights(), self._kept, strict=True):
+                current.append(self.memory.store(weight))
+                initial = torch.empty_like(weight, dtype=dtype)
+                self.initial.load(start, initial)
+                weight.copy_(initial)
         try:
             yield
         finally:
@@ -150,15 +157,3 @@ class SwappedReference:
             for weight, start in zip(self.weights(), current, strict=True):
                 self.memory.load(start, weight)
             self.memory.clear()
-
-    @torch.no_grad()
-    def _exchange(self) -> list[int]:
-        """Put the reference in place. Returns the places of the current weights in `memory`."""
-        # One tensor at a time, so that the device never holds a second copy of the model.
-        current = []
-        for weight, (dtype, start) in zip(self.weights(), self._kept, strict=True):
-            current.append(self.memory.store(weight))
-            kept = torch.empty_like(weight, dtype=dtype)
-            self.initial.load(start, kept)
-            weight.copy_(kept)
-        return current

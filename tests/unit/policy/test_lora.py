@@ -97,7 +97,7 @@ def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained(
 )
 def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, Any], expected: list[str]) -> None:
     cfg = lora_config(match_all_linear=False, **settings)
-    lora.check_lora(qwen2_config(), cfg)
+    lora.adapted_model(qwen2_config(), cfg)
     assert [name.rpartition(".")[2] for name in apply_lora(qwen2(), cfg)] == expected
 
 
@@ -114,7 +114,9 @@ def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, A
 )
 def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(settings, message):
     with pytest.raises(ValueError, match=message):
-        lora.check_lora(qwen2_config(tie_word_embeddings=True), lora_config(**{"match_all_linear": False} | settings))
+        lora.adapted_model(
+            qwen2_config(tie_word_embeddings=True), lora_config(**{"match_all_linear": False} | settings)
+        )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,8 @@ def adapter(of_this_run: Path, tmp_path: Path) -> Path:
 
 
 def check(directory: Path, config: Qwen2Config | None = None, **settings: Any) -> None:
-    peft_format.check_peft_adapter(directory, config or qwen2_config(), lora_config(**settings), "hub/tiny")
+    cfg = lora_config(**settings)
+    peft_format.check_peft_adapter(directory, lora.adapted_model(config or qwen2_config(), cfg), cfg, "hub/tiny")
 
 
 def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:

@@ -98,26 +98,24 @@ class RowLayout:
     def place(self, values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
         """Values of the tokens of each sequence, [T, ...], where `build` puts the tokens: [R, W, ...]; else `fill`."""
         lengths = [len(own) for own in values]
-        width = self.width(lengths)
-        rows = 1 if self.padding_free else len(lengths)
-        number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        owner, slot = _Spans.of(self, lengths, width).locate(number, _ranges(torch.tensor(lengths)))
+        spans = _Spans.of(self, lengths)
+        owner, slot = spans.locate(*_tokens_of(lengths))
         is_here = owner == self.context_rank
-        return _put(torch.cat(list(values))[is_here], slot[is_here], (rows, width), fill)
+        return _put(torch.cat(list(values))[is_here], slot[is_here], spans.shape, fill)
 
     def whole_spans(self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> WholeSpans | None:
         """The spans of sequences of these lengths, given (first position, position after the last) of each.
 
         None if no span has a token on this rank.
         """
-        placed, parts = _Spans.of(self, list(lengths), self.width(lengths)), []
+        placed, parts = _Spans.of(self, lengths), []
         for number, own in enumerate(spans):
             for first, end in own:
                 position = torch.arange(end)
                 owner, slot = placed.locate(torch.full((end,), number), position)
                 is_here = (owner == self.context_rank) & (position >= first)
                 if is_here.any():
-                    parts.append((slot[is_here], position[is_here], owner * placed.tokens + slot))
+                    parts.append((slot[is_here], position[is_here], owner * math.prod(placed.shape) + slot))
         if not parts:
             return None
         queries, positions, keys = zip(*parts, strict=True)
@@ -150,18 +148,13 @@ class RowLayout:
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
         prompts = _shared_prompts(sequences) if self.shares_prompts else []
-        spans = (
-            _SharedSpans.sharing(self, lengths, prompts) if prompts else _Spans.of(self, lengths, self.width(lengths))
-        )
-        rows = 1 if self.padding_free else len(lengths)
-        width = spans.tokens // rows
+        spans = _SharedSpans.sharing(self, lengths, prompts) if prompts else _Spans.of(self, lengths)
         ids = torch.cat([ids for ids, _ in sequences])
         mask = torch.cat([mask for _, mask in sequences])
-        number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        position = _ranges(torch.tensor(lengths))
+        number, position = _tokens_of(lengths)
         owner, slot = spans.locate(number, position)
         is_here = owner == self.context_rank
-        own, shape = slot[is_here], (rows, width)
+        own, shape = slot[is_here], spans.shape
         experts = _experts_of_tokens(routed_experts or (), lengths)
         # The state that scores a token may lie on another rank than the token: at the border of two chunks.
         back = 0 if self.own_states else 1
@@ -169,7 +162,7 @@ class RowLayout:
         scored = scored[is_here[scored - back]]
         return ModelBatch(
             input_ids=_put(ids[is_here], own, shape, 0),
-            position_ids=spans.positions().view(shape),
+            position_ids=spans.positions(),
             is_token=_put(torch.ones(len(own), dtype=torch.bool), own, shape, False),
             cu_seqlens=spans.cu_seqlens(),
             states=slot[scored - back],
@@ -198,7 +191,7 @@ class _Spans:
     """
 
     layout: RowLayout
-    tokens: int  # R * W
+    shape: tuple[int, int]  # R, W
     start: torch.Tensor  # int64 [sequences]; first slot in the flattened rows, equal on all ranks
     chunk: torch.Tensor  # int64 [sequences]; tokens per chunk
     number: torch.Tensor  # int64 [pieces]; sequence of the piece
@@ -206,10 +199,10 @@ class _Spans:
     first: torch.Tensor  # int64 [pieces]; position of the first token
 
     @classmethod
-    def of(cls, layout: RowLayout, lengths: list[int], width: int) -> _Spans:
-        if not layout.padding_free:
-            local = torch.full((len(lengths),), width)
-        else:
+    def of(cls, layout: RowLayout, lengths: Sequence[int]) -> _Spans:
+        width = layout.width(lengths)
+        local = torch.full((len(lengths),), width)
+        if layout.padding_free:
             local = torch.tensor([layout.local_length(length) for length in lengths])
         size, rank = layout.context_size, layout.context_rank
         chunk = local * size // layout._chunks
@@ -217,7 +210,7 @@ class _Spans:
         number = torch.arange(len(lengths)).repeat_interleave(len(held))
         return cls(
             layout=layout,
-            tokens=width if layout.padding_free else width * len(lengths),
+            shape=(1 if layout.padding_free else len(lengths), width),
             start=local.cumsum(0) - local,
             chunk=chunk,
             number=number,
@@ -234,25 +227,25 @@ class _Spans:
         return owner, self.start[number] + position % chunk + chunk * is_late
 
     def positions(self) -> torch.Tensor:
-        """int64 [R * W]. The padding at the end of a padding-free row counts from 0."""
+        """int64 [R, W]. The padding at the end of a padding-free row counts from 0."""
         used = _ranges(self.length) + self.first.repeat_interleave(self.length)
-        return torch.cat([used, torch.arange(self.tokens - len(used))])
+        return torch.cat([used, torch.arange(math.prod(self.shape) - len(used))]).view(self.shape)
 
     def cu_seqlens(self) -> CuSeqlens | None:
         """The padding at the end of a padding-free row is a segment of its own: the kernels need every token in one."""
-        layout = self.layout
+        layout, tokens = self.layout, math.prod(self.shape)
         if layout.context_size == 1 and not layout.padding_free:
             return None
         used = int(self.length.sum())
-        tail = [self.tokens - used] if self.tokens > used else []
+        tail = [tokens - used] if tokens > used else []
         queries = self.length.tolist() + tail
         if not self.first.any():  # every piece is a whole sequence
             return CuSeqlens.of(queries)
         assert layout.context_size == 1 or layout.context_group is not None
         keys = self.first + self.length  # a piece sees every token of its sequence up to its own end
         owner, slot = self.locate(self.number.repeat_interleave(keys), _ranges(keys))
-        own_tail = layout.context_rank * self.tokens + torch.arange(used, self.tokens)
-        index = torch.cat([owner * self.tokens + slot, own_tail])
+        own_tail = layout.context_rank * tokens + torch.arange(used, tokens)
+        index = torch.cat([owner * tokens + slot, own_tail])
         return CuSeqlens.of(queries, keys.tolist() + tail, index, layout.context_group)
 
 
@@ -288,8 +281,8 @@ class _SharedSpans(_Spans):
             end += lengths[number] - shared[number]
         tensors = {"start": start, "chunk": lengths, "shared": shared, "prompt": prompt}
         tensors |= dict(zip(("number", "length", "first"), zip(*pieces, strict=True), strict=True))
-        tokens = round_up(end, layout.divisible_by)
-        return cls(layout=layout, tokens=tokens, **{name: torch.tensor(own) for name, own in tensors.items()})
+        shape = (1, round_up(end, layout.divisible_by))
+        return cls(layout=layout, shape=shape, **{name: torch.tensor(own) for name, own in tensors.items()})
 
     def locate(self, number: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         behind = position - self.shared[number]
@@ -307,6 +300,11 @@ def _experts_of_tokens(routed_experts: Sequence[torch.Tensor | None], lengths: l
         if experts is not None:
             part[: len(experts)] = experts
     return out
+
+
+def _tokens_of(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequence, position in it) of every token of sequences of these lengths."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), _ranges(torch.tensor(lengths))
 
 
 def _ranges(lengths: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ Nothing is allocated: models are built without weights.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
@@ -46,9 +45,7 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
     """
     refuse_megatron_checkpoint(directory)
     lora_cfg = config.dtensor_cfg.lora_cfg
-    hf = build_on_meta(copy.deepcopy(model), torch.float32)
-    if lora_cfg.enabled:
-        lora.apply_lora(hf, lora_cfg)
+    hf = lora.adapted_model(model, lora_cfg) if lora_cfg.enabled else build_on_meta(model, torch.float32)
     tensors = policy_tensors([hf], trained_only=lora_cfg.enabled)
     check_checkpoint_fits(directory / "weights", {name: tensor.shape for name, tensor in tensors.items()})
 
@@ -56,7 +53,6 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
 def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     """ValueError, naming the key and what would work, unless `policy.dtensor_cfg` can cut the model."""
     settings, lora_cfg = config.dtensor_cfg, config.dtensor_cfg.lora_cfg
-    model = copy.deepcopy(model)  # building a model writes into its configuration
     if not is_scalar(model):
         logit_transform(model)
     tensor_parallel.check_tensor_parallel(model, settings)
@@ -69,9 +65,9 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     pipeline.check_pipeline(model, settings)
     moe.check_experts(model, settings)
     if lora_cfg.enabled:
-        lora.check_lora(model, lora_cfg)
-    if lora_cfg.adapter_path is not None:
-        peft_format.check_peft_adapter(Path(lora_cfg.adapter_path), model, lora_cfg, config.model_name)
+        adapted = lora.adapted_model(model, lora_cfg)
+        if lora_cfg.adapter_path is not None:
+            peft_format.check_peft_adapter(Path(lora_cfg.adapter_path), adapted, lora_cfg, config.model_name)
     if (reason := unpackable_reason(model)) is not None:
         why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
         if config.padding_free:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import DynamicCache
 
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
+from nemo_rl.models.policy.dtensor.pipeline import kept_gathered
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.logprobs import LogprobModel
@@ -67,15 +68,14 @@ class _HfSequences(Sequences):
 def whole_weights(model: torch.nn.Module) -> Iterator[None]:
     """Gather FSDP's parameters once, and keep them until the block ends. Collective."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
+    with kept_gathered([model]):
         for module in modules:
-            module.set_reshard_after_forward(module is not model, recurse=False)
-            module.reshard()
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
 
 
 class GeneratingPolicyWorker(GeneratingWorker, DTensorPolicyWorker):

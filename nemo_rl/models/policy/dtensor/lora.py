@@ -27,7 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.errors import nearest_key
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, is_scalar, output_module
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar, output_module
+from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.vision.families import FAMILIES, PARTS, part_of
 from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
 from nemo_rl.refit.layout import merge
@@ -96,10 +97,11 @@ def apply_lora(hf: PreTrainedModel, cfg: LoRAConfig) -> list[str]:
     return list(chosen)
 
 
-def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> list[str]:
-    """The layers that `apply_lora` would adapt in the model of `config`, or its ValueError. Needs no weights."""
-    with torch.device("meta"):
-        return list(_choose(auto_class(config).from_config(config), cfg))
+def adapted_model(config: PretrainedConfig, cfg: LoRAConfig) -> PreTrainedModel:
+    """The model of `config`, without weights, after `apply_lora`. ValueError as there."""
+    hf = build_on_meta(config, torch.float32)
+    apply_lora(hf, cfg)
+    return hf
 
 
 def frozen_parts(policy: PolicyConfig, config: PretrainedConfig) -> list[str]:
@@ -107,7 +109,8 @@ def frozen_parts(policy: PolicyConfig, config: PretrainedConfig) -> list[str]:
     cfg = policy.dtensor_cfg.lora_cfg
     if not cfg.enabled:
         return list(policy.freeze)
-    return sorted(set(PARTS) - {part_of(name, FAMILIES[config.model_type]) for name in check_lora(config, cfg)})
+    family = FAMILIES[config.model_type]
+    return sorted(set(PARTS) - {part_of(name, family) for name, _ in adapters(adapted_model(config, cfg))})
 
 
 def adapters(hf: nn.Module) -> Iterator[tuple[str, LoRALinear]]:

@@ -320,7 +320,9 @@ class PipelineRunner:
         self.batches, self.task, self._loss = [batch.to(self.device) for batch in batches], task, loss
         # The numbers stay on the host, so that reading one does not wait for the device.
         target = torch.arange(len(batches)) if stages[-1].is_last else None
-        with _kept_gathered(self.stages):
+        # The schedules keep gathered parameters from the first backward pass on. Freeing them after each forward pass
+        # before that would only gather them again for every micro-batch.
+        with kept_gathered(self.stages):
             schedule.step(target=target, return_outputs=False)
         self.batches, self.task, self._loss = (), None, None
         for stage in stages:
@@ -401,16 +403,14 @@ class PipelineRunner:
 
 
 @contextmanager
-def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep the parameters that FSDP gathers until the step ends.
-
-    The schedules keep them from the first backward pass on. Freeing them after each forward pass before that would only
-    gather them again for every micro-batch.
-    """
-    blocks = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
-    blocks = [block for block in blocks if block not in stages]  # the roots stay gathered anyway
-    for block in blocks:
-        block.set_reshard_after_forward(False, recurse=False)
-    yield
-    for block in blocks:
-        block.set_reshard_after_forward(True, recurse=False)
+def kept_gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep the parameters that FSDP gathers until the block ends; the roots' own stay gathered anyway."""
+    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+    modules = [module for module in modules if module not in roots]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)

@@ -178,7 +178,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 torch.mul(exponentials, falling[rows, None], out=tile)
             tile.scatter_add_(1, index, torch.where(is_here, rising[rows, None], 0.0))
             sums.add(rows, columns, tile, block, slope)
-        return *sums.result(options.head.group, weight.dtype), None, None
+        return *sums.result(), None, None
 
 
 class _Chosen:
@@ -268,7 +268,7 @@ class _LinearTopK(torch.autograd.Function):
             # Added, not written: an id may stand several times in a row of `indices`.
             tile.view(-1).index_add_(0, places, rising[entries])
             sums.add(rows, columns, tile, block, slope)
-        return *sums.result(options.head.group, weight.dtype), None, None
+        return *sums.result(), None, None
 
 
 class _PairSums:
@@ -363,4 +363,4 @@ class _LinearKL(torch.autograd.Function):
             factor.sub_(kl[rows, None]).mul_(of_reverse[rows]).add_(of_forward[rows])
             tile.exp_().mul_(factor).sub_(other.exp_().mul_(of_forward[rows]))
             sums.add(rows, columns, tile, block, slope)
-        return *sums.result(options.head.group, weight.dtype), None, None
+        return *sums.result(), None, None

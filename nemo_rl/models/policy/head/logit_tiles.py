@@ -291,10 +291,9 @@ class Gradients:
         if is_rounded and rows.stop == len(self.tiles.states):  # rounded once, after the tiles of all rows
             self.weight[columns] = accumulator
 
-    def result(
-        self, group: dist.ProcessGroup | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of states, weight and bias in `dtype`. A collective that sums the states' over `group`."""
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of states, weight and bias in the weight's dtype. Collective: the states' are summed over ranks."""
+        group, dtype = self.tiles.options.head.group, self.tiles.weight.dtype
         if self.needs_states and group is not None and len(self.states) > 0:
             dist.all_reduce(self.states, group=group)
         return (
@@ -382,25 +381,20 @@ def _bisect(logits: torch.Tensor, top_p: float, group: dist.ProcessGroup | None)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     mass = (logits - maximum[:, None]).exp_()
     needed = top_p * _sum(mass.sum(dim=1), group)
-    low, high = _to_ordered(torch.full_like(maximum, float("-inf"))), _to_ordered(maximum)
-    for _ in range(torch.iinfo(low.dtype).bits):
+    integers = _INTEGERS[logits.dtype]
+    low, high = (_flip(bound.view(integers)) for bound in (torch.full_like(maximum, float("-inf")), maximum))
+    for _ in range(torch.iinfo(integers).bits):
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
-        is_above = logits > _from_ordered(middle, logits.dtype)[:, None]
+        is_above = logits > _flip(middle).view(logits.dtype)[:, None]
         reaches = _sum(torch.where(is_above, mass, 0.0).sum(dim=1), group) >= needed
         low, high = torch.where(reaches, middle, low), torch.where(reaches, high, middle)
-    return _from_ordered(high, logits.dtype)
-
-
-def _to_ordered(numbers: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats, one apart for neighbours."""
-    return _flip(numbers.view(_INTEGERS[numbers.dtype]))
-
-
-def _from_ordered(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _flip(integers).view(dtype)
+    return _flip(high).view(logits.dtype)
 
 
 def _flip(bits: torch.Tensor) -> torch.Tensor:
-    """Floats store sign and magnitude: under a sign bit the rest counts downwards. Its own inverse."""
+    """From the bits of floats to integers in their order, one apart for neighbours, and back.
+
+    Floats store sign and magnitude: under a sign bit the rest counts downwards.
+    """
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
