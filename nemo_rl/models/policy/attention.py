@@ -138,7 +138,7 @@ class CuSeqlens:
     max_seqlen_q: int  # a field, so that `torch.compile` sees one number, not G
     max_seqlen_k: int
     key_index: torch.Tensor | None = None  # int64 [sum of key lengths]; None: the batch's own tokens in order
-    group: dist.ProcessGroup | None = None  # `key_index` counts the tokens of its ranks, in rank order; None: of this
+    group: dist.ProcessGroup | None = None  # ranks whose tokens `key_index` counts, in their order; None: this one
 
     @classmethod
     def of(

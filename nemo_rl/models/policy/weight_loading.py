@@ -255,10 +255,10 @@ def load_weights(
     fresh = fresh or {}
     with StoredModel(model_path, rename) as stored:
         names = stored.names
-        absent = [] if names is None else [name for name in tensors if name not in names]
-        drawn = [name for name in absent if name in fresh]
-        missing = [name for name in absent if name not in fresh]
-        is_readable = names is not None and all(special(name, tensors[name], stored) for name in missing)
+        absent = [name for name in tensors if name not in (names or ())]
+        is_readable = names is not None and all(
+            special(name, tensors[name], stored) for name in absent if name not in fresh
+        )
         # All ranks take the same way, because the other one is a collective.
         unreadable = torch.tensor([0.0 if is_readable else 1.0])
         dist.all_reduce(unreadable)  # on the CPU: gloo, even where devices use NCCL
@@ -269,11 +269,11 @@ def load_weights(
     if unreadable.item() > 0:
         logger.info("%s holds no safetensors of these names: rank 0 loads it whole and broadcasts it", model_path)
         absent = _broadcast_from_rank_zero(tensors, model_path, auto_class)
-        drawn = [name for name in absent if name in fresh]
         if lost := [name for name in absent if name not in fresh]:
             raise ValueError(
                 f"{model_path} has no weights for {', '.join(lost[:8])}; it is not the model of config.json"
             )
+    drawn = [name for name in absent if name in fresh]
     for name in drawn:
         fresh[name](tensors[name])
     return drawn

@@ -107,20 +107,16 @@ class PolicyWorker(ABC):
         """Clip the gradients of an optimizer step by their norm over all ranks; returns the norm before."""
 
     def _learning_rate(self) -> float:
-        """The learning rate of the next optimizer step."""
         return self.optimizer.param_groups[0]["lr"]
 
     def _take_step(self) -> None:
-        """Update the weights with the gradients."""
         self.optimizer.step()
 
     def _step_scheduler(self) -> None:
-        """Advance the learning-rate schedule, if there is one."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     def _zero_gradients(self) -> None:
-        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def _training_mode(self) -> contextlib.AbstractContextManager[None]:
@@ -229,10 +225,7 @@ class PolicyWorker(ABC):
             self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
-        """Fill `total` of every row with the sum of its `column` over the tokens that carry loss. Returns the sums.
-
-        The result is empty on all but one of the ranks that have the same rows.
-        """
+        """See `Policy.sum_column`. The result is empty on all but one of the ranks that have the same rows."""
         sums = {}
         for key, row in self.rows.items():
             # Float64, because a sum over a long answer is compared with one in another order of addition.
@@ -241,10 +234,7 @@ class PolicyWorker(ABC):
         return sums if self.mesh.is_first_of_data_rank else {}
 
     def share(self, column: str) -> dict[RowKey, Any]:
-        """Put `column` of every row into the object store, for `attach` on workers of another group.
-
-        The result is empty on all but one of the ranks that have the same rows.
-        """
+        """See `Policy.share`. The result is empty on all but one of the ranks that have the same rows."""
         if not self.mesh.is_first_of_data_rank:
             return {}
         return {key: ray.put(row.columns[column].numpy()) for key, row in self.rows.items()}

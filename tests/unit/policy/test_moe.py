@@ -3,6 +3,7 @@
 Losses and gradients are in test_layouts.py and test_exactness.py.
 """
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,10 @@ def test_grouped_matmul_on_the_device_equals_one_matmul_per_expert(models: Model
     rows, sizes = torch.randn(sum(counts), 64, dtype=torch.bfloat16), torch.tensor(counts)
 
     def run(device: str) -> list[torch.Tensor]:
-        gate_up, down = (getattr(layer, n).detach().to(device).requires_grad_() for n in ("gate_up_proj", "down_proj"))
-        inputs = rows.detach().to(device).requires_grad_()
-        out = moe.run_experts(layer, gate_up, down, inputs, sizes.to(device))
+        own, inputs = copy.deepcopy(layer).to(device), rows.detach().to(device).requires_grad_()
+        out = moe.run_experts(own, inputs, sizes.to(device))
         out.float().square().sum().backward()
-        grads = [inputs.grad, gate_up.grad, down.grad]
+        grads = [inputs.grad, own.gate_up_proj.grad, own.down_proj.grad]
         return [out.detach().float().cpu(), *(grad.float().cpu() for grad in grads if grad is not None)]
 
     got, want = run("cuda"), run("cpu")

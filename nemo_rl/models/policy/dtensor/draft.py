@@ -135,7 +135,7 @@ def _stored_prediction(config: RolloutPolicyConfig, policy: PretrainedConfig) ->
 
 
 def default_indices(blocks: int) -> list[int]:
-    """Blocks after which a policy of so many is read: EAGLE-3's early, middle and late one; of a short policy more."""
+    """Blocks after which the draft reads the policy: EAGLE-3's early, middle and late one; 0 is the embeddings."""
     return sorted({2, blocks // 2, blocks - 3} if blocks >= 8 else {0, blocks // 2, blocks})
 
 
@@ -328,7 +328,7 @@ class DraftTrainer:
             self.head.rotary.to(device)
         else:
             self.head = PredictionHead(policy, dtype, mesh)
-        shard(self.head, [], mesh, DTYPES[config.precision], cpu_offload=config.dtensor_cfg.cpu_offload)
+        shard(self.head, [], mesh, config)
         if isinstance(self.head, PredictionHead):
             materialize(self.head, host, device)
             load_weights(self.tensors(), own.model_path, ExpertNames(policy.model_type).read)

@@ -46,7 +46,7 @@ from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES = 1 << 18  # of a tensor whose gather takes longer than its bytes
+_SMALL_BYTES = 1 << 18  # up to here, to start a gather takes longer than to send the tensor
 
 
 def build_stages(
@@ -115,7 +115,7 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
     if per_block is None:
         per_block = sum(parameter.nbytes for parameter in stage.parameters()) > SMALL_MODEL_BYTES
     groups = layers if per_block else []
-    shard(stage, groups, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
+    shard(stage, groups, mesh, config)
     return stage
 
 
@@ -193,16 +193,15 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_block)
 
 
-def shard(
-    root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, *, cpu_offload: bool
-) -> None:
+def shard(root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, config: PolicyConfig) -> None:
     """Apply FSDP2 in place: one group for each of `blocks`, one for each layer's experts, one for the rest.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
     """
     # Sums of gradients over many ranks lose digits in bfloat16, so they are reduced in float32.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+    is_offloaded = config.dtensor_cfg.cpu_offload
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if is_offloaded else OffloadPolicy()
     moe.shard_experts(root, mesh, policy, offload)
     for block in blocks:
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)

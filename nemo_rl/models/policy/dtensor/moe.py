@@ -75,12 +75,6 @@ def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _matrices(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parameters of fused experts before and after their activation; those before it may lack a gate."""
-    has_gate = "gate_up_proj" in module._parameters
-    return module.get_parameter("gate_up_proj" if has_gate else "up_proj"), module.get_parameter("down_proj")
-
-
 # -- computing
 #
 # Every parameter gets a gradient in every backward pass, zeros for experts without tokens, so that all ranks take part
@@ -130,14 +124,12 @@ def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
     return torch.cat([F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(0), strict=True)])
 
 
-def run_experts(
-    module: nn.Module, up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """The MLP of each expert on its rows: `rows` [N, H] sorted by expert, `counts` int64 [E] -> [N, H].
-
-    `module` combines gate and up, or has an activation alone.
-    """
-    activate: Any = module._apply_gate if "gate_up_proj" in module._parameters else module.act_fn
+def run_experts(module: nn.Module, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The MLP of each expert of this rank on its rows: `rows` [N, H] sorted by expert, `counts` int64 [E] -> [N, H]."""
+    has_gate = "gate_up_proj" in module._parameters
+    names = "gate_up_proj" if has_gate else "up_proj", "down_proj"
+    up, down = (local_part(module.get_parameter(name)) for name in names)
+    activate: Any = module._apply_gate if has_gate else module.act_fn
     return _grouped_linear(activate(_grouped_linear(rows, up, counts)), down, counts)
 
 
@@ -151,9 +143,8 @@ def grouped_experts(
 ) -> torch.Tensor:
     """All experts of one layer on this rank: hidden states [T, H], indices and weights [T, K] -> [T, H]."""
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    up, down = (local_part(matrix) for matrix in _matrices(module))
     rows = permute(hidden_states, order, top_k_index.shape[1])
-    out = run_experts(module, up, down, rows, count_sorted(ids, up.shape[0]))
+    out = run_experts(module, rows, count_sorted(ids, len(module.get_parameter("down_proj"))))
     return _weighted_sum(permute(out, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 
 
@@ -166,11 +157,11 @@ def parallel_experts(
     T differs by rank and may be 0. Waits for the device once, for the number of rows to send and receive. Collective,
     in the backward pass too.
     """
-    up, down = _matrices(module)
-    assert isinstance(up, DTensor)
-    group, ranks = up.device_mesh.get_group(), up.device_mesh.size()
+    down = module.get_parameter("down_proj")
+    assert isinstance(down, DTensor)
+    group, ranks = down.device_mesh.get_group(), down.device_mesh.size()
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    counts = count_sorted(ids, up.shape[0])
+    counts = count_sorted(ids, len(down))
     theirs = torch.empty_like(counts)  # [ranks x own experts]: rows of each rank for each expert of this one
     dist.all_to_all_single(theirs, counts, group=group)
     theirs = theirs.view(ranks, -1)
@@ -181,7 +172,7 @@ def parallel_experts(
     # Rows arrive sorted by rank, then by expert; the grouped product needs them sorted by expert.
     own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
     by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
-    out = run_experts(module, local_part(up), local_part(down), permute(rows, by_expert), theirs.sum(dim=0))
+    out = run_experts(module, permute(rows, by_expert), theirs.sum(dim=0))
     back = funcol.all_to_all_single_autograd(permute(out, _inverse(by_expert)), sent, received, group)
     return _weighted_sum(permute(back, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 

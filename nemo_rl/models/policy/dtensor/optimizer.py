@@ -16,7 +16,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.utils.registry import import_object
 
-_FEW_NUMBERS = 1 << 20  # an operation of each parameter's takes longer than its numbers; all at once take more memory
+_FEW_NUMBERS = 1 << 20  # up to here, one call per parameter takes longer than its arithmetic; beyond, memory counts
 
 
 def build_optimizer(config: PolicyConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -312,10 +312,7 @@ class PipelineRunner:
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
-        """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only.
-
-        Gradients add up in the parameters and are reduced over data ranks once, at the end.
-        """
+        """See `MicroBatchRunner`. `loss` is called on the last pipeline rank only."""
         stages, schedule = self._schedule(len(batches))
         self.batches, self.task, self._loss = [batch.to(self.device) for batch in batches], task, loss
         # The numbers stay on the host, so that reading one does not wait for the device.
