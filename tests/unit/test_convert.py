@@ -218,7 +218,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
     "use_dora=True is not implemented": edited(OF_ADAPTER, use_dora=True),
     "was trained on 'models/other', not on ": edited(OF_ADAPTER, base_model_name_or_path="models/other"),
     "is neither a directory nor a model of the hub": lambda folder: (folder / "base").rename(folder / "moved"),
-    "it has no config.json": without("base/config.json"),
+    "No such file or directory": without("base/config.json"),
     "is quantised; merge into the model it was made from": edited("base/config.json", quantization_config={"a": 1}),
     "has no *.safetensors": without("base/model.safetensors"),
     "down_proj: the adapter's [64, 3] x [3, 96] does not go with the weight's [16, 96]": (

@@ -434,15 +434,13 @@ class PolicyConfig(StrictModel):
         megatron = self.megatron_cfg
         if not megatron.enabled:
             return
-        ranks, longest = megatron.context_parallel_size, self.max_total_sequence_length
-        chunks = 2 * ranks  # equal ones of every sequence; sequences shorter than the longest are padded
-        if ranks > 1 and longest % chunks:
-            below, above = longest // chunks * chunks, -(-longest // chunks) * chunks
+        chunks, longest = sequence_chunks(self), self.max_total_sequence_length
+        if left_over := longest % chunks:  # sequences shorter than the longest are padded
             yield (
                 "megatron_cfg.context_parallel_size",
-                f"{ranks} ranks hold {chunks} equal chunks of every sequence, and "
+                f"{megatron.context_parallel_size} ranks hold {chunks} equal chunks of every sequence, and "
                 f"{{section}}.max_total_sequence_length={longest} is no multiple of that; "
-                f"{f'{below} and {above} are' if below else f'{above} is'}",
+                f"{longest - left_over} and {longest - left_over + chunks} are",
             )
         if self.optimizer is not None and self.optimizer != OptimizerConfig():
             yield "optimizer", f"is for training with PyTorch; set it to null{_as_megatron(self.optimizer.kwargs)}"

@@ -141,8 +141,6 @@ def tokenizer_of_run(config: Path) -> str:
 def find_source(checkpoint: Path) -> Source:
     """The weights that `checkpoint` means. ValueError if there are none, or adapters alone."""
     checkpoint = _without_iteration(checkpoint)
-    if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is no directory; give a step_N directory")
     if checkpoint.name.startswith("tmp_step_"):
         raise ValueError(f"{checkpoint} was never finished; give a step_N directory")
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -296,8 +294,6 @@ def _base_model(name: str, path: str) -> tuple[Path, dict[str, str]]:
             raise ValueError(
                 f"the base model {name!r} is neither a directory nor a model of the hub that can be had: {error}"
             ) from error
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"the base model {name!r} is no model directory: it has no config.json")
     if "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
         raise ValueError(f"the base model {name!r} is quantised; merge into the model it was made from")
     try:

@@ -283,7 +283,7 @@ def predict_memory(
         uses_reference: as for `predict_training`.
         num_colocated: further models that take turns on the training devices, asleep in these phases.
     """
-    generation, engine = _engine(policy, model, machine)
+    generation = _engine(policy, model, machine)
     colocated = policy.generation.colocated.enabled and not policy.generation.is_by_policy
     compute = BYTES[policy.precision]
     bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
@@ -315,7 +315,7 @@ def predict_memory(
     if not colocated:
         held, resident = [optimizer], [buffers]
     elif machine.is_gpu:
-        held, resident = [engine], [*asleep(machine, 1 + num_colocated), *kept]
+        held, resident = generation[:1], [*asleep(machine, 1 + num_colocated), *kept]
     else:
         held, resident = [optimizer, *generation], [weights, optimizer, *drafts]
     drawing = (*_process(machine), *generation, *resident)
@@ -347,8 +347,8 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
     return Part("draft", ours, key), Part("engine's draft", theirs, key)
 
 
-def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> tuple[list[Part], Part]:
-    """Parts of an engine's device while it samples, and its weights."""
+def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> list[Part]:
+    """Parts of an engine's device while it samples, the weights first."""
     cfg = policy.generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
@@ -357,7 +357,7 @@ def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) ->
     if machine.is_gpu:
         memory = machine.memory if machine.memory is not None else 80e9
         cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
-    return [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")], weights
+    return [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
 
 
 def _process(machine: Machine) -> list[Part]:
