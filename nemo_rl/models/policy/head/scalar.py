@@ -16,10 +16,8 @@ import torch
 import xxhash
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -35,6 +33,7 @@ HEAD = "score"
 HEAD_WEIGHT = f"{HEAD}.weight"
 
 _CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "Model")  # ends of their names, with a head or without
 _LANGUAGE_HEADS = ("lm_head", "embed_out")
 _HEAD_WORDS = ("head", "classifier", "reward", HEAD)  # `v_head`, `value_head`, `classification_head`, ...
 _DEFAULT_STD = 0.02  # the default of transformers
@@ -69,12 +68,8 @@ def _vision_classifier(kind: type[PretrainedConfig]) -> Any:
         def from_config(cls, config: Any, **how: Any) -> Any:
             return cls._from_config(config, **how)
 
-    Classifier.__name__ = _classifier_name(base.__name__)
+    Classifier.__name__ = base.__name__.removesuffix("ForConditionalGeneration") + _CLASSIFIER
     return Classifier
-
-
-def _classifier_name(language_model: str) -> str:
-    return language_model.removesuffix("ForConditionalGeneration") + _CLASSIFIER
 
 
 def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: int | None = None) -> PretrainedConfig:
@@ -113,23 +108,15 @@ def _class_name(config: PretrainedConfig, policy: PolicyConfig) -> str:
             "Llama, Qwen, Mistral or Gemma"
         )
     given = config.architectures or []
-    others = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
-    plain = {name for mapping in others for name in _names(mapping, kind)}
-    usable = [name for name in given if name in plain or name.endswith(("ForCausalLM", _CLASSIFIER))]
-    if given and not usable:
+    if given and not any(name.endswith((*_LANGUAGE_MODELS, _CLASSIFIER)) for name in given):
         raise ValueError(
             f"{policy.key('model_name')}: {policy.model_name!r} is a {given[0]}, neither a causal language model nor "
             "a sequence classifier, so no reward model can be made of it"
         )
     if is_vision:
-        return _classifier_name(*_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind))
-    (name,) = _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, kind)
-    return name
-
-
-def _names(mapping: Any, kind: type[PretrainedConfig]) -> list[str]:
-    found = mapping.get(kind, ())
-    return [cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,))]
+        return _vision_classifier(kind).__name__
+    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind]
+    return found.__name__
 
 
 def check_scalar_head(hf: PreTrainedModel) -> None:
