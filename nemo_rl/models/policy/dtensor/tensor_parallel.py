@@ -369,45 +369,46 @@ HOW_TO_WRITE = (
     '"model.layers.*.self_attn.o_proj": "rowwise", ...}}, or to torch.distributed.tensor.parallel.ParallelStyle objects'
 )
 
+
+def _words(prefix: str, **names: str) -> dict[str, str]:
+    """Part of a plan, given the ends of the names for each word."""
+    return {prefix + name: word for word, ends in names.items() for name in ends.split()}
+
+
 # Added to transformers' own plans, which leave attention whole where heads are fused or compressed.
-_ATTENTION = "model.layers.*.self_attn."
-_QWEN3_VL = "model.language_model.layers.*."
+_LAYER = "model.layers.*."
+_ATTENTION = f"{_LAYER}self_attn."
 _WHOLE = "whole"  # takes a module out of transformers' plan
 _OWN_WORDS: dict[str, dict[str, str]] = {
-    "phi3": {
-        _ATTENTION + "qkv_proj": "fused_qkv",
-        _ATTENTION + "o_proj": "rowwise",
-        "model.layers.*.mlp.gate_up_proj": "fused_gate_up",
-        "model.layers.*.mlp.down_proj": "rowwise",
-    },
-    "phi": dict.fromkeys((_ATTENTION + "q_layernorm", _ATTENTION + "k_layernorm"), "replicated_with_grad_allreduce"),
-    "deepseek_v3": {
-        **dict.fromkeys((_ATTENTION + name for name in ("q_proj", "q_b_proj", "kv_b_proj")), "colwise"),
-        **dict.fromkeys((_ATTENTION + name for name in ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")), "replicated"),
-        _ATTENTION + "kv_a_proj_with_mqa": "mla_kv_a_proj",
-        _ATTENTION + "o_proj": "rowwise",
-    },
-    "glm4_moe": dict.fromkeys((_ATTENTION + "q_norm", _ATTENTION + "k_norm"), "replicated_with_grad_allreduce"),
-    "gpt_oss": {
-        **dict.fromkeys((_ATTENTION + name for name in ("q_proj", "k_proj", "v_proj")), "colwise"),
-        _ATTENTION + "o_proj": "rowwise",
-    },
+    "phi3": _words(
+        _LAYER,
+        fused_qkv="self_attn.qkv_proj",
+        fused_gate_up="mlp.gate_up_proj",
+        rowwise="self_attn.o_proj mlp.down_proj",
+    ),
+    "phi": _words(_ATTENTION, replicated_with_grad_allreduce="q_layernorm k_layernorm"),
+    "deepseek_v3": _words(
+        _ATTENTION,
+        colwise="q_proj q_b_proj kv_b_proj",
+        replicated="q_a_proj q_a_layernorm kv_a_layernorm",
+        mla_kv_a_proj="kv_a_proj_with_mqa",
+        rowwise="o_proj",
+    ),
+    "glm4_moe": _words(_ATTENTION, replicated_with_grad_allreduce="q_norm k_norm"),
+    "gpt_oss": _words(_ATTENTION, colwise="q_proj k_proj v_proj", rowwise="o_proj"),
     # The layer adds to the output of its shared expert in place.
-    "llama4_text": {
-        f"model.layers.*.feed_forward.shared_expert.{name}_proj": _WHOLE for name in ("gate", "up", "down")
-    },
-    "qwen3_vl_text": {
-        **dict.fromkeys((_QWEN3_VL + f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
-        **dict.fromkeys((_QWEN3_VL + f"self_attn.{name}_norm" for name in "qk"), "replicated_with_grad_allreduce"),
-        **dict.fromkeys((_QWEN3_VL + f"mlp.{name}_proj" for name in ("gate", "up")), "colwise"),
-        **dict.fromkeys((_QWEN3_VL + name for name in ("self_attn.o_proj", "mlp.down_proj")), "rowwise"),
-    },
-    "nemotron_h": {
-        **dict.fromkeys((f"model.layers.*.mixer.{name}_proj" for name in ("q", "k", "v", "up")), "colwise"),
-        **dict.fromkeys((f"model.layers.*.mixer.{name}_proj" for name in ("o", "down")), "rowwise"),
-        "model.layers.*.mixer.shared_experts.up_proj": "colwise",
-        "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
-    },
+    "llama4_text": _words(f"{_LAYER}feed_forward.shared_expert.", whole="gate_proj up_proj down_proj"),
+    "qwen3_vl_text": _words(
+        "model.language_model.layers.*.",
+        colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+        rowwise="self_attn.o_proj mlp.down_proj",
+        replicated_with_grad_allreduce="self_attn.q_norm self_attn.k_norm",
+    ),
+    "nemotron_h": _words(
+        f"{_LAYER}mixer.",
+        colwise="q_proj k_proj v_proj up_proj shared_experts.up_proj",
+        rowwise="o_proj down_proj shared_experts.down_proj",
+    ),
 }
 _OF_HEADS = {"sinks"}
 """Parameters of attention itself that have one number for each head."""
