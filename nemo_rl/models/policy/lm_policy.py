@@ -85,10 +85,12 @@ class Policy:
         # The data-parallel coordinate of each worker is the number of its `RankPlan`.
         self.data_coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
         host_environment = {} if settings.use_gpu else CPU_ENVIRONMENT | host_copy_environment()
+        has_draft = isinstance(config, RolloutPolicyConfig) and config.draft.enabled
+        worker = DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(self._worker(config), config, settings),
+            RayWorkerBuilder(worker, config, settings),
             name_prefix=self.name_prefix,
             env_vars=host_environment | (config.backend_cfg.env_vars or {}),
             timeout_s=timeout_s,
@@ -98,10 +100,6 @@ class Policy:
         self._on_wait: Callable[[], None] | None = None
         self.gpu = find_gpu(self.group.call_one(0, "device_name"))
         accelerator.register(self.name_prefix, self.onload, self.offload, is_awake=True)
-
-    def _worker(self, config: PolicyConfig) -> str:
-        has_draft = isinstance(config, RolloutPolicyConfig) and config.draft.enabled
-        return DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint.

@@ -155,8 +155,9 @@ def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
         found = []
         for cast in (False, True):
             hf = adapted()
-            if cast:
-                lora.cast_frozen(hf, torch.bfloat16)
+            for parameter in hf.parameters() if cast else ():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.bfloat16()
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             fully_shard(hf, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
             assert {p.dtype for p in hf.parameters() if p.requires_grad} == {torch.float32}

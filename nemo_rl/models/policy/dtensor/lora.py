@@ -237,13 +237,6 @@ def adapters_disabled(*parts: nn.Module) -> Iterator[None]:
             module.adapter_active = True
 
 
-def cast_frozen(hf: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen parameters, before they are sharded, in `dtype`, which passes compute in: nothing updates them."""
-    for parameter in hf.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
 # -- merging
 
 

@@ -38,7 +38,7 @@ from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
-from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, named_parts, sees_images, stored_name
+from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, part_of, sees_images, stored_name
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, local_part, named_tensors
 from nemo_rl.refit.layout import ExportedTensor, exported, gathered, in_sending_order, sharing_rows
@@ -64,13 +64,14 @@ def build_stages(
     lora_cfg, host = config.dtensor_cfg.lora_cfg, torch.device("cpu")
     whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
-    if config.freeze:
-        for _, parameter in named_parts(whole, FAMILIES[hf_config.model_type], config.freeze):
+    for name, parameter in whole.named_parameters() if config.freeze else ():
+        if part_of(name, FAMILIES[hf_config.model_type]) in config.freeze:
             parameter.requires_grad_(False)
     if lora_cfg.enabled:
         lora.apply_lora(whole, lora_cfg)
-        # Frozen weights need no float32 master copy: nothing is ever added to them.
-        lora.cast_frozen(whole, DTYPES[config.precision])
+        for parameter in whole.parameters():
+            if not parameter.requires_grad:  # needs no float32 master copy: nothing is ever added to it
+                parameter.data = parameter.data.to(DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
         parts = pipeline.split(whole, mesh.pipeline.get_local_rank(), config.dtensor_cfg)

@@ -1,6 +1,6 @@
 """Which vision-language models there are, how they take images, and the parts that they consist of."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +111,3 @@ def language_modules(model: nn.Module, config: PretrainedConfig) -> dict[str, nn
         for name, module in model.named_modules()
         if family is None or part_of(f"{name}.", family) == LANGUAGE_MODEL
     }
-
-
-def named_parts(model: nn.Module, family: VisionFamily, parts: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of some parts of a whole model."""
-    return ((name, value) for name, value in model.named_parameters() if part_of(name, family) in parts)
