@@ -173,25 +173,3 @@ def layer_values(counts: torch.Tensor) -> torch.Tensor:
     mean = load.mean(dim=1)
     values = [load.amax(dim=1) / mean, load.amin(dim=1) / mean, (load == 0).double().mean(dim=1), entropy / tokens]
     return torch.stack(values, dim=1)
-
-
-# -- quantised checkpoints
-
-
-def plain_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
-    """The config.json of a model, which may be quantised, as if its weights were ordinary ones.
-
-    Raises:
-        ValueError: the weights of `name` are in a format that cannot be read.
-    """
-    settings = config.to_dict().get("quantization_config")
-    if settings is None:
-        return config
-    method = settings.get("quant_method")
-    if (config.model_type, method) != ("gpt_oss", "mxfp4"):
-        raise ValueError(
-            f"{name!r} is quantised ({method}), and training needs ordinary weights; name the model that it was made "
-            "from, or dequantise it with transformers and save_pretrained it. Only GPT-OSS in MXFP4 is read as it is"
-        )
-    del config.__dict__["quantization_config"]
-    return config

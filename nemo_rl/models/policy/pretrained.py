@@ -28,7 +28,7 @@ from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.attention import OTHER_MIXERS, attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-from nemo_rl.models.policy.experts import ExpertNames, plain_config
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import (
     HEAD_WEIGHT,
     auto_class,
@@ -109,7 +109,22 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:
     """config.json of the model with `overrides` applied. ValueError for weights in a format that cannot be read."""
-    return plain_config(AutoConfig.from_pretrained(model_path, **overrides), model_path)
+    return _plain(AutoConfig.from_pretrained(model_path, **overrides), repr(model_path))
+
+
+def _plain(config: PretrainedConfig, named: str) -> PretrainedConfig:
+    """The config.json of a model, which may be quantised, as if its weights were ordinary ones."""
+    settings = config.to_dict().get("quantization_config")
+    if settings is None:
+        return config
+    method = settings.get("quant_method")
+    if (config.model_type, method) != ("gpt_oss", "mxfp4"):
+        raise ValueError(
+            f"{named} is quantised ({method}), and training needs ordinary weights; name the model that it was made "
+            "from, or dequantise it with transformers and save_pretrained it. Only GPT-OSS in MXFP4 is read as it is"
+        )
+    del config.__dict__["quantization_config"]
+    return config
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -153,10 +168,7 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "change nothing in training; rope_theta and its like stand in "
             "rope_parameters: {rope_type: default, rope_theta: ...}"
         )
-    try:
-        model = plain_config(model, name)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+    model = _plain(model, f"{key}: {name!r}")
     if sees_images(model):
         check_vision_model(config, model)
     elif config.freeze:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,9 +104,7 @@ class _Permute(torch.autograd.Function):
 
 def permute(rows: torch.Tensor, order: torch.Tensor, copies: int = 1) -> torch.Tensor:
     """Rows [N, H], each repeated `copies` times, brought into `order`, a permutation int64 [N x copies]."""
-    out = _Permute.apply(rows, order, _inverse(order), copies)
-    assert isinstance(out, torch.Tensor)
-    return out
+    return cast(torch.Tensor, _Permute.apply(rows, order, _inverse(order), copies))
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,6 @@ from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, output_modu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES
 
-_FINAL_NORMS = ("norm", "final_layernorm")
-
-
 # -- splitting a model
 
 
@@ -99,7 +96,7 @@ def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[Any, str]:
     """(the module that holds embeddings, layers and final norm; the name of that norm)."""
     base = hf.base_model
     children = dict(base.named_children())
-    norms = [norm for norm in _FINAL_NORMS if norm in children]
+    norms = [norm for norm in ("norm", "final_layernorm") if norm in children]
     missing = [part for part in ("embed_tokens", "layers") if part not in children] + ["norm"] * (not norms)
     known = {"embed_tokens", "layers", *norms[:1]}
     others = [name for name, child in children.items() if name not in known and list(child.parameters())]

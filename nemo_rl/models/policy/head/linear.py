@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,7 @@ def linear_logprobs(
     """
     options = TileOptions(head, top_k=top_k, top_p=top_p)
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
-    logprobs = _LinearLogprobs.apply(states, head.weight, head.bias, targets, options)
-    assert isinstance(logprobs, torch.Tensor)
-    return logprobs
+    return cast(torch.Tensor, _LinearLogprobs.apply(states, head.weight, head.bias, targets, options))
 
 
 @torch.no_grad()
