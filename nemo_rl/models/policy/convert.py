@@ -47,7 +47,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
-_NUM_DIGITS = 12  # of the digest in the name of a converted directory
 
 
 @contextmanager
@@ -374,7 +373,7 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
     assert digest is not None, "a sound checkpoint has a manifest"
     beside = step.absolute().parent
     folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
-    model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
+    model = folder / f"{step.name}-{digest[:12]}-{dtype}"
     if not model.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(model.with_name(f"{model.name}.lock")):

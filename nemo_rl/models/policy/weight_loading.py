@@ -28,7 +28,6 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
 SAMPLED_BYTES = 1 << 20  # at the beginning and at the end of each weight file
 
 
@@ -155,7 +154,7 @@ def weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str
     if not directory.is_dir():
         return f"{name}@{model._commit_hash}"
     digest = xxhash.xxh3_128()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
+    for file in sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".bin")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as handle:
