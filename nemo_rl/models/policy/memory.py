@@ -155,11 +155,7 @@ def training_phases(
     whole += model.tower_parameters
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     own = whole / shards
-    cut = (
-        f"lower it with {backend.key('tensor_model_parallel_size')}"
-        if is_megatron
-        else "lower it with more training ranks"
-    )
+    cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
     trained = own * 0.01 if policy.adapters.enabled else own
     if isinstance(sizes, MegatronSizes):
         spread = sizes.data_parallel * sizes.context_parallel if sizes.shards_optimizer else 1

@@ -61,9 +61,7 @@ class DTensorPolicyWorker(PolicyWorker):
             for stage in self.stages:
                 stage.register_forward_pre_hook(self.router_load.leave_padding_out)
         self.layout = row_layout(config, hf_config, self.mesh)
-        self.vision = None
-        if settings.blank_image is not None:
-            self.vision = VisionInputs(hf_config, settings.blank_image)
+        self.vision = None if settings.blank_image is None else VisionInputs(hf_config, settings.blank_image)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
