@@ -61,6 +61,7 @@ class SavedState(Protocol):
 
     def on_host(self) -> Self:
         """Copies in host memory, which later steps do not change."""
+        ...
 
     def save(self, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None) -> None:
         """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.

@@ -142,6 +142,7 @@ class MicroBatchRunner(Protocol):
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         """The output of `task` for each micro-batch, in order: float32 [B, S] or [B, S, C], on the device, no grad."""
+        ...
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         """Forward and backward of all micro-batches. Gradients add up in the parameters, reduced over ranks once."""

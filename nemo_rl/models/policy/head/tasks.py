@@ -28,9 +28,11 @@ class HeadModel(Protocol):
 
     def output_head(self) -> OutputHead:
         """This rank's rows of the head of a language model."""
+        ...
 
     def score_weight(self) -> torch.Tensor:
         """[1, H], the head of a reward or value model."""
+        ...
 
 
 class HeadTask(ABC):
