@@ -403,7 +403,8 @@ class PreferenceDataConfig(ExampleSection[PreferenceDatasetConfig]):
     @property
     def validation_sets(self) -> list[tuple[str, PreferenceDatasetConfig]]:
         """The validation sets under their names, the files of `val_data_paths` last."""
-        of_file = {"split_validation_size": 0.0, "repeat": 1, "streaming": False, "split": None, "subset": None}
+        whole = {"split_validation_size": 0.0, "repeat": 1, "max_samples": None, "streaming": False}
+        of_file = {**whole, "split": None, "subset": None}
         files = [
             (name, self.train[0].model_copy(update={**of_file, "name": name, "data_path": path}))
             for name, path in self.val_data_paths.items()

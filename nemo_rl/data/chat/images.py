@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import io
 import re
 import urllib.request
@@ -20,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,12 +53,17 @@ def image_parts(content: Any) -> list[Mapping[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, without its images. ValueError for a part that is no object."""
+    """The text of a content, without its images; a content may be absent. ValueError for a part that is no object."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         if any(not isinstance(part, Mapping) for part in content):
             raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
         return "".join(str(part.get("text") or "") for part in content if part.get("type") not in IMAGE_TYPES)
-    return str(content)
+    return "" if content is None else str(content)
+
+
+def text_or_parts(content: Any) -> Any:
+    """The content itself if it has images, else its text. ValueError as `text_of`."""
+    return content if image_parts(content) else text_of(content)
 
 
 def as_text(content: Any) -> str:
@@ -70,8 +75,8 @@ def as_text(content: Any) -> str:
 
 def has_images(row: Row) -> bool:
     """Whether any content of the row has an image."""
-    said = [message for _, messages in _conversations(row) for message in messages if isinstance(message, Mapping)]
-    return any(map(image_parts, [row.get("problem"), *(message.get("content") for message in said)]))
+    said = [message.get("content") for _, messages in _conversations(row) for message in messages]
+    return any(map(image_parts, [row.get("problem"), *said]))
 
 
 def map_contents(row: Row, change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -84,10 +89,10 @@ def map_contents(row: Row, change: Callable[[Any], Any]) -> dict[str, Any]:
     return changed
 
 
-def _conversations(row: Row) -> Iterator[tuple[str, Sequence[Any]]]:
+def _conversations(row: Row) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
     for column in CONVERSATIONS:
         messages = row.get(column)
-        if isinstance(messages, Sequence) and not isinstance(messages, str):
+        if isinstance(messages, Sequence) and messages and all(isinstance(message, Mapping) for message in messages):
             yield column, messages
 
 
@@ -129,7 +134,8 @@ def read_image(source: Any) -> Image:
         data = _bytes_of(source, scheme)
         with Image.open(io.BytesIO(data)) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, binascii.Error, OSError, ValueError) as error:
+    # Pillow has SyntaxError for damage behind the beginning of a file.
+    except (Image.DecompressionBombError, HTTPException, OSError, SyntaxError, ValueError) as error:
         reason = "it is no image that Pillow can decode" if isinstance(error, UnidentifiedImageError) else error
         raise ValueError(f"image {_name_of(source)} cannot be read: {reason}") from error
 

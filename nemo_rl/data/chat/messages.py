@@ -91,9 +91,9 @@ def get_formatted_message_log(
 
 def _filled(spec: TaskDataSpec, content: Any) -> Any:
     """The content of the user's message in the prompt template; images stay before the text."""
-    if images := image_parts(content):
-        return [*images, {"type": "text", "text": spec.fill(text_of(content))}]
-    return spec.fill(content)
+    filled = spec.fill(text_of(content))
+    images = image_parts(content)
+    return [*images, {"type": "text", "text": filled}] if images else filled
 
 
 def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> tuple[list[int], list[int]]:

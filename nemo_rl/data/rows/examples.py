@@ -158,6 +158,7 @@ class ExampleMaker(RowReader):
                     "prompt": task.spec.prompt,
                     "system_prompt": task.spec.system_prompt,
                     "columns": dict(task.columns),
+                    **({"tools": task.spec.tools} if task.spec.tools else {}),
                 }
                 for name, task in self.tasks.items()
             },

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.images import image_parts, text_of
+from nemo_rl.data.chat.images import image_parts, text_of, text_or_parts
 from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, ProcessorFn
@@ -132,10 +132,7 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     ValueError if there is no user message.
     """
     given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
-    messages: list[dict[str, Any]] = [
-        {"role": str(m["role"]), "content": m["content"] if image_parts(m["content"]) else str(m["content"])}
-        for m in given
-    ]
+    messages: list[dict[str, Any]] = [{"role": str(m["role"]), "content": text_or_parts(m["content"])} for m in given]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -191,8 +188,7 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
 
 def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
     stops = None if stop_strings is None else list(stop_strings)
-    content = problem if isinstance(problem, list) else str(problem)
-    return PromptParts([{"role": "user", "content": content}], metadata, stops)
+    return PromptParts([{"role": "user", "content": text_or_parts(problem)}], metadata, stops)
 
 
 def both_forms(row: Row) -> dict[str, Any]:
@@ -206,7 +202,7 @@ def both_forms(row: Row) -> dict[str, Any]:
         first = {message["role"]: message for message in reversed(row["messages"])}
         last = {message["role"]: message for message in row["messages"]}
         asked = first["user"]["content"] if "user" in first else None
-        problem = {} if asked is None else {"problem": asked if image_parts(asked) else str(asked)}
+        problem = {} if asked is None else {"problem": text_or_parts(asked)}
         answer = {"expected_answer": text_of(last["assistant"]["content"])} if "assistant" in last else {}
         return {**problem, **answer, **row}
     if "problem" in row and "expected_answer" in row:

@@ -127,10 +127,10 @@ class _LoadedTables:
                 self.held_out.append(self.validation(cfg, held_out))
 
     def validation(self, cfg: TableConfig, rows: Rows | None = None) -> NamedRows:
-        """Rows to validate on: `rows`, or the whole dataset."""
-        rows = load_rows(cfg)[0] if rows is None else rows
+        """Rows to validate on: `rows`, once, or the whole dataset with its `repeat`."""
+        named, repeat = (load_rows(cfg)[0], cfg.repeat) if rows is None else (rows, 1)
         name, task = self._names_of(cfg, "/validation")
-        return NamedRows(name=name, task_name=task, rows=rows)
+        return NamedRows(name=name, task_name=task, rows=named, repeat=repeat)
 
     def _names_of(self, cfg: TableConfig, suffix: str = "") -> tuple[str, str]:
         """(name of the rows, name of their task)."""

@@ -6,7 +6,7 @@ from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Prompt
-from tests.conversations import answered, user
+from tests.conversations import answered, assistant, user
 
 DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
 COLUMNS = {"input_key": "question", "output_key": "solution"}
@@ -118,14 +118,15 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
     keys = {"data_path": jsonl, **COLUMNS}
     sums, twice = {"num_samples": 5}, {"repeat": 2, "env_name": "other", "split_validation_size": 0.1}
     train = [dataset(dataset_name="arithmetic", kwargs=sums), dataset(**keys, **twice), dataset(**keys)]
-    validation = [dataset(dataset_name="arithmetic", split="validation")]
+    validation = [dataset(dataset_name="arithmetic", split="validation", kwargs=sums, repeat=3)]
     setup = setup_data(data_config(*train, validation=validation))
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
     assert len(setup.train) == len(ids) == 5 + 2 * 18 + 20
     assert [ids[i] for i in (0, 5, 5 + 18, -1)] == ["arithmetic:0", "rows:0", "rows:0/1", "rows#2:19"]
     assert setup.train[len(ids) - 1].task_name == "rows#2"
-    assert {prompt.task_name for prompt in setup.validation} == {"rows", "arithmetic"}
+    assert [prompt.task_name for prompt in setup.validation] == ["rows"] * 2 + ["arithmetic"] * 3 * 5
+    assert setup.validation[2 + 3 * 5 - 1].prompt_id == "arithmetic/validation:4/2"
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
 
@@ -158,5 +159,9 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
     same = process(made_of({"messages": answered("12", asked="5+7")}, 7))
     assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
     assert same["extra_env_info"] == datum["extra_env_info"]
+    in_parts = [user([{"type": "text", "text": "5+"}, {"type": "text", "text": "7"}]), assistant("12")]
+    for row in ({"messages": in_parts}, {"problem": in_parts[0]["content"], "expected_answer": "12"}):
+        same = process(made_of(row, 7))
+        assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
     with pytest.raises(ValueError, match=r"row x:1 has no column 'problem', which processor 'math_hf_.*has: text"):
         process(made_of({"text": "a"}, 1))

@@ -53,12 +53,13 @@ def test_defaults_reach_every_dataset():
 
 
 def test_val_data_paths_are_read_like_the_training_data():
-    train = {"dataset_name": "BinaryPreferenceDataset", "data_path": "a.jsonl", "chosen_key": "good", "repeat": 3}
+    train = {"dataset_name": "BinaryPreferenceDataset", "data_path": "a.jsonl", "chosen_key": "good"}
+    train |= {"repeat": 3, "max_samples": 9}
     config = dpo(train=train, val_data_paths={"x": "x.jsonl", "y": "y.jsonl"}, validation={"data_path": "z.jsonl"})
     sets = config.data.validation_sets
     paths = {name: dataset.data_path for name, dataset in sets}
     assert paths == {"default": "z.jsonl", "x": "x.jsonl", "y": "y.jsonl"} and list(paths) == ["default", "x", "y"]
-    assert (sets[1][1].chosen_key, sets[1][1].repeat) == ("good", 1)
+    assert (sets[1][1].chosen_key, sets[1][1].repeat, sets[1][1].max_samples) == ("good", 1, None)
 
 
 @pytest.mark.parametrize(

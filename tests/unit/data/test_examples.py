@@ -183,6 +183,8 @@ def test_datasets_are_tried_before_the_run(caplog):
 
 def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
     make, spec, larger = maker(), TaskDataSpec("t"), tokenizer_with(TEMPLATES["chatml"])
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
+    with_tools = maker(spec=TaskDataSpec("t", tools_file=tmp_path / "tools.json"))
     larger.add_tokens(["more"])
     spec.system_prompt = "x"
     changes = [
@@ -190,9 +192,9 @@ def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
         {"add_eos": True}, {"add_generation_prompt": False}, {"max_input_seq_length": 7},
         {"roles_to_train_on": "all"}, {"only_unmask_final": True},
     ]  # fmt: skip
-    variants = [maker(spec=spec), maker("pretokenized"), maker(columns={"messages": "chat"})]
+    variants = [maker(spec=spec), with_tools, maker("pretokenized"), maker(columns={"messages": "chat"})]
     prints = {variant.fingerprint() for variant in [make, *variants, *(replace(make, **change) for change in changes)]}
-    assert len(prints) == 1 + 3 + 8
+    assert len(prints) == 1 + 4 + 8
     assert pickle.loads(pickle.dumps(make)).fingerprint() == maker().fingerprint() == make.fingerprint()
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import pickle
+import random
 import re
 
 import pytest
@@ -64,6 +65,14 @@ def test_one_image_from_every_source(tmp_path):
 def test_a_source_that_is_no_image(source, message):
     with pytest.raises(ValueError, match=message):
         read_image(source)
+
+
+def test_damage_in_the_middle_of_a_file_is_named():
+    file = io.BytesIO()
+    Image.frombytes("RGB", (256, 256), random.Random(0).randbytes(3 * 256 * 256)).save(file, "PNG")
+    first, second, third, *rest = file.getvalue().split(b"IDAT")  # chunks of 64 KiB, each with its name
+    with pytest.raises(ValueError, match="image of bytes cannot be read: broken PNG file"):
+        read_image(b"IDAT".join([first, second]) + bytes(4) + b"IDAT".join([third, *rest]))
 
 
 def parts(*texts_and_images: object) -> list[dict]:
@@ -142,6 +151,11 @@ def test_what_cannot_be_shown_is_named(model, tokenizer, reads, content, message
         if isinstance(content, list) and "role" in content[0]:
             ObservationRenderer(tokenizer, reader)(content[0], sampled=[], num_images=1)
         PromptProcessor(task(math_hf_data_processor), tokenizer, 128, reader)(asking(content))
+
+
+def test_a_row_whose_messages_are_no_messages_is_a_problem_of_the_row(model, tokenizer):
+    _, meta = example_maker(model, tokenizer)(prompt_of({"messages": ["Which?", {"role": "user", "content": "a"}]}))
+    assert meta.problem_kind == "bad_row" and "column 'messages' must hold" in meta.problem
 
 
 def test_both_marks_of_gemma_3_are_known(tokenizer, tmp_path):
