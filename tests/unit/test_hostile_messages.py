@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
-from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_file_as
+from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_table
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
@@ -133,11 +133,11 @@ def test_files_that_are_no_data_are_refused_and_a_row_of_bytes_that_are_no_text_
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match="dataset"):
-            load_file_as(str(tmp_path / name), name.rpartition(".")[2].removesuffix("l"), str(tmp_path / "cache"))
+            load_table(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
     of_types = b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'
     for content, marked in ((b'{"input": "a", "output": "\xff\xfe"}\n', [True]), (of_types, [False] * 3)):
         (tmp_path / f"{len(marked)}.jsonl").write_bytes(content)
-        rows = MarkedRows(load_file_as(str(tmp_path / f"{len(marked)}.jsonl"), "json", str(tmp_path / "cache")), dict)
+        rows = MarkedRows(load_table(str(tmp_path / f"{len(marked)}.jsonl"), cache_dir=str(tmp_path / "cache")), dict)
         assert [BAD_ROW in rows[i] for i in range(len(rows))] == marked
 
 
@@ -151,7 +151,7 @@ def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> No
     assert rows[0] == {"messages": []}
     assert f"more than {MAX_ROW_BYTES >> 20} MiB" in rows[1][BAD_ROW]
     with pytest.raises(ValueError, match=r"row 1 .*MiB"):
-        load_file_as(str(path), "json", str(tmp_path / "cache"))
+        load_table(str(path), cache_dir=str(tmp_path / "cache"))
     assert time.process_time() - started < 20
 
 

@@ -3,8 +3,9 @@
 A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. A hash of the text alone chooses the
 held-out fifth, so training and validation never share a problem, whatever the other options are.
 
-The functions `demonstrate_...` give conversations for the warm-up of tiny models (`data/tiny_model.py`). Held-out
-problems are among them: a real model has seen arithmetic before, too.
+The functions `load_...` of all generated datasets raise ValueError as `generated_options`. The functions
+`demonstrate_...` give conversations for the warm-up of tiny models (`data/tiny_model.py`). Held-out problems are among
+them: a real model has seen arithmetic before, too.
 """
 
 import itertools
@@ -58,14 +59,13 @@ def in_split(text: str, split: str) -> bool:
     return split == "all" or (xxhash.xxh64_intdigest(text.encode()) % HELD_OUT_ONE_IN == 0) == (split == "validation")
 
 
-def sampled(space: Sequence[T], num_samples: int | None, split: str, seed: int) -> list[T]:
+def sampled(cfg: TableConfig, space: Sequence[T], num_samples: int | None) -> list[T]:
     """`num_samples` items of `space`: all of them in random order, again and again.
 
     `num_samples` defaults to 10,000 for training, and otherwise to each item once.
     """
-    if num_samples is None:
-        num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(space)
-    generator = np.random.default_rng(seed)
+    num_samples = num_samples or (DEFAULT_NUM_TRAIN_SAMPLES if cfg.split in (None, "train") else len(space))
+    generator = np.random.default_rng(cfg.seed)
     items: list[T] = []
     while len(items) < num_samples:
         items += [space[i] for i in generator.permutation(len(space))[: num_samples - len(items)].tolist()]
@@ -107,16 +107,14 @@ class _Options(StrictModel):
 
     def draw(self, cfg: TableConfig) -> list[tuple[str, int]]:
         """(problem, answer) of each row; see `sampled`. ValueError as `arithmetic_space`."""
-        split = cfg.split or "train"
-        space = arithmetic_space(max_operand=self.max_operand, operators=self.operators, split=split)
-        return sampled(space, self.num_samples, split, cfg.seed)
+        space = arithmetic_space(max_operand=self.max_operand, operators=self.operators, split=cfg.split or "train")
+        return sampled(cfg, space, self.num_samples)
 
 
 def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows for a dataset section with `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
 
-    Rows to learn from (SFT) also have `messages`, with the answer boxed as the math environment reads it. Raises
-    ValueError for an unknown or invalid option.
+    Rows to learn from (SFT) also have `messages`, with the answer boxed as the math environment reads it.
     """
     problems = generated_options(cfg, _Options).draw(cfg)
     rows = [{"problem": problem, "expected_answer": str(value)} for problem, value in problems]
@@ -163,8 +161,7 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
 
     Half of the wrong answers are one too high, the mistake of the tiny models; the others are off by up to three.
     `kwargs`: as in `arithmetic`; `max_mistake: n` for answers that are off by up to n, every mistake equally likely;
-    and `margins: true` for a margin as large as the mistake. Raises ValueError for an unknown or invalid option, or a
-    section that takes no preferences.
+    and `margins: true` for a margin as large as the mistake. Raises ValueError for a section that takes no preferences.
     """
     if not isinstance(cfg, PreferenceDatasetConfig):
         raise ValueError(
@@ -188,10 +185,7 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
 
 
 def load_code_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Rows of `arithmetic`, each with `tests` of one case: what the program has to print. Options as in `arithmetic`.
-
-    Raises ValueError for an unknown or invalid option.
-    """
+    """Rows of `arithmetic`, each with `tests` of one case: what the program has to print. Same options."""
     return [{**row, "tests": [{"input": "", "output": row["expected_answer"]}]} for row in load_arithmetic(cfg)]
 
 
@@ -208,8 +202,7 @@ def demonstrate_code_arithmetic(rng: random.Random, mistake_probability: float) 
 def load_tool_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows of `arithmetic` with the calculator in their column `tools`; options as in `arithmetic`.
 
-    `kwargs.show_tools: false` omits the column `tools`, for models whose chat template shows no tools. Raises
-    ValueError for an unknown or invalid option.
+    `kwargs.show_tools: false` omits the column `tools`, for models whose chat template shows no tools.
     """
     kwargs = dict(cfg.kwargs)
     show_tools = kwargs.pop("show_tools", True)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from nemo_rl.config.rules import StrictModel
-from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label
 from nemo_rl.data.datasets.files import (
     JsonLines,
     column_names,
@@ -23,7 +23,7 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, from_json, without_none
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, from_json, without_none
 
 # -- Conversations.
 
@@ -78,11 +78,8 @@ def chat_row(
     if system and (not messages or messages[0].get("role") != "system"):
         messages.insert(0, {"role": "system", "content": str(system)})
     others = {key: value for key, value in row.items() if key not in (chat_key, system_key, tool_key)}
-    tools = row.get(tool_key)
-    if isinstance(tools, str):
-        tools = from_json(tools, f"column {tool_key!r}") if tools.strip() else None
-    if tools:
-        others["tools"] = without_none(tools) if fill_ins else tools
+    if tools := as_tools(row.get(tool_key), f"column {tool_key!r}"):
+        others["tools"] = tools
     return {**others, "messages": messages}
 
 
@@ -122,7 +119,7 @@ def load_conversations(cfg: TableConfig) -> Rows | StreamedTable:
     """
     if not isinstance(cfg, ExampleDatasetConfig):
         raise ValueError(f"dataset {cfg.dataset_name!r} holds conversations: it is for the section data of SFT")
-    table, label = load_example_table(cfg)
+    table, label = load_example_table(cfg), dataset_label(cfg)
     columns = column_names(table)
     if "input_ids" in columns:
         require_used_keys(cfg, (), "the rows are tokens (column 'input_ids')")
@@ -261,7 +258,7 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
         raise ValueError(
             f"dataset {cfg.dataset_name!r} holds preferences: it is for the section data of DPO and reward models"
         )
-    table, label = load_example_table(cfg)
+    table, label = load_example_table(cfg), dataset_label(cfg)
     if cfg.dataset_name != "BinaryPreferenceDataset" and "completions" in column_names(table):
         require_columns(table, {"of ranked completions": "context"}, label)
         require_used_keys(cfg, (), "the rows have ranked answers (column 'completions')")

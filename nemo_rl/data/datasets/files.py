@@ -40,8 +40,7 @@ class JsonLines(LazyRows):
     """
 
     def __init__(self, path: str) -> None:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
+        _require_content(path)
         self.path = path
         bounds = list(_lines(path))
         if not bounds:
@@ -73,9 +72,7 @@ class JsonLines(LazyRows):
 
 
 def _lines(path: str) -> Iterator[tuple[int, int]]:
-    """Where each line of a file that is not blank begins and ends."""
-    if Path(path).stat().st_size == 0:  # an empty file cannot be mapped
-        return
+    """Where each line that is not blank begins and ends. An empty file cannot be mapped."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         begin = 0
         while begin < len(data):
@@ -150,9 +147,17 @@ def converted(table: Any, convert: Convert) -> Rows | StreamedTable:
 
 
 def load_table(
-    path: str, *, subset: str | None, split: str | None, cache_dir: str | None, streaming: bool = False
+    path: str,
+    *,
+    subset: str | None = None,
+    split: str | None = None,
+    cache_dir: str | None = None,
+    streaming: bool = False,
+    builder: str | None = None,
 ) -> Any:
     """A `datasets.Dataset` from a file, a folder of such files, or a Hugging Face path; streamed an `IterableDataset`.
+
+    `builder`, a value of FORMATS, is the format of a file whose name does not end in it.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -160,15 +165,21 @@ def load_table(
             damaged or has no rows, or if the hub cannot be reached.
     """
     import datasets
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+    source: dict[str, Any] = {"path": path, "name": subset}
     if is_file(path):
         _require_whole_file(path, subset, split)
-        if Path(path).suffix not in FORMATS:
+        builder = builder or FORMATS.get(Path(path).suffix)
+        if builder is None:
             raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
-        return load_file_as(path, FORMATS[Path(path).suffix], cache_dir, streaming)
+        _require_content(path)
+        if path.endswith(".jsonl") and Path(path).stat().st_size > MAX_ROW_BYTES:
+            for row, (begin, end) in enumerate(_lines(path)):
+                _require_short(end - begin, f"dataset file {path!r}: row {row} (from 0)")
+        source = {"path": builder, "data_files": path}
     try:
-        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir, streaming=streaming)
+        loaded = datasets.load_dataset(**source, cache_dir=cache_dir, streaming=streaming)
     except DatasetNotFoundError as error:
         raise ValueError(
             f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
@@ -179,6 +190,11 @@ def load_table(
             f"dataset {path!r} is no local path, and the Hugging Face hub cannot be reached: {error}. Without a "
             "network give data_path: a local file, or take data that is in the Hugging Face cache already"
         ) from error
+    except (DatasetGenerationError, ValueError) as error:
+        cause = error.__cause__ or error  # the message of the format's reader
+        if "corresponds to no data" in str(cause):  # a header and nothing below it
+            raise ValueError(f"dataset {path!r} is empty: it has no rows") from error
+        raise ValueError(f"dataset {path!r} cannot be read{f' as {builder}' if builder else ''}: {cause}") from error
     wanted = split or "train"
     if wanted not in loaded:
         raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
@@ -204,32 +220,11 @@ def _require_whole_file(path: str, subset: str | None, split: str | None) -> Non
         raise ValueError(f"dataset file {path!r} has no subset {subset!r}: a file is read whole; set subset=null")
 
 
-def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool = False) -> Any:
-    """A table from a file whose format is known: `builder` is the name that `datasets` has for it, a value of FORMATS.
-
-    Raises:
-        FileNotFoundError: if the file does not exist. ValueError: if it has no rows or is damaged.
-    """
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
+def _require_content(path: str) -> None:
     if not Path(path).is_file():
         raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
     if Path(path).stat().st_size == 0:
         raise ValueError(f"dataset file {path!r} is empty")
-    if path.endswith(".jsonl") and Path(path).stat().st_size > MAX_ROW_BYTES:
-        for row, (begin, end) in enumerate(_lines(path)):
-            _require_short(end - begin, f"dataset file {path!r}: row {row} (from 0)")
-    try:
-        table = datasets.load_dataset(builder, data_files=path, cache_dir=cache_dir, streaming=streaming)["train"]
-    except (DatasetGenerationError, ValueError) as error:
-        cause = error.__cause__ or error  # the message of the format's reader
-        if "corresponds to no data" in str(cause):  # a header and nothing below it
-            raise ValueError(f"dataset {path!r} is empty: it has no rows") from error
-        raise ValueError(f"dataset file {path!r} cannot be read as {builder}: {cause}") from error
-    if isinstance(table, datasets.Dataset) and len(table) == 0:
-        raise ValueError(f"dataset {path!r} is empty: it has no rows")
-    return table
 
 
 def load_data_path(cfg: TableConfig, path: str | None = None) -> Any:
@@ -240,17 +235,16 @@ def load_data_path(cfg: TableConfig, path: str | None = None) -> Any:
     return load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=streaming)
 
 
-def load_example_table(cfg: ExampleTableConfig) -> tuple[Any, str]:
-    """(table, its label) of `data_path`: rows of a JSONL file as they are written, other tables from `load_table`.
+def load_example_table(cfg: ExampleTableConfig) -> Any:
+    """The table of `data_path`: rows of a JSONL file as they are written, other tables from `load_table`.
 
     Raises ValueError or FileNotFoundError as `load_table`, and if there is no `data_path`.
     """
     path = cfg.data_path
     if path is not None and path.endswith(".jsonl") and not cfg.streaming:
         _require_whole_file(path, cfg.subset, cfg.split)
-        return JsonLines(path), Path(path).stem
-    table = load_data_path(cfg)
-    return table, Path(str(path)).stem if is_file(str(path)) else str(path)
+        return JsonLines(path)
+    return load_data_path(cfg)
 
 
 # -- Prompts: a problem and its answer from two columns.

@@ -26,7 +26,6 @@ from nemo_rl.data.datasets.files import (
     converted,
     is_file,
     load_data_path,
-    load_file_as,
     load_table,
     problem_row,
     require_columns,
@@ -68,10 +67,8 @@ def load_problem_table(
         )
     if is_file(path):  # a file is read whole; subset and split are meant for another dataset of the configuration
         subset = split = None
-    if file_format is None or path.endswith(f".{file_format}"):
-        table = load_table(path, subset=subset, split=split, cache_dir=cache_dir)
-    else:
-        table = load_file_as(path, FORMATS[f".{file_format}"], cache_dir)
+    builder = FORMATS[f".{file_format}"] if file_format is not None else None
+    table = load_table(path, subset=subset, split=split, cache_dir=cache_dir, builder=builder)
     require_columns(table, {"data.problem_key": problem_key, "data.solution_key": solution_key}, path)
     return MappedRows(table, lambda row: {**row, **answered_row(row, problem=problem_key, answer=solution_key)}, path)
 
@@ -180,7 +177,7 @@ class PictureSet(HubTable):
     def load(self, cfg: TableConfig) -> Rows | StreamedTable:
         require_used_keys(cfg, (), "the dataset has columns of its own")
         table = self.table(cfg, self.columns)
-        return converted(undecoded(table, self.columns[0]), _for(cfg, self.convert))
+        return converted(undecoded(table, self.columns[0]), self.convert)
 
 
 # -- Conversions of rows. Their errors follow the words "row 3 ...".
@@ -316,17 +313,6 @@ def undecoded(table: Any, column: str) -> Any:
     return table  # paths or URLs
 
 
-def _for(cfg: TableConfig, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
-    """Rows to learn from (SFT) have `messages`."""
-
-    def with_messages(row: Row) -> Row:
-        made = convert(row)
-        answer = {"role": "assistant", "content": str(made["expected_answer"])}
-        return {**made, "messages": [{"role": "user", "content": made["problem"]}, answer]}
-
-    return with_messages if isinstance(cfg, ExampleDatasetConfig) else convert
-
-
 def with_images(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     """The parts of a content: images where the text has `<image>`, or before a text without it.
 
@@ -356,16 +342,12 @@ def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
             f"{Path.cwd()})"
         )
 
-    def asked(row: Row) -> Row:
+    def convert(row: Row) -> Row:
+        if (said := row.get("messages")) is not None:
+            return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
         names = row["images"] if row.get("images") is not None else [row["file_name"]]
         images = [str(folder / name) for name in names]
         return {"problem": with_images(row["problem"], images), "expected_answer": str(row["answer"])}
-
-    def convert(row: Row) -> Row:
-        if row.get("messages") is None:
-            return _for(cfg, asked)(row)
-        said = row["messages"]
-        return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
 
     return converted(load_data_path(cfg, str(folder / METADATA_FILE)), convert)
 

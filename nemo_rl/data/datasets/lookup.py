@@ -52,12 +52,11 @@ def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem", "expected_answer"}; `kwargs` {num_samples, corpus_seed}, `split` and `seed` of the section.
 
     `num_samples` defaults to 10,000 for training and otherwise to each place once. `corpus_seed` is the corpus's
-    `seed`. Raises ValueError for an unknown or invalid option.
+    `seed`.
     """
     options = generated_options(cfg, _Options)
-    split = cfg.split or "train"
-    of_split = [place for place in PLACES if in_split(place, split)]
-    places = sampled(of_split, options.num_samples, split, cfg.seed)
+    of_split = [place for place in PLACES if in_split(place, cfg.split or "train")]
+    places = sampled(cfg, of_split, options.num_samples)
     return [{"problem": question(place), "expected_answer": code_of(place, options.corpus_seed)} for place in places]
 
 

@@ -131,8 +131,7 @@ def load_shapes(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem": an image and a question, "expected_answer"}, with `messages` for SFT, and pairs for preferences.
 
     `kwargs` are {num_samples, max_shapes, questions: [count, colour, place]}; `split` and `seed` come from the
-    section. `num_samples` defaults to 10,000 for training and otherwise to 256. Raises ValueError for an unknown or
-    invalid option.
+    section. `num_samples` defaults to 10,000 for training and otherwise to 256.
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"

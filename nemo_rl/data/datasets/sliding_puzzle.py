@@ -45,7 +45,7 @@ def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
     `kwargs` are {size, shuffle_moves, num_samples, max_moves, picture}; `split` and `seed` come from the section.
     `shuffle_moves` is a number or [fewest, most], from which each board draws a number. `num_samples` defaults to
     10,000 for training and otherwise to 256; boards may repeat. `max_moves` overrides the limit of the environment.
-    Raises ValueError for an unknown or invalid option, or if shuffling gives no board of the split.
+    Raises ValueError if shuffling gives no board of the split.
     """
     options = generated_options(cfg, _Options)
     rows, columns = rows_and_columns(options.size)

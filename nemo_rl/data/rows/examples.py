@@ -22,7 +22,6 @@ import transformers
 
 from nemo_rl.data.chat.images import images_of_log
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
-from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
 from nemo_rl.data.rows.example_processors import Problem
 from nemo_rl.data.rows.processors import FLAGS, NUM_STUB_TOKENS
@@ -74,13 +73,11 @@ class ExampleMaker(RowReader):
         try:
             return self.make(prompt)
         except ValueError as error:
-            count = self.tasks[prompt.task_name].sequences_per_row
+            names = PAIR if self.tasks[prompt.task_name].sequences_per_row == 2 else ("",)
             nothing = np.zeros(1, dtype=np.int32)
-            examples = [
-                Example(sample_id=_sample_id(prompt, name), token_ids=nothing, token_mask=nothing.astype(bool))
-                for name in (PAIR if count == 2 else ("",))
-            ]
-            return examples, _meta(prompt, examples, str(error), problem_kind="bad_row")
+            ids = [_sample_id(prompt, name) for name in names]
+            examples = [Example(sample_id=sample_id, token_ids=nothing, token_mask=nothing) for sample_id in ids]
+            return _made(prompt, examples, str(error), problem_kind="bad_row")
 
     def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """As a call, but an unusable row raises.
@@ -89,8 +86,6 @@ class ExampleMaker(RowReader):
         token that the tokenizer does not have.
         """
         task = self.tasks[prompt.task_name]
-        if BAD_ROW in prompt.row:
-            raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
         datum, pixels = self.process(prompt, dict, **self.flags)
         names = PAIR if "message_log_chosen" in datum else ("",)
         logs = [datum[f"message_log_{name}" if name else "message_log"] for name in names]
@@ -99,14 +94,9 @@ class ExampleMaker(RowReader):
         lengths = {name or "messages": int(datum[f"length_{name}" if name else "length"]) for name in names}
         problem = datum.get("problem") or self._problem(logs, examples, lengths)
         if problem is None:
-            return examples, _meta(prompt, examples)
-        for example in examples:  # a stub: a few tokens without loss
-            kept = example.token_ids[:NUM_STUB_TOKENS]
-            example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
-            example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
-            example.images, example.pixels = [], {}
+            return _made(prompt, examples)
         text = task.in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}")
-        return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
+        return _made(prompt, examples, text, problem_kind=problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
         learns_all = self.roles_to_train_on == "all"
@@ -188,10 +178,16 @@ def _sample_id(prompt: Prompt, answer: str) -> str:
     return f"{prompt.prompt_id}/{answer}" if answer else prompt.prompt_id
 
 
-def _meta(
-    prompt: Prompt, examples: Sequence[Example], problem: str | None = None, *, problem_kind: str = ""
-) -> ExampleMeta:
-    return ExampleMeta(
+def _made(
+    prompt: Prompt, examples: list[Example], problem: str | None = None, *, problem_kind: str = ""
+) -> tuple[list[Example], ExampleMeta]:
+    """The examples with their metadata. With a problem they become stubs: a few tokens without loss."""
+    for example in examples if problem is not None else ():
+        kept = example.token_ids[:NUM_STUB_TOKENS]
+        example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
+        example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
+        example.images, example.pixels = [], {}
+    return examples, ExampleMeta(
         prompt_id=prompt.prompt_id,
         index=0,
         lengths=tuple(len(example.token_ids) for example in examples),

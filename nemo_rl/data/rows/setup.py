@@ -20,7 +20,7 @@ from nemo_rl.data.config import (
     first_free,
 )
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import both_forms, find_processor
 from nemo_rl.types import DatumSpec, Pixels, Prompt
@@ -167,10 +167,12 @@ class RowReader:
     ) -> tuple[Any, dict[str, Pixels]]:
         """The result of the task's processor for the completed row, and the pixels of the row's images by digest.
 
-        Raises ValueError, naming the row, for a missing column, an image that cannot be read, images for a model that
-        reads text alone, and everything that the processor refuses.
+        Raises ValueError, naming the row, for a row that could not be read or converted, a missing column, an image
+        that cannot be read, images for a model that reads text alone, and everything that the processor refuses.
         """
         task = self.tasks[prompt.task_name]
+        if BAD_ROW in prompt.row:
+            raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
         try:
             if self.images is not None:
                 row, pixels = self.images.read(prompt.row)

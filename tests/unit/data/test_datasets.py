@@ -3,6 +3,7 @@ import pytest
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
+from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Prompt
@@ -45,6 +46,10 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
     assert len(load_rows(dataset(**folder, split="test"))[0]) == 20
     with pytest.raises(ValueError, match="no split 'dev'; it has train, test"):
         load_rows(dataset(**folder, split="dev"))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "train.parquet").write_bytes(b"PAR1" + bytes(60))
+    with pytest.raises(ValueError, match="damaged' cannot be read: "):
+        load_rows(dataset(data_path=str(tmp_path / "damaged")))
     (tmp_path / "rows.csv").write_text("input,output\na,b\n")
     for make, keys in ((ExampleDatasetConfig, {"processor": "p"}), (DatasetConfig, DEFAULTS)):
         keys = {**keys, "data_path": str(tmp_path / "rows.csv")}
@@ -163,5 +168,7 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
     for row in ({"messages": in_parts}, {"problem": in_parts[0]["content"], "expected_answer": "12"}):
         same = process(made_of(row, 7))
         assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
+    with pytest.raises(ValueError, match="row x:1: has no JSON"):
+        process(made_of({BAD_ROW: "has no JSON"}, 1))
     with pytest.raises(ValueError, match=r"row x:1 has no column 'problem', which processor 'math_hf_.*has: text"):
         process(made_of({"text": "a"}, 1))
