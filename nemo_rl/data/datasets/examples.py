@@ -16,8 +16,8 @@ from nemo_rl.data.datasets.files import (
     JsonLines,
     column_names,
     converted,
+    load_as_written,
     load_data_path,
-    load_example_table,
     load_response_rows,
     options_of,
     require_columns,
@@ -119,7 +119,7 @@ def load_conversations(cfg: TableConfig) -> Rows | StreamedTable:
     """
     if not isinstance(cfg, ExampleDatasetConfig):
         raise ValueError(f"dataset {cfg.dataset_name!r} holds conversations: it is for the section data of SFT")
-    table, label = load_example_table(cfg), dataset_label(cfg)
+    table, label = load_as_written(cfg), dataset_label(cfg)
     columns = column_names(table)
     if "input_ids" in columns:
         require_used_keys(cfg, (), "the rows are tokens (column 'input_ids')")
@@ -258,7 +258,7 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
         raise ValueError(
             f"dataset {cfg.dataset_name!r} holds preferences: it is for the section data of DPO and reward models"
         )
-    table, label = load_example_table(cfg), dataset_label(cfg)
+    table, label = load_as_written(cfg), dataset_label(cfg)
     if cfg.dataset_name != "BinaryPreferenceDataset" and "completions" in column_names(table):
         require_columns(table, {"of ranked completions": "context"}, label)
         require_used_keys(cfg, (), "the rows have ranked answers (column 'completions')")

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from nemo_rl.config.rules import StrictModel
-from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig
+from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig, dataset_label
 from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
 
 NUM_ROWS_FOR_COLUMNS = 32
@@ -235,13 +235,13 @@ def load_data_path(cfg: TableConfig, path: str | None = None) -> Any:
     return load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cache, streaming=streaming)
 
 
-def load_example_table(cfg: ExampleTableConfig) -> Any:
+def load_as_written(cfg: TableConfig) -> Any:
     """The table of `data_path`: rows of a JSONL file as they are written, other tables from `load_table`.
 
     Raises ValueError or FileNotFoundError as `load_table`, and if there is no `data_path`.
     """
     path = cfg.data_path
-    if path is not None and path.endswith(".jsonl") and not cfg.streaming:
+    if path is not None and path.endswith(".jsonl") and not cfg.is_streamed:
         _require_whole_file(path, cfg.subset, cfg.split)
         return JsonLines(path)
     return load_data_path(cfg)
@@ -267,7 +267,7 @@ def load_response_rows(cfg: TableConfig) -> Rows:
             file.
     """
     assert isinstance(cfg, DatasetConfig)
-    table, label = load_data_path(cfg), str(cfg.data_path)
+    table, label = load_data_path(cfg), dataset_label(cfg)
     if "messages" in table.column_names and cfg.input_key not in table.column_names:
         return table
     require_columns(table, {"input_key": cfg.input_key, "output_key": cfg.output_key}, label)
@@ -311,13 +311,13 @@ def require_used_keys(cfg: TableConfig, used: Sequence[str], reason: str, table:
         return
     given = {key: value for key, value in cfg.model_dump(exclude_defaults=True).items() if key.endswith("_key")}
     unused = [f"{key}={value}" for key, value in given.items() if key not in used]
-    label = cfg.dataset_name or cfg.data_path
+    label = dataset_label(cfg)
     if unused:
         raise ValueError(f"dataset {label!r}: {', '.join(unused)} is set but {reason}; remove it")
     for key, column in given.items():
         # The first rows of a JSONL file, which tell its columns, may lack one that later rows have.
         if not isinstance(table, JsonLines) or not any(column in row for row in MarkedRows(table, dict)):
-            require_columns(table, {key: column}, str(label))
+            require_columns(table, {key: column}, label)
 
 
 # -- Tasks of NeMo Gym.
@@ -336,7 +336,4 @@ def gym_row(row: Row) -> Row:
 
 def load_gym_tasks(cfg: TableConfig) -> Rows:
     """The tasks of `data_path`, a JSONL file, for `nemo_rl.environments.agents.nemo_gym:play`."""
-    if cfg.data_path is None:
-        raise ValueError("dataset nemo_gym: set data_path to a JSONL file of NeMo Gym")
-    _require_whole_file(cfg.data_path, cfg.subset, cfg.split)
-    return MappedRows(JsonLines(cfg.data_path), gym_row, cfg.data_path)
+    return MappedRows(load_as_written(cfg), gym_row, dataset_label(cfg))

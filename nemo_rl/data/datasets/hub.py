@@ -133,7 +133,11 @@ class HubProblems(HubTable):
 
 @dataclass(frozen=True, kw_only=True)
 class HubExamples(HubTable):
-    """Conversations, or preferences; of these, other sections get the conversation with the preferred answer."""
+    """Conversations, questions about images, or preferences; of these, other sections get the preferred answer alone.
+
+    Images are in the first column, and stay as the table has them, the bytes of a file or its path: the process that
+    tokenises the row reads them.
+    """
 
     columns: tuple[str, ...]
     convert: Callable[[Row], Row]
@@ -145,7 +149,7 @@ class HubExamples(HubTable):
             raise ValueError(f"dataset {cfg.dataset_name!r} holds no preferences")
         require_used_keys(cfg, (), "the dataset has columns of its own")
         convert = self.convert if in_pairs == self.preferences else partial(preferred_row, convert=self.convert)
-        return converted(self.table(cfg, self.columns), convert)
+        return converted(undecoded(self.table(cfg, self.columns), self.columns[0]), convert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,22 +166,6 @@ class EvalDataset(HubTable):
         table = self.table(cfg, self.columns)
         convert = partial(self.convert, seed=cfg.seed) if self.seeded else self.convert
         return MappedRows(table, convert, str(cfg.dataset_name))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PictureSet(HubTable):
-    """Questions about images, in `problem` with the images; the first column holds the image or the images.
-
-    Images stay as the table has them, the bytes of a file or its path: the process that tokenises the row reads them.
-    """
-
-    columns: tuple[str, ...]
-    convert: Callable[[Row], Row]  # -> {"problem", "expected_answer", ...}
-
-    def load(self, cfg: TableConfig) -> Rows | StreamedTable:
-        require_used_keys(cfg, (), "the dataset has columns of its own")
-        table = self.table(cfg, self.columns)
-        return converted(undecoded(table, self.columns[0]), self.convert)
 
 
 # -- Conversions of rows. Their errors follow the words "row 3 ...".
@@ -410,20 +398,16 @@ HUB_SETS: dict[str, HubProblems | HubExamples] = {
         convert=conversations_row,
         preferences=True,
     ),
-}
-
-
-PICTURE_SETS = {
-    "clevr-cogent": PictureSet(
+    "clevr-cogent": HubExamples(
         path="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         columns=("image", "problem", "solution"),
         convert=clevr_row,
     ),
-    "geometry3k": PictureSet(path="hiyouga/geometry3k", columns=("images", "problem", "answer"), convert=geometry_row),
-    "refcoco": PictureSet(
+    "geometry3k": HubExamples(path="hiyouga/geometry3k", columns=("images", "problem", "answer"), convert=geometry_row),
+    "refcoco": HubExamples(
         path="lmms-lab/RefCOCO", split="val", columns=("image", "answer", "bbox"), convert=refcoco_row
     ),
-    "okvqa": PictureSet(
+    "okvqa": HubExamples(
         path="lmms-lab/OK-VQA", split="val2014", columns=("image", "question", "answers"), convert=okvqa_row
     ),
 }
@@ -496,7 +480,7 @@ EVAL_DATASETS: dict[str, EvalDataset] = {
 }
 """By name; `gsm8k` is the test split here."""
 LOADERS = {
-    **{name: known.load for sets in (EVAL_DATASETS, HUB_SETS, PICTURE_SETS) for name, known in sets.items()},
+    **{name: known.load for sets in (EVAL_DATASETS, HUB_SETS) for name, known in sets.items()},
     "image_folder": load_image_folder,
 }
 """By name; `gsm8k` is the training split here."""

@@ -35,7 +35,7 @@ class PromptParts:
 
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]  # for the environment
-    stop_strings: list[str] | None = None  # end the first turn
+    stop_strings: Sequence[str] | None = None  # end the first turn
 
 
 def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
@@ -73,7 +73,7 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
             task_name=str(task_data_spec.task_name),
         )
         if parts.stop_strings is not None:
-            datum["stop_strings"] = parts.stop_strings
+            datum["stop_strings"] = list(parts.stop_strings)
         if max_seq_length is not None and datum["length"] > max_seq_length:
             kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(log)))
             datum["message_log"] = [
@@ -187,8 +187,7 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
 
 
 def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
-    stops = None if stop_strings is None else list(stop_strings)
-    return PromptParts([{"role": "user", "content": text_or_parts(problem)}], metadata, stops)
+    return PromptParts([{"role": "user", "content": text_or_parts(problem)}], metadata, stop_strings)
 
 
 def both_forms(row: Row) -> dict[str, Any]:
@@ -250,20 +249,15 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
 
     Raises ValueError if there is none, or one of examples does not take the flags.
     """
-    if name == "nemo_gym_data_processor":
-        raise ValueError(
-            f"processor {name!r} is not needed: set dataset_name: nemo_gym, processor: conversation_processor, and an "
-            "environment of type agent (docs/guides/agents.md)"
-        )
     if of_examples and name == "helpsteer3_data_processor":
         name = "preference_processor"
     processor = find(PROCESSOR_REGISTRY, name, "processor")
-    if not of_examples:
-        if isinstance(processor, str):
-            raise ValueError(f"processor {name!r} makes no prompts: it is for SFT, DPO and reward models")
-        return processor
     if isinstance(processor, str):
+        if not of_examples:
+            raise ValueError(f"processor {name!r} makes no prompts: it is for SFT, DPO and reward models")
         processor = import_object(processor, "processor")
+    if not of_examples:
+        return processor
     parameters = inspect.signature(processor).parameters
     missing = [flag for flag in FLAGS if flag not in parameters]
     if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

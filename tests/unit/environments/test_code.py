@@ -110,8 +110,6 @@ def test_mathematics_with_three_rewards_and_programs_by_their_words() -> None:
 
 def test_names_of_nemo_rl_are_found_or_refused_with_a_reason() -> None:
     assert find_env_class("vlm") is find_env_class("composite")
-    with pytest.raises(ValueError, match="processor 'nemo_gym_data_processor' is not needed"):
-        find_processor("nemo_gym_data_processor")
     for name in ("sft_processor", "helpsteer3_data_processor"):
         assert find_processor(name, of_examples=True).__module__.endswith("example_processors")
     assert find_processor("helpsteer3_data_processor") is find_processor("conversation_processor")
