@@ -3,9 +3,9 @@
 `compat.py` says under which module of NeMo RL each of these stands.
 """
 
-import dataclasses
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -119,32 +119,25 @@ def _load(cfg: DatasetConfig | PreferenceDatasetConfig) -> LoadedDataset:
     return LoadedDataset(*load_rows(cfg), task_name=str(cfg.dataset_name or cfg.data_path))
 
 
+@dataclass(eq=False)
 class AllTaskProcessedDataset:
     """Rows with their processor: `dataset[i]` is a DatumSpec.
 
     `task_data_processors` is a processor, or for each `task_name` of the rows a pair of specification and processor.
     """
 
-    def __init__(
-        self,
-        dataset: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        default_task_data_spec: TaskDataSpec,
-        task_data_processors: ProcessorFn | Mapping[str, tuple[TaskDataSpec, ProcessorFn]],
-        max_seq_length: int | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.tokenizer = tokenizer
-        self.spec = default_task_data_spec
-        self.processors = task_data_processors
-        self.max_seq_length = max_seq_length
+    dataset: Rows
+    tokenizer: PreTrainedTokenizerBase
+    default_task_data_spec: TaskDataSpec
+    task_data_processors: ProcessorFn | Mapping[str, tuple[TaskDataSpec, ProcessorFn]]
+    max_seq_length: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
-        spec, process = self.spec, self.processors
+        spec, process = self.default_task_data_spec, self.task_data_processors
         if isinstance(process, Mapping):
             spec, process = process[row["task_name"]]
         return process(row, spec, self.tokenizer, self.max_seq_length, idx)
@@ -267,7 +260,7 @@ class NLLLossFn:
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
     ) -> tuple[Tensor, LossMetrics]:
-        named = [field.name for field in dataclasses.fields(self.inputs_type) if field.name != "sample_mask"]
+        named = [field.name for field in fields(self.inputs_type) if field.name != "sample_mask"]
         columns = {name: data[name][:, 1:] for name in named}
         columns |= {"token_mask": columns["token_mask"].float(), "sample_mask": data["sample_mask"].float()}
         return self.loss(next_token_logprobs, self.inputs_type(**columns), global_valid_seqs, global_valid_toks)

@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -113,6 +113,7 @@ class PackingMetrics:
         return min(self.loads) / max(self.loads) if self.loads else 1.0
 
 
+@dataclass(eq=False)
 class SequencePacker(ABC):
     """Packs sequences into bins. The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`.
 
@@ -120,28 +121,17 @@ class SequencePacker(ABC):
     of the packer that draws one.
     """
 
-    def __init__(
-        self,
-        bin_capacity: int,
-        collect_metrics: bool = False,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        counts = {
-            "bin_capacity": bin_capacity,
-            "min_bin_count": min_bin_count,
-            "bin_count_multiple": bin_count_multiple,
-        }
-        for name, value in counts.items():
-            if value is not None and value < 1:
+    bin_capacity: int
+    collect_metrics: bool = False
+    min_bin_count: int | None = None
+    bin_count_multiple: int | None = None
+    seed: int = 0
+    metrics: PackingMetrics | None = field(init=False, default=None)  # of the last `pack`, with `collect_metrics`
+
+    def __post_init__(self) -> None:
+        for name in ("bin_capacity", "min_bin_count", "bin_count_multiple"):
+            if (value := vars(self)[name]) is not None and value < 1:
                 raise ValueError(f"{name}={value}: it is at least 1")
-        self.bin_capacity = bin_capacity
-        self.collect_metrics = collect_metrics
-        self.metrics: PackingMetrics | None = None  # of the last call of `pack`, with `collect_metrics`
-        self.min_bin_count = min_bin_count or 0
-        self.bin_count_multiple = bin_count_multiple or 1
-        self.seed = seed
 
     def pack(self, lengths: Sequence[int]) -> Bins:
         """The positions of `lengths` (tokens) in each bin; every position is in exactly one.
@@ -158,7 +148,7 @@ class SequencePacker(ABC):
                 f"raise policy.sequence_packing.train_mb_tokens and logprob_mb_tokens to at least {max(lengths)}"
             )
         bins = self._pack(lengths)
-        count = round_up(max(len(bins), self.min_bin_count), self.bin_count_multiple)
+        count = round_up(max(len(bins), self.min_bin_count or 0), self.bin_count_multiple or 1)
         if count > len(lengths):
             raise ValueError(
                 f"{len(lengths)} sequences cannot fill {count} bins (min_bin_count={self.min_bin_count}, "

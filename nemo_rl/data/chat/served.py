@@ -9,7 +9,7 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,21 +34,19 @@ class ChatPrompt:
     retokenized: int  # number of earlier answers that were tokenised again
 
 
+@dataclass(eq=False)
 class ServedChat:
     """The conversations of one server. `kwargs` are arguments of the chat template."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        kwargs: Mapping[str, Any],
-        max_remembered_tokens: int = MAX_REMEMBERED_TOKENS,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.kwargs = dict(kwargs)
-        self.max_remembered_tokens = max_remembered_tokens
+    tokenizer: PreTrainedTokenizerBase
+    kwargs: Mapping[str, Any]
+    max_remembered_tokens: int = MAX_REMEMBERED_TOKENS
+    # (token ids, number retokenised), by the hash of a conversation
+    _known: OrderedDict[bytes, tuple[np.ndarray, int]] = field(init=False, default_factory=OrderedDict)
+    _num_tokens: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
         self._placeholder = f"ANSWER{secrets.token_hex(16)}"  # no conversation contains it by chance
-        self._known: OrderedDict[bytes, tuple[np.ndarray, int]] = OrderedDict()  # (token ids, number retokenised)
-        self._num_tokens = 0
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> ChatPrompt:
         """The tokens of a conversation, with the header of the next answer.

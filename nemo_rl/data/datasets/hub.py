@@ -222,11 +222,11 @@ def gpqa_row(row: Row, *, seed: int) -> Row:
     return _choices(question, options, ascii_uppercase[order.index(0)], _GPQA_ANSWERS[0])
 
 
-def mmlu_row(row: Row) -> Row:
-    """MMLU has a list of choices and the number of the right one, from 0."""
-    number = _text(row, "answer", "answer")
-    options = dict(zip(ascii_uppercase, map(str, row["choices"]), strict=False))
-    letter = ascii_uppercase[int(number)] if number.isdigit() and int(number) < len(ascii_uppercase) else number
+def mmlu_row(row: Row, *, column: str = "choices") -> Row:
+    """MMLU has a list of choices and the number of the right one, from 0; MMLU-Pro has up to ten, and its letter."""
+    right = _text(row, "answer", "answer").strip()
+    options = dict(zip(ascii_uppercase, map(str, row[column]), strict=False))
+    letter = ascii_uppercase[int(right)] if right.isdigit() and int(right) < len(ascii_uppercase) else right
     return _choices(_text(row, "question", "problem"), options, letter, "answer")
 
 
@@ -234,12 +234,6 @@ def mmmlu_row(row: Row) -> Row:
     """The translations of MMLU have a column for each option and the letter of the right one."""
     options = {letter: _text(row, letter, "option") for letter in "ABCD"}
     return _choices(_text(row, "Question", "problem"), options, _text(row, "Answer", "answer").strip(), "Answer")
-
-
-def mmlu_pro_row(row: Row) -> Row:
-    """MMLU-Pro has a list of up to ten options and the letter of the right one."""
-    options = dict(zip(ascii_uppercase, map(str, row["options"]), strict=False))
-    return _choices(_text(row, "question", "problem"), options, _text(row, "answer", "answer").strip(), "answer")
 
 
 def _text(row: Row, column: str, what: str) -> str:
@@ -464,7 +458,7 @@ EVAL_DATASETS: dict[str, EvalDataset] = {
     "mmlu_pro": EvalDataset(
         path="TIGER-Lab/MMLU-Pro",
         columns=("question", "options", "answer"),
-        convert=mmlu_pro_row,
+        convert=partial(mmlu_row, column="options"),
         kind="english_multichoice",
     ),
     **{
