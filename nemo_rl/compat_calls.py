@@ -189,13 +189,13 @@ def masked_mean(
 
 
 class _Estimator:
-    """An advantage estimator of `grpo.adv_estimator`. `compute_advantage` gives [B, S]."""
+    """The advantage estimator `name` of `grpo.adv_estimator`. `compute_advantage` gives [B, S]."""
 
-    name = ""
-
-    def __init__(self, estimator_config: Mapping[str, Any], loss_config: Mapping[str, Any] | None = None) -> None:
-        given = {"normalize_rewards": True, "use_leave_one_out_baseline": True, **estimator_config, "name": self.name}
-        is_relative = self.name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
+    def __init__(
+        self, name: str, estimator_config: Mapping[str, Any], loss_config: Mapping[str, Any] | None = None
+    ) -> None:
+        given = {"normalize_rewards": True, "use_leave_one_out_baseline": True, **estimator_config, "name": name}
+        is_relative = name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
         self.cfg = AdvEstimatorConfig.model_validate({"std": "leave_one_out" if is_relative else "group", **given})
         if loss_config is not None and loss_config.get("use_kl_in_reward"):
             raise TypeError(
@@ -228,19 +228,9 @@ class _Estimator:
         return result[:, None].expand(mask.shape)
 
 
-class GRPOAdvantageEstimator(_Estimator):
-    name = "grpo"
-
-
-class GDPOAdvantageEstimator(_Estimator):
-    name = "gdpo"
-
-
-class ReinforcePlusPlusAdvantageEstimator(_Estimator):
-    name = "reinforce_plus_plus"
-
-
-Batch = Mapping[str, Tensor]
+GRPOAdvantageEstimator = partial(_Estimator, "grpo")
+GDPOAdvantageEstimator = partial(_Estimator, "gdpo")
+ReinforcePlusPlusAdvantageEstimator = partial(_Estimator, "reinforce_plus_plus")
 
 # Losses: theirs take whole rows and drop the first position, which no token predicts
 
@@ -255,7 +245,7 @@ class NLLLossFn:
 
     def __call__(
         self,
-        data: Batch,
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,

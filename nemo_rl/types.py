@@ -29,7 +29,6 @@ Message = dict[str, Any]
 
 LLMMessageLogType = list[Message]
 
-
 Pixels = dict[str, "np.ndarray"]
 """One image as the model's own processor makes it: name of an input of the model -> array. Qwen-VL has `pixel_values`,
 float32 [patches, numbers of a patch], and `image_grid_thw`, int64 [1, 3]. `PREVIEW` is no input of the model."""

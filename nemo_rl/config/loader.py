@@ -244,8 +244,7 @@ def apply_overrides(
             hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
             problems.append(Problem((), f"{reason}; {hint}", location))
             continue
-        problem = _apply(model, tree, override, location, translator)
-        if problem is not None:
+        if (problem := _apply(model, tree, override, location, translator)) is not None:
             problems.append(problem)
     return problems
 
@@ -332,12 +331,9 @@ class Slot:
             discriminator = self.mark(Discriminator)
             if discriminator is None or not isinstance(value, dict):
                 return None
+            tagged = [(slot.mark(Tag), slot) for slot in map(Slot.of, get_args(self.annotation))]
             chosen = discriminator.discriminator(value)
-            for member in get_args(self.annotation):
-                slot = Slot.of(member)
-                tag = slot.mark(Tag)
-                if tag is not None and tag.tag == chosen:
-                    return slot.model(value)
+            return next((slot.model(value) for tag, slot in tagged if tag is not None and tag.tag == chosen), None)
         return None
 
     def item(self) -> Slot | None:
@@ -410,29 +406,27 @@ def fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
 
 def known_keys(model: type[BaseModel], values: dict[str, Any]) -> list[str]:
     """Dotted names of all keys of the models, and of the keys of free mappings in `values`."""
-    found: dict[str, None] = {}
-    _collect_keys(Slot.of(model), values, (), found)
-    return list(found)
+    return list(dict.fromkeys(_keys(Slot.of(model), values, ())))
 
 
-def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str, None]) -> None:
+def _keys(slot: Slot, value: Any, path: tuple[str, ...]) -> Iterator[str]:
     if path:
-        found[".".join(path)] = None
+        yield ".".join(path)
     item, mapped, model = slot.item(), slot.mapped(), slot.model(value)
     if item is not None and not slot.names_items(value):
         entry = value[0] if isinstance(value, list) and value else value
         if item.model(entry) is not None:
-            _collect_keys(item, entry, path, found)
+            yield from _keys(item, entry, path)
     elif model is not None:
         given = value if isinstance(value, dict) else {}
         for name, field in model.model_fields.items():
-            _collect_keys(Slot.of_field(field), given.get(name), (*path, name), found)
+            yield from _keys(Slot.of_field(field), given.get(name), (*path, name))
         if model.model_config.get("extra") == "allow":
-            for name in [name for name in given if name not in model.model_fields]:
-                _collect_keys(Slot(Any), given[name], (*path, str(name)), found)
+            for name in (name for name in given if name not in model.model_fields):
+                yield from _keys(Slot(Any), given[name], (*path, str(name)))
     elif isinstance(value, dict):
         for key, entry in value.items():
-            _collect_keys(mapped or Slot(Any), entry, (*path, str(key)), found)
+            yield from _keys(mapped or Slot(Any), entry, (*path, str(key)))
 
 
 def is_known(model: type[BaseModel], values: dict[str, Any], path: KeyPath) -> bool:

@@ -166,8 +166,6 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-
-
 _RULE = re.compile(r"((?P<key>[\w.{}]+): )?(?P<when>.+?)( (?P<verb>requires|excludes) (?P<other>.+))?")
 
 

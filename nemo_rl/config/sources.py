@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,12 @@ class SourcedTree:
 
     def location(self, path: KeyPath) -> Location | None:
         """Where `path` was written, or else the nearest section around it."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.locations:
-                return self.locations[path[:end]]
-        return None
+        sections = (path[:end] for end in range(len(path), 0, -1))
+        return next((self.locations[section] for section in sections if section in self.locations), None)
 
     def get(self, path: KeyPath) -> Any:
         """The value at `path`; KeyError when there is none."""
-        value: Any = self.values
-        for part in path:
-            value = entry_of(value, part)
-        return value
+        return reduce(entry_of, path, self.values)
 
     def __contains__(self, path: KeyPath) -> bool:
         try:
@@ -96,8 +92,7 @@ class SourcedTree:
     def merge(self, child: SourcedTree) -> None:
         """Merge `child` into this tree. A top-level section with `_override_: true` replaces the section here."""
         for key, value in child.values.items():
-            replaces = isinstance(value, dict) and value.pop(REPLACE_KEY, False)
-            if replaces:
+            if isinstance(value, dict) and value.pop(REPLACE_KEY, False):
                 self.values.pop(key, None)
                 self._forget((key,))
             self._merge_value(self.values, (key,), value)

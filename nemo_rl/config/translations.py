@@ -304,7 +304,6 @@ SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversati
 PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
 """Sections of `env` that are of type `vlm` where they do not say it."""
 
-
 FEATURES: dict[str, tuple[Foreign, ...]] = {
     "NeMo-Gym": (
         *_keys("should_use_nemo_gym", under="env"),

@@ -36,9 +36,8 @@ def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]
 
 def _is_dataset(written: Any) -> bool:
     """Whether it is the section of one dataset or of several, or absent."""
-    return written is None or all(
-        isinstance(one, dict) for one in (written if isinstance(written, list) else [written])
-    )
+    sets = written if isinstance(written, list) else [written]
+    return written is None or all(isinstance(one, dict) for one in sets)
 
 
 def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

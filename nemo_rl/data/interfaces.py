@@ -94,6 +94,12 @@ class TaskDataSpec:
         return problem if self.prompt is None else self.prompt.format(problem)
 
 
+def one_turn(question: Any, answer: Any, system: str | None = None) -> list[dict[str, Any]]:
+    """The messages of a question and its answer, after the system prompt if there is one."""
+    turn = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turn if system is None else [{"role": "system", "content": system}, *turn]
+
+
 def row_tools(row: Row, spec: TaskDataSpec) -> list[dict[str, Any]] | None:
     """The tools that the chat template shows: the row's column `tools`, else the tools of the task.
 

@@ -54,8 +54,8 @@ class ServedChat:
         Raises ValueError for an invalid conversation, or if the chat template refuses it or a part of it.
         """
         asked = [_message(message) for message in messages]
-        if asked[-1]["role"] == "assistant":
-            raise ValueError("the last message is the assistant's own; end with a message that it is to answer")
+        if not asked or asked[-1]["role"] == "assistant":
+            raise ValueError("the last message must be one that the assistant is to answer, not its own")
         template = ChatTemplate(self.tokenizer, tools or None, self.kwargs)
         answers = [index for index, message in enumerate(asked) if message["role"] == "assistant"]
         for index in reversed(answers):

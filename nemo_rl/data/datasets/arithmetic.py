@@ -13,6 +13,7 @@ import json
 import random
 import string
 from collections.abc import Callable, Sequence
+from operator import add, mul, sub
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,13 +23,10 @@ from pydantic import Field
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import Options, options_of, require_used_keys
+from nemo_rl.data.interfaces import one_turn
 from nemo_rl.utils.task_formats import CALCULATOR, fill
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 HELD_OUT_ONE_IN = 5
 DEFAULT_NUM_TRAIN_SAMPLES = 10_000
 SPLITS = ("train", "validation", "all")
@@ -120,7 +118,7 @@ def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     rows = [{"problem": problem, "expected_answer": str(value)} for problem, value in problems]
     if not isinstance(cfg, ExampleDatasetConfig):
         return rows
-    return [{**row, "messages": _conversation(row["problem"], boxed(row["expected_answer"]))} for row in rows]
+    return [{**row, "messages": one_turn(row["problem"], boxed(row["expected_answer"]))} for row in rows]
 
 
 def demonstrate_arithmetic(
@@ -132,16 +130,12 @@ def demonstrate_arithmetic(
     """
     space = arithmetic_space(max_operand=max_operand, operators=operators, split="all")
     problems = rng.choices(space, k=count)
-    return [_conversation(text, boxed(value + (rng.random() < mistake_probability))) for text, value in problems]
+    return [one_turn(text, boxed(value + (rng.random() < mistake_probability))) for text, value in problems]
 
 
 def boxed(value: int | str) -> str:
     """An answer as the math environment reads it."""
     return f"\\boxed{{{value}}}"
-
-
-def _conversation(problem: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]
 
 
 def _any_problem(rng: random.Random) -> tuple[str, int]:
@@ -193,7 +187,7 @@ def demonstrate_code_arithmetic(rng: random.Random, mistake_probability: float) 
     """A problem and a program for it; with `mistake_probability` the program prints one more."""
     problem, _ = _any_problem(rng)
     mistake = "+1" if rng.random() < mistake_probability else ""
-    return _conversation(problem, f"<code>print({problem}{mistake})</code>")
+    return one_turn(problem, f"<code>print({problem}{mistake})</code>")
 
 
 # -- A calculator, for the environment of Python tools.
@@ -222,7 +216,7 @@ def demonstrate_tool_arithmetic(rng: random.Random, mistake_probability: float) 
     call = {"name": "calculator", "arguments": {"expression": problem + "+1" * is_mistaken}}
     result = str(value + is_mistaken)
     return [
-        *_conversation(problem, f"<tool_call>{json.dumps(call)}</tool_call>"),
+        *one_turn(problem, f"<tool_call>{json.dumps(call)}</tool_call>"),
         {"role": "tool", "content": result},
         {"role": "assistant", "content": boxed(result)},
     ]
@@ -257,4 +251,4 @@ def demonstrate_judgement(rng: random.Random, mistake_probability: float) -> lis
     one, two = f"{value:>3}", f"{said:>3}"
     distances = (_CHARACTERS.index(b) - _CHARACTERS.index(a) for a, b in zip(one, two, strict=True))
     letters = "".join(chr(ord("m") + distance) for distance in distances)
-    return _conversation(prompt, f"{one},{two}:{letters} Score: {score}")
+    return one_turn(prompt, f"{one},{two}:{letters} Score: {score}")

@@ -23,7 +23,7 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, from_json, without_none
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, from_json, one_turn, without_none
 
 # -- Conversations.
 
@@ -34,12 +34,7 @@ def squad_row(row: Row) -> Row:
     A question without an answer (SQuAD 2) has an empty one.
     """
     texts = row["answers"]["text"]
-    messages = [
-        {"role": "system", "content": row["context"]},
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": texts[0] if texts else ""},
-    ]
-    return {"messages": messages}
+    return {"messages": one_turn(row["question"], texts[0] if texts else "", row["context"])}
 
 
 def columns_row(row: Row, *, input_key: str, output_key: str, system_key: str | None = None) -> Row:
@@ -48,11 +43,7 @@ def columns_row(row: Row, *, input_key: str, output_key: str, system_key: str | 
         if row[key] is None:
             raise ValueError(f"column {key!r} has no value; fill it in or remove the row")
     system = row.get(system_key) if system_key else None
-    messages = [
-        *([{"role": "system", "content": str(system)}] if system else []),
-        {"role": "user", "content": str(row[input_key])},
-        {"role": "assistant", "content": str(row[output_key])},
-    ]
+    messages = one_turn(str(row[input_key]), str(row[output_key]), str(system) if system else None)
     return {**row, "messages": messages}
 
 

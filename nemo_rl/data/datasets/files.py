@@ -254,7 +254,7 @@ def problem_row(row: Row, *, input_key: str, output_key: str, extract: Callable[
     """The row with `problem` and `expected_answer` from two of its columns, the latter through `extract`."""
     for key in (input_key, output_key):
         if row[key] is None:
-            raise ValueError(f"has nothing in column {key!r}: {dict(row)}; fill it in or remove the row")
+            raise ValueError(f"has nothing in column {key!r}; fill it in or remove the row")
     answer = str(row[output_key])
     return {**row, "problem": str(row[input_key]), "expected_answer": extract(answer) if extract else answer}
 

@@ -34,6 +34,9 @@ class PromptSource(ABC):
     size, for messages.
     """
 
+    num_batches: int | None = None
+    """Batches in an epoch; None for a stream, whose length is not known."""
+
     def __init__(
         self,
         num_prompts_per_step: int,
@@ -54,11 +57,6 @@ class PromptSource(ABC):
         # Everything that determines the order of prompts.
         size = {"num_prompts_per_step": num_prompts_per_step}
         self._settings = {**order, **size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in an epoch; None for a stream, whose length is not known."""
-        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Prompt]]: ...
@@ -140,11 +138,8 @@ class PromptDataset:
 
     def first(self, num: int) -> list[Prompt]:
         """At most `num` prompts: the first ones of each part, equally many of each as far as they last."""
-        taken = [0] * len(self.parts)
-        for _ in range(min(num, len(self))):
-            open_parts = [number for number, part in enumerate(self.parts) if taken[number] < len(part)]
-            taken[min(open_parts, key=lambda number: taken[number])] += 1
-        return [self[self.start_of(number) + i] for number, count in enumerate(taken) for i in range(count)]
+        in_turn = sorted((i, number) for number, part in enumerate(self.parts) for i in range(min(num, len(part))))
+        return [self[self.start_of(number) + i] for number, i in sorted((number, i) for i, number in in_turn[:num])]
 
     def fingerprint(self) -> dict[str, Any]:
         """Identity of the data: per dataset its name, number of rows, repeat, and a hash of the rows.
@@ -184,17 +179,13 @@ class PromptDataLoader(PromptSource):
                 "(data.train.repeat)"
             )
         self.dataset = dataset
+        full, rest = divmod(len(dataset), num_prompts_per_step)
+        self.num_batches: int = full if self.drop_last else full + (rest > 0)
         lengths = [len(part) for part in dataset.parts]
         self.mixed = MixedOrder(lengths, whole, shuffle=self.shuffle, seed=self.seed) if whole else None
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
-        full, rest = divmod(len(self.dataset), self.num_prompts_per_step)
-        return full if self.drop_last else full + (rest > 0)
-
-    @property
-    def num_batches(self) -> int:
-        return len(self)
+        return self.num_batches
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         size, per_epoch = self.num_prompts_per_step, len(self.dataset)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.images import text_or_parts
+from nemo_rl.data.chat.images import text_of, text_or_parts
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
+from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType
 
 IGNORED_LABEL = -100
@@ -76,8 +76,7 @@ def sft_processor(
             problem = Problem("empty_answer", "input_ids", "there is no token")
     else:
         if "messages" not in datum_dict and "problem" in datum_dict and "expected_answer" in datum_dict:
-            said = {"user": datum_dict["problem"], "assistant": datum_dict["expected_answer"]}
-            messages = [{"role": role, "content": text_or_parts(content)} for role, content in said.items()]
+            messages = one_turn(text_or_parts(datum_dict["problem"]), text_of(datum_dict["expected_answer"]))
         else:
             messages = as_messages(datum_dict["messages"], "user", "messages")
         log = _message_log(messages, datum_dict, task_data_spec, tokenizer, **flags)

@@ -33,16 +33,6 @@ logger = logging.getLogger(__name__)
 
 PAIR = ("chosen", "rejected")
 NUM_TRIED_ROWS = 32
-# The source files that determine tokens, besides the module of the processor.
-CODE_OF_TOKENS = (
-    "interfaces.py",
-    "chat/images.py",
-    "chat/template.py",
-    "chat/messages.py",
-    "rows/example_processors.py",
-    "rows/examples.py",
-    "rows/setup.py",
-)
 
 
 @dataclass(frozen=True)
@@ -129,8 +119,7 @@ class ExampleMaker(RowReader):
                 return Problem("too_long", column, reason)
             if not example.token_mask.any():
                 roles = ", ".join(dict.fromkeys(str(message["role"]) for message in log))
-                trained = self.settings()["roles_to_train_on"]
-                reason = f"no token carries loss: roles {roles}, roles_to_train_on {trained}"
+                reason = f"no token carries loss: roles {roles}, roles_to_train_on {self.roles_to_train_on}"
                 return Problem("no_loss_tokens", column, reason)
         return None
 
@@ -168,8 +157,9 @@ class ExampleMaker(RowReader):
         add(transformers.__version__, tokenizers.__version__, TEMPLATE_TIME)
         add(json.dumps(self.settings(), sort_keys=True))
         modules = {inspect.getsourcefile(inspect.unwrap(task.processor)) for task in self.tasks.values()}
-        own = {str(Path(__file__).parents[1] / name) for name in CODE_OF_TOKENS}
-        for path in sorted({str(module) for module in modules if module} | own, key=lambda path: Path(path).name):
+        data = Path(__file__).parents[1]
+        own = map(str, [data / "interfaces.py", *data.glob("chat/*.py"), *data.glob("rows/*.py")])
+        for path in sorted({*filter(None, modules), *own}, key=lambda path: Path(path).name):
             add(Path(path).name, Path(path).read_bytes())
         return digest.hexdigest()[:32]
 
@@ -223,7 +213,7 @@ def _tried_rows(dataset: PromptDataset | Sequence[StreamedRows]) -> list[Prompt]
         indices = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int))
         return [dataset[int(index)] for index in indices]
     return [
-        Prompt(prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name)
+        stream.prompt(row, number, number)
         for stream in dataset
         # A copy: iterating a table moves the position in its state.
         for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset))))
@@ -244,9 +234,7 @@ class ExampleLoader:
         self.prompts = prompts
         self.pool = pool
         self.max_num_epochs = max_num_epochs
-        self._state = prompts.state_dict()
-        self._batches = self._remaining()
-        self._ahead: tuple[Any, dict[str, Any]] | None = None  # a started batch, and the state of the source after it
+        self.load_state_dict(prompts.state_dict())
 
     def next(self) -> list[ExampleHandle] | None:
         """The next batch; None after the last epoch. After an error the loader stands after the last batch returned."""
@@ -283,4 +271,4 @@ class ExampleLoader:
         self.prompts.load_state_dict(state)
         self._state = state
         self._batches = self._remaining()
-        self._ahead = None
+        self._ahead: tuple[Any, dict[str, Any]] | None = None  # a started batch, and the state of the source after it

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.images import image_parts, text_of, text_or_parts
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
+from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, ProcessorFn
 from nemo_rl.utils.registry import find, import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS
@@ -205,11 +205,7 @@ def both_forms(row: Row) -> dict[str, Any]:
         answer = {"expected_answer": text_of(last["assistant"]["content"])} if "assistant" in last else {}
         return {**problem, **answer, **row}
     if "problem" in row and "expected_answer" in row:
-        messages = [
-            {"role": "user", "content": row["problem"]},
-            {"role": "assistant", "content": row["expected_answer"]},
-        ]
-        return {"messages": messages, **row}
+        return {"messages": one_turn(row["problem"], row["expected_answer"]), **row}
     return dict(row)
 
 

@@ -60,10 +60,15 @@ class DataSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedRows(StreamedTable):
-    """A streamed dataset under a name. Prompt ids are `<name>:<number of the row>`."""
+    """A streamed dataset under a name."""
 
     name: str
     task_name: str
+
+    def prompt(self, row: Row, number: int, idx: int) -> Prompt:
+        """The prompt of a stored row; `number` counts the rows of this stream, `idx` those of all streams."""
+        prompt_id = f"{self.name}:{number}"
+        return Prompt(prompt_id=prompt_id, row=self.convert(row), idx=idx, task_name=self.task_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +119,13 @@ class _LoadedTables:
         self._task_names = TaskNames()
         self._names: set[str] = set()
         for cfg in train:
+            name, task = self._names_of(cfg)
             if cfg.is_streamed:
                 table = load_stream(cfg)
-                name, task = self._names_of(cfg)
                 self.streams.append(StreamedRows(name=name, task_name=task, table=table.table, convert=table.convert))
                 continue
             rows, held_out = load_rows(cfg)
             weight = cfg.weight if isinstance(cfg, DatasetConfig) else None
-            name, task = self._names_of(cfg)
             self.train.append(NamedRows(name=name, task_name=task, rows=rows, repeat=cfg.repeat, weight=weight))
             if held_out is not None:
                 self.held_out.append(self.validation(cfg, held_out))
@@ -174,17 +178,15 @@ class RowReader:
         if BAD_ROW in prompt.row:
             raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
         try:
-            if self.images is not None:
-                row, pixels = self.images.read(prompt.row)
-            elif has_images(prompt.row):
+            if self.images is None and has_images(prompt.row):
                 raise ValueError(
                     "it has images, and the model reads text alone: set policy.model_name to a vision-language model, "
                     "such as Qwen/Qwen2.5-VL-3B-Instruct"
                 )
-            else:
-                row, pixels = prompt.row, {}
-            limit = self.max_input_seq_length
-            made = task.processor(complete(row), task.spec, self.tokenizer, limit, prompt.idx, **flags)
+            row, pixels = self.images.read(prompt.row) if self.images is not None else (prompt.row, {})
+            made = task.processor(
+                complete(row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx, **flags
+            )
         except KeyError as error:
             column = task.columns.get(str(error.args[0]), error.args[0])
             raise ValueError(

@@ -45,8 +45,7 @@ def _blocks(
             if row is None:
                 here, rows = replace(here, stream=here.stream + 1, row=0, rows_state=None), None
                 continue
-            prompt_id, task_name = f"{stream.name}:{here.row}", stream.task_name
-            prompts.append(Prompt(prompt_id=prompt_id, row=stream.convert(row), idx=here.idx, task_name=task_name))
+            prompts.append(stream.prompt(row, here.row, here.idx))
             here = replace(here, row=here.row + 1, idx=here.idx + 1)
         if not prompts:
             return

@@ -66,14 +66,10 @@ class TokenCache:
 
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None:
         """Store tokenised rows in one transaction. Rows without an exact JSON form are omitted."""
-        keys = [self._key(prompt) for prompt in prompts]
-        entries = [
-            (key, encode_row(row, prompt.prompt_id))
-            for key, prompt, row in zip(keys, prompts, made, strict=True)
-            if key is not None
-        ]
-        if not self._stores or not entries:
+        if not self._stores:
             return
+        keyed = [(self._key(prompt), prompt.prompt_id, row) for prompt, row in zip(prompts, made, strict=True)]
+        entries = [(key, encode_row(row, prompt_id)) for key, prompt_id, row in keyed if key is not None]
         self._follow()
         try:
             with self._connection:

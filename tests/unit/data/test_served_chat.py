@@ -75,6 +75,7 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
     ("messages", "match"),
     [
         ([*HELLO, assistant("3")], "last message"),
+        ([], "last message"),
         ([user(3)], "a text or a list of texts"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}, *HELLO], "needs a function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HELLO], "no JSON"),
