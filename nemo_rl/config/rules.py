@@ -267,6 +267,5 @@ def round_up(number: int, multiple: int) -> int:
 
 def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
     """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(name not in model.model_fields and isinstance(entry, dict) for name, entry in value.items())
+    entries = value.items() if isinstance(value, dict) else ()
+    return bool(entries) and all(name not in model.model_fields and isinstance(entry, dict) for name, entry in entries)

@@ -65,7 +65,7 @@ class TableConfig(StrictModel):
     """Split to read; null: the dataset's own default."""
 
     max_samples: int | None = Field(default=None, ge=1)
-    """So many first rows are used, and the others are not; null: all rows."""
+    """Number of rows that are used, from the first on; null: all rows."""
 
     split_validation_size: Annotated[float, accepted_by(_share_or_number)] = Field(default=0.0, ge=0.0)
     """Rows set aside for validation: their fraction if it is below 1, else their number."""
@@ -204,7 +204,7 @@ class DataConfig(DataSection):
                 yield "train.0.weight", str(error)
         for index, dataset in enumerate(self.validation or []):
             if dataset.weight is not None:
-                yield f"validation.{index}.weight", "validation plays every prompt once; only data.train has weights"
+                yield f"validation.{index}.weight", "only data.train has weights; leave it out, or set repeat"
 
 
 # -- Examples to learn from: conversations (SFT) and preferences (DPO, reward models).

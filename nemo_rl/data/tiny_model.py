@@ -60,7 +60,6 @@ VISION_CHAT_TEMPLATE = (
 )
 MAX_SIDE = 256  # pixels; larger images are made smaller
 
-
 # Task -> function `(rng, mistake_probability)` that returns one conversation of {"role", "content"}, roles as in
 # `ROLES`. It takes all randomness from `rng`. The warm-up learns every assistant turn and its end, and nothing else.
 # `arithmetic` returns a batch of them and takes its size, `max_operand` and `operators`, too.

@@ -13,7 +13,6 @@ from nemo_rl.utils.registry import import_object
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
 
-
 # Loaders are named by import path: a run imports only the module of its dataset.
 _PACKAGE = "nemo_rl.data.datasets"
 _LOAD_FILE = f"{_PACKAGE}.examples:load_file"

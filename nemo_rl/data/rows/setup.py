@@ -184,9 +184,8 @@ class RowReader:
                     "such as Qwen/Qwen2.5-VL-3B-Instruct"
                 )
             row, pixels = self.images.read(prompt.row) if self.images is not None else (prompt.row, {})
-            made = task.processor(
-                complete(row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx, **flags
-            )
+            limit = self.max_input_seq_length
+            made = task.processor(complete(row), task.spec, self.tokenizer, limit, prompt.idx, **flags)
         except KeyError as error:
             column = task.columns.get(str(error.args[0]), error.args[0])
             raise ValueError(
