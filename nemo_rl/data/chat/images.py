@@ -53,12 +53,15 @@ def image_parts(content: Any) -> list[Mapping[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, without its images; a content may be absent. ValueError for a part that is no object."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        if any(not isinstance(part, Mapping) for part in content):
-            raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
-        return "".join(str(part.get("text") or "") for part in content if part.get("type") not in IMAGE_TYPES)
-    return "" if content is None else str(content)
+    """The text of a content, which may be absent, without its images. ValueError for other parts, such as videos."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return "" if content is None else str(content)
+    if any(not isinstance(part, Mapping) for part in content):
+        raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
+    texts = [part for part in content if part.get("type") not in IMAGE_TYPES]
+    if other := next((part for part in texts if part.get("text") is None and part.get("type", "text") != "text"), None):
+        raise ValueError(f"a content has a part of type {other['type']!r}: only texts and images can be used")
+    return "".join(str(part.get("text") or "") for part in texts)
 
 
 def text_or_parts(content: Any) -> Any:

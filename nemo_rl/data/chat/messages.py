@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.images import ImageReader, as_text, expand, image_parts, spans_of_images, text_of
+from nemo_rl.data.chat.images import ImageReader, as_text, expand, image_parts, spans_of_images, text_of, text_or_parts
 from nemo_rl.data.chat.template import Chat, ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
@@ -150,9 +150,7 @@ class ObservationRenderer:
         return RenderedObservation(token_ids, spans_of_images(images, places, starts), as_text(content))
 
     def _read(self, content: Any, num_before: int, pixels: dict[str, Pixels]) -> Any:
-        num_images = len(image_parts(content))
-        if num_images == 0:
-            content = text_of(content)
+        content, num_images = text_or_parts(content), len(image_parts(content))
         if self.images is None:
             if num_images:
                 raise ValueError("an observation has images, and the model reads text alone")

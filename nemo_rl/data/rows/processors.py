@@ -187,7 +187,9 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
 
 
 def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
-    return PromptParts([{"role": "user", "content": text_or_parts(problem)}], metadata, stop_strings)
+    # A list stays one, even without images: some templates read nothing else.
+    content = problem if isinstance(problem, list) else str(problem)
+    return PromptParts([{"role": "user", "content": content}], metadata, stop_strings)
 
 
 def both_forms(row: Row) -> dict[str, Any]:
@@ -197,9 +199,11 @@ def both_forms(row: Row) -> dict[str, Any]:
     `messages` is no list of messages with role and content.
     """
     if "messages" in row:
-        _require_messages(row["messages"])
-        first = {message["role"]: message for message in reversed(row["messages"])}
-        last = {message["role"]: message for message in row["messages"]}
+        said = row["messages"]
+        if not isinstance(said, Sequence) or not all(map(_is_message, said)):
+            raise ValueError(f"'messages' must be a list of {{role: a text, content}}, not {str(said)[:80]!r}")
+        first = {message["role"]: message for message in reversed(said)}
+        last = {message["role"]: message for message in said}
         asked = first["user"]["content"] if "user" in first else None
         problem = {} if asked is None else {"problem": text_or_parts(asked)}
         answer = {"expected_answer": text_of(last["assistant"]["content"])} if "assistant" in last else {}
@@ -209,12 +213,8 @@ def both_forms(row: Row) -> dict[str, Any]:
     return dict(row)
 
 
-def _require_messages(messages: Any) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise ValueError(f"'messages' must be a list of messages, not {str(messages)[:80]!r}")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"'messages' has one without role (a text) and content: {str(message)[:80]!r}")
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
 
 
 # -- The registry.

@@ -139,6 +139,7 @@ def test_a_prompt_with_an_image(model, tokenizer, tmp_path, processor):
         (True, "<|image_pad|> ?", "row d:7: a text contains <|image_pad|>"),
         (True, parts(DRAWN, DRAWN, DRAWN), "row d:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row d:7: an image of 4000x4 pixels does not suit the model"),
+        (True, [*parts(DRAWN), {"type": "video", "video": "a", "text": None}], "row d:7: a content has a part of type"),
         (False, parts(DRAWN), "row d:7: it has images, and the model reads text alone"),
         # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
