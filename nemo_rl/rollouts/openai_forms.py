@@ -7,11 +7,12 @@ there as at `/v1/chat/completions`.
 
 import json
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -187,30 +188,28 @@ class Answer:
         return sum(len(choice.completion.token_ids) for choice in self.choices)
 
 
-class Form(Protocol):
-    """The JSON of one kind of answer. Streams are `begin`, any number of `delta`, and `end`."""
+@dataclass(kw_only=True)
+class _Head:
+    """The beginning of every answer."""
 
-    answer_id: str
-    names_events: bool  # server-sent events carry their type as a name too
+    prefix: ClassVar[str]  # of the id
+    names_events: ClassVar[bool]  # server-sent events carry their type as a name too
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    answer_id: str = field(init=False)
 
-    def whole(self, answer: Answer) -> dict[str, Any]: ...
-    def begin(self) -> Iterator[Event]: ...
-    def delta(self, index: int, text: str, tokens: Sequence[TokenText] | None) -> Iterator[Event]: ...
-    def end(self, answer: Answer) -> Iterator[Event]: ...
+    def __post_init__(self) -> None:
+        self.answer_id = f"{self.prefix}{secrets.token_hex(12)}"
 
 
 @dataclass(kw_only=True)
-class ChatForm:
+class ChatForm(_Head):
     """`/v1/chat/completions`."""
 
-    answer_id: str
-    created: int
-    model: str
+    prefix, names_events = "chatcmpl-", False
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     shows_tokens: bool  # choices have `token_ids` and `token_logprobs`
     streams_usage: bool
-    names_events: bool = False
-    kind: str = "chat.completion"
-    chunk_kind: str = "chat.completion.chunk"
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         choices = [
@@ -226,7 +225,8 @@ class ChatForm:
 
     def end(self, answer: Answer) -> Iterator[Event]:
         for index, choice in enumerate(answer.choices):
-            last = self._choice(index, self._last_part(choice), choice.tokens, choice)
+            part = self._part(choice.unsent, choice.message.get("tool_calls", ()))
+            last = self._choice(index, part, choice.tokens, choice)
             yield {**self._around(self.chunk_kind, [last]), **answer.more}
         if self.streams_usage:
             yield self._around(self.chunk_kind, []) | {"usage": _usage(answer)}
@@ -234,14 +234,10 @@ class ChatForm:
     def _said(self, choice: Choice) -> dict[str, Any]:
         return {"message": choice.message}
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text}}
-
-    def _last_part(self, choice: Choice) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant", "content": choice.unsent or None}
-        if "tool_calls" in choice.message:
-            calls = enumerate(choice.message["tool_calls"])
-            delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
+    def _part(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         return {"delta": delta}
 
     def _choice(
@@ -263,21 +259,17 @@ class ChatForm:
         return {**head, "choices": choices}
 
 
-@dataclass(kw_only=True)
 class CompletionForm(ChatForm):
     """`/v1/completions`: choices have a text."""
 
-    kind: str = "text_completion"
-    chunk_kind: str = "text_completion"
+    prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
 
     def _said(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.message["content"]}
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         return {"text": text}
-
-    def _last_part(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.unsent}
 
     def _logprobs(self, tokens: Sequence[TokenText] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -461,14 +453,11 @@ def _text(content: Any) -> str:
 
 
 @dataclass(kw_only=True)
-class ResponseForm:
-    """The answer to one request."""
+class ResponseForm(_Head):
+    """`/v1/responses`."""
 
-    answer_id: str
-    created: int
-    model: str
+    prefix, names_events = "resp_", True
     wanted: ResponsesRequest
-    names_events: bool = True
     _sequence: int = 0
     _tokens: list[TokenText] = field(default_factory=list)  # that were streamed
     _streamed: str = ""
@@ -566,6 +555,10 @@ class ResponseForm:
             own = {"id": call["id"].replace("call_", "fc_"), "type": "function_call", "call_id": call["id"]}
             items.append(own | call["function"])
         return [item | {"status": status} for item in items]
+
+
+Form = ChatForm | ResponseForm
+"""The JSON of one kind of answer. Streams are `begin`, any number of `delta`, and `end`."""
 
 
 def _output_text(text: str, tokens: Sequence[TokenText] | None) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -133,20 +132,14 @@ class Answers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
         token_ids = self._prompt(wanted.prompt)
-        form = CompletionForm(**self._head("cmpl-"), shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage)
+        form = CompletionForm(
+            model=self.settings.model, shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage
+        )
         asked = {"role": "user", "content": self.settings.decode(token_ids)}
         question = _Question(
             token_ids=token_ids, messages=[asked], tools=None, retokenized=None, logprobs=wanted.logprobs is not False
         )
         return await self._respond(request, wanted, question, form)
-
-    def _head(self, prefix: str) -> dict[str, Any]:
-        """The beginning of every form."""
-        return {
-            "answer_id": f"{prefix}{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": self.settings.model,
-        }
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and prompt:
@@ -160,14 +153,14 @@ class Answers:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ChatRequest, await request.read())
         question = self._chat(wanted.messages, wanted.tools, wanted.tool_choice, logprobs=wanted.logprobs)
-        form = ChatForm(**self._head("chatcmpl-"), shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage)
+        form = ChatForm(model=self.settings.model, shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage)
         return await self._respond(request, wanted, question, form)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(ResponsesRequest, await request.read())
         before, messages = self.conversations.messages(wanted)
         question = self._chat(messages, wanted.chat_tools(), wanted.tool_choice, logprobs=LOGPROBS in wanted.include)
-        form = ResponseForm(**self._head("resp_"), wanted=wanted)
+        form = ResponseForm(model=self.settings.model, wanted=wanted)
 
         def remember(message: dict[str, Any]) -> None:
             self.conversations.remember(form.answer_id, [*before, message])
