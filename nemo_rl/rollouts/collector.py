@@ -24,7 +24,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.group_keeper import KEEPER, KeeperLost, loss_of, new_keeper, places_and_refs
 from nemo_rl.rollouts.records import StepIndex
-from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.timer import GenerationUse
 
@@ -67,8 +67,8 @@ class RolloutCollector:
         self._finished: dict[str, GroupHandle] = {}  # by group id, until a method returns them
         self._submitted: set[str] = set()  # ids of groups that `finished` returns
         self._num_restarts = 0
-        # Steps that are being written, with the arguments to write them again and the groups, which must stay alive.
-        self._recording: dict[ray.ObjectRef, tuple[tuple[Any, ...], Sequence[GroupHandle]]] = {}
+        # Arguments of `start_record` for the steps that are being written, whose groups must stay alive.
+        self._recording: dict[ray.ObjectRef, tuple[Path, StepIndex, int | None, Sequence[GroupHandle]]] = {}
         self._unused: deque[tuple[str, str]] = deque()  # groups without handles, which the keeper can forget
         self._postponed: WorkerError | None = None  # an engine's death that `poll` found
 
@@ -115,10 +115,8 @@ class RolloutCollector:
                 if not own:
                     return
                 self._advance()
-                done = [group_id for group_id in own if group_id in self._finished]
-                own.difference_update(done)
-                if done:
-                    yield [self._finished.pop(group_id) for group_id in done]
+                if done := self._take(own):
+                    yield done
 
     # -- groups that are played beside training
 
@@ -136,9 +134,7 @@ class RolloutCollector:
         self.poll()
         while wait and not self._submitted.intersection(self._finished):
             self._advance()
-        done = [group_id for group_id in self._finished if group_id in self._submitted]
-        self._submitted.difference_update(done)
-        return [self._finished.pop(group_id) for group_id in done]
+        return self._take(self._submitted)
 
     def wait_all(self) -> None:
         """Return when no group is being played."""
@@ -169,6 +165,12 @@ class RolloutCollector:
 
     # -- calls and recovery
 
+    def _take(self, wanted: set[str]) -> list[GroupHandle]:
+        """The finished groups among `wanted`, whose ids leave the set."""
+        done = [group_id for group_id in self._finished if group_id in wanted]
+        wanted.difference_update(done)
+        return [self._finished.pop(group_id) for group_id in done]
+
     def _play(self, requests: Sequence[GroupRequest]) -> None:
         if requests:
             self._playing[self.group.start_one(0, "collect", requests)] = list(requests)
@@ -194,8 +196,8 @@ class RolloutCollector:
             except WorkerError as error:
                 self._recover_worker(error)
 
-    def _call_with(self, method: str, groups: Sequence[GroupHandle], *args: Any) -> Any:
-        return self._call("with_groups", method, args, *places_and_refs(groups))
+    def _call_with(self, function: Callable[..., Any], groups: Sequence[GroupHandle], *args: Any) -> Any:
+        return self._call("with_groups", function, args, *places_and_refs(groups))
 
     def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
         for ref, handles in zip(refs, self.group.wait(refs), strict=True):
@@ -236,8 +238,8 @@ class RolloutCollector:
                     self.abandon_requests()
             self.use_generation(self._generation_workers)
             unwritten, self._recording = list(self._recording.values()), {}
-            for arguments, groups in unwritten:
-                self._record(arguments, groups)
+            for arguments in unwritten:
+                self.start_record(*arguments)
         elif error.engine_died and self.restart_generation is not None:
             logger.warning("%s; restarting the engine, replaying %d groups", first_line(error), len(self._unfinished()))
             self._postponed = error  # so that `poll`, which runs while the policy is called, does nothing
@@ -278,21 +280,21 @@ class RolloutCollector:
     def inspect(self, function: Callable[..., Any], *args: Any, groups: Sequence[GroupHandle]) -> Any:
         """`await function(worker, *args, *groups)` on the rollout worker, with the engines awake."""
         with self._accelerator.hold(GENERATION):
-            return self._call_with("inspect", groups, function, *args)
+            return self._call_with(function, groups, *args)
 
     # -- content of finished groups
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         """Metrics that the environments report for finished groups, as `<environment>/<metric>`."""
-        return self._call_with("environment_metrics", groups, [group.task_name for group in groups])
+        return self._call_with(RolloutWorker.environment_metrics, groups, [group.task_name for group in groups])
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, without tokens, in one call."""
-        return self._call_with("conversations", groups)
+        return self._call_with(RolloutWorker.conversations, groups)
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
         """Write finished groups into a folder; see `records.write_groups`."""
-        self._call_with("save", groups, folder, [group.task_name for group in groups])
+        self._call_with(RolloutWorker.save, groups, folder, [group.task_name for group in groups])
 
     def load(self, folder: Path) -> list[GroupHandle]:
         """Handles of groups that `save` wrote."""
@@ -300,11 +302,9 @@ class RolloutCollector:
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
         """Begin to write the groups of a training step; see `records.write_step`."""
-        self._record((root, index, keep, [group.task_name for group in groups]), groups)
-
-    def _record(self, arguments: tuple[Any, ...], groups: Sequence[GroupHandle]) -> None:
-        ref = self.group.start_one(0, "with_groups", "record", arguments, *places_and_refs(groups))
-        self._recording[ref] = (arguments, groups)
+        args = root, index, keep, [group.task_name for group in groups]
+        ref = self.group.start_one(0, "with_groups", RolloutWorker.record, args, *places_and_refs(groups))
+        self._recording[ref] = root, index, keep, groups
 
     def finish_records(self) -> int:
         """Wait for all records that `start_record` began. Returns the bytes written.

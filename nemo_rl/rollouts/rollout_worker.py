@@ -177,10 +177,6 @@ class RolloutWorker:
                     del self._playing[group_id]
         return [task.result() for task in ended.values()]
 
-    async def inspect(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """`await function(self, *args)`, as an investigation needs it (`probe.py`)."""
-        return await function(self, *args)
-
     async def abandon(self) -> None:
         """Cancel all groups that are being played."""
         for task in self._playing.values():
@@ -274,9 +270,11 @@ class RolloutWorker:
         groups, self._ended = self._ended, []
         return await store(self.keeper, groups, self.settings.engine_timeout_s)
 
-    async def with_groups(self, method: str, args: Sequence[Any], places: Places, *stored: list[RolloutGroup]) -> Any:
-        """Call a method below with `args` and finished groups, which the keeper has in lists; see `places_and_refs`."""
-        return await getattr(self, method)(*args, *(stored[number][place] for number, place in places))
+    async def with_groups(
+        self, function: Callable[..., Awaitable[T]], args: Sequence[Any], places: Places, *stored: list[RolloutGroup]
+    ) -> T:
+        """`await function(self, *args, *groups)`. The keeper has the groups in lists; see `places_and_refs`."""
+        return await function(self, *args, *(stored[number][place] for number, place in places))
 
     async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
         """`records.write_groups`, in a thread."""
