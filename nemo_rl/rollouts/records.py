@@ -211,9 +211,7 @@ def put_aside(root: Path, after_step: int) -> Path | None:
     later = [step for step in recorded_steps(root) if step > after_step]
     if not later:
         return None
-    number = 1 + sum(1 for _ in root.glob("superseded_*"))
-    aside = root / f"superseded_{number:03d}"
-    aside.mkdir()
+    aside = files.new_folder(root, "superseded_", first=1)
     for step in later:
         step_folder(root, step).rename(step_folder(aside, step))
     return aside

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,14 +79,14 @@ def script_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def try_lock(directory_fd: int) -> bool:
-    """Lock a directory until this process ends. Returns False if another process holds the lock."""
+def try_lock(fd: int) -> bool:
+    """Lock a file or directory until it is closed. Returns False if another process holds the lock."""
     try:
-        fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems have no locks. The user must then ensure one run per directory.
+        # Some network file systems have no locks. The user must then ensure that one process at a time writes there.
         if error.errno not in _NO_LOCKS:
             raise
     return True
@@ -95,12 +96,24 @@ def try_lock(directory_fd: int) -> bool:
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if needed. A wait for another process is logged."""
     with path.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(handle.fileno()):
             logger.info("Waiting for another process that holds %s", path)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def new_folder(parent: Path, prefix: str, first: int = 0) -> Path:
+    """Create and return `<parent>/<prefix>NNN`, with the number after the highest. No two calls get the same folder."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        matches = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in parent.iterdir())
+        number = max((int(match[1]) for match in matches if match), default=first - 1) + 1
+        path = parent / f"{prefix}{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue  # another process has taken the number meanwhile
+        return path
 
 
 def remove_tree(path: Path) -> None:
@@ -108,10 +121,6 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed entirely", path)
-
-
-def bytes_under(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def is_disk_full(error: BaseException, free_bytes: int) -> bool:

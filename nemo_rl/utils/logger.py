@@ -11,7 +11,6 @@ import errno
 import importlib.util
 import numbers
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from nemo_rl.utils.registry import import_object
 
 METRICS_NAME = "metrics.jsonl"
 TRACKERS = "nemo_rl.utils.trackers:start_trackers"  # imported in runs that have one
-
-_EXPERIMENT_PATTERN = re.compile(r"exp_(\d+)")
 
 
 class LogError(RuntimeError):
@@ -160,17 +157,7 @@ class Logger:
 
 def get_next_experiment_dir(log_dir: Path | str) -> Path:
     """Create and return `<log_dir>/exp_NNN`, with the next free number. Two runs never get the same folder."""
-    base = Path(log_dir)
-    base.mkdir(parents=True, exist_ok=True)
-    while True:
-        matches = (_EXPERIMENT_PATTERN.fullmatch(path.name) for path in base.iterdir())
-        number = max((int(match[1]) for match in matches if match), default=-1) + 1
-        path = base / f"exp_{number:03d}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue  # another run has taken the number meanwhile
-        return path
+    return files.new_folder(Path(log_dir), "exp_")
 
 
 def check_packages(cfg: LoggerConfig, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:

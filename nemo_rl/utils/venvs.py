@@ -129,15 +129,16 @@ def made_once(path: Path, stamp: Mapping[str, str], build: Callable[[], None], *
     python = path / "bin" / "python"
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(path.with_name(f".{path.name}.lock")):
-        found = json.loads((path / _STAMP).read_text()) if (path / _STAMP).is_file() else None
-        if not force and found == stamp and python.exists():
+        text = json.dumps(stamp)
+        is_made = (path / _STAMP).is_file() and (path / _STAMP).read_text() == text
+        if is_made and not force and python.exists():
             return str(python)
         if path.exists():
             logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or unfinished")
             shutil.rmtree(path)
         logger.info("Making the environment %s, once: uv downloads and compiles what is missing, in minutes", path)
         build()
-        (path / _STAMP).write_text(json.dumps(stamp))
+        (path / _STAMP).write_text(text)
     return str(python)
 
 

@@ -28,7 +28,7 @@ from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, logged_metric
-from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
+from nemo_rl.utils.files import is_disk_full, remove_tree, size_text, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class CheckpointManager:
             written = 0
             free = self._free_bytes(self.checkpoint_dir)
             if tmp_path in self._tmp_lock_fds:  # else it was not begun, or is another process's
-                written = bytes_under(tmp_path)
+                written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
                 self.remove_tmp_checkpoint(tmp_path)
             if not isinstance(error, CheckpointError) and is_disk_full(error, free):
                 what = f"the disk was full after {size_text(written)}, with {size_text(free)} free"

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,9 @@ def test_later_steps_of_an_earlier_run_are_put_aside(tmp_path):
     record(tmp_path, 2)
     again = put_aside(tmp_path, 0)
     assert again not in (None, aside) and recorded_steps(tmp_path) == []
+    shutil.rmtree(aside)
+    record(tmp_path, 1)
+    assert put_aside(tmp_path, 0) == tmp_path / "superseded_003", "although a folder before the last is gone"
 
 
 def shown(folder: Path, *arguments: str, status: int = 0) -> str:

@@ -76,9 +76,12 @@ def test_made_once_and_again_when_the_project_changes_or_once_in_a_process_by_fo
     (project / ".python-version").write_text("3.11\n")
     ensure_venv("broken", project)
     assert num_calls(fake_uv) == 3
+    (project / "venvs" / "broken" / ".nemo_rl_stamp.json").write_text("")  # the disk was full
+    ensure_venv("broken", project)
+    assert num_calls(fake_uv) == 4
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
     assert python_executable_for("broken", project) == python_executable_for("broken", project) == python
-    assert num_calls(fake_uv) == 4
+    assert num_calls(fake_uv) == 5
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "yes please")
     with pytest.raises(ValueError, match="NRL_FORCE_REBUILD_VENVS"):
         python_executable_for("broken", project)
