@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.distributed import doctor
+from nemo_rl.distributed.errors import RayLost
 from nemo_rl.distributed.worker_groups import require_shared
 from tests.functional.cli import ROOT
 
@@ -93,6 +94,17 @@ def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch)
         assert doctor.examine_hub().level == "good"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert doctor.examine_hub().level == "good"
+
+
+def test_a_ray_that_does_not_start_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RayLost("Ray did not start on this machine: the current node timed out.\nMore lines.")
+
+    monkeypatch.setattr(doctor, "init_ray", fail)
+    monkeypatch.setattr(doctor, "shutdown_ray", lambda: None)  # of the cluster of other tests
+    found: list[doctor.Finding] = []
+    assert not doctor.examine(1, 0, [], found.append)
+    assert [finding.text for finding in found] == ["Ray did not start on this machine: the current node timed out."]
 
 
 @pytest.mark.over_20s("starts Ray in a process of its own; two workers load torch")
