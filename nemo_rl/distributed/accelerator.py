@@ -44,11 +44,9 @@ class Accelerator:
 
         `wake_after`: by the name of the group that is awake, the exchange of both in one move, without `sleep`.
         """
-        if name in self._groups:
-            raise ValueError(f"{name!r} is registered already")
+        assert name not in self._groups, f"{name!r} is registered already"
         if is_awake and self.exclusive:
-            if self.awake is not None:
-                raise ValueError(f"{name!r} cannot be on the device: {self.awake!r} is")
+            assert self.awake is None, f"{name!r} cannot be on the device: {self.awake!r} is"
             self.awake = name
         self._groups[name] = _Group(wake, sleep, wake_after or {})
 
@@ -71,8 +69,7 @@ class Accelerator:
         Raises RuntimeError while another group is inside `hold`. If a move raises, no group counts as awake.
         """
         name = self._group_of(name)
-        if name not in self._groups:
-            raise ValueError(f"{name!r} is not registered: {sorted(self._groups)} are")
+        assert name in self._groups, f"{name!r} is not registered: {sorted(self._groups)} are"
         if not self.exclusive or self.awake == name:
             return
         others = [holder for holder in self._holding if holder != name]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -327,8 +328,8 @@ class RayVirtualCluster:
 
     def bundles_by_node(self) -> list[list[int]]:
         """Bundle indices of each node."""
-        ends = [sum(self._bundle_counts[: i + 1]) for i in range(len(self._bundle_counts))]
-        return [list(range(end - count, end)) for end, count in zip(ends, self._bundle_counts, strict=True)]
+        counts = self._bundle_counts
+        return [list(range(end - count, end)) for end, count in zip(accumulate(counts), counts, strict=True)]
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups; books them on the first call."""

@@ -152,7 +152,7 @@ class RolloutCollector:
         try:
             self._accept(self.group.done(list(self._playing)))
         except WorkerError as error:
-            if not isinstance(error, WorkerDied) and error.engine_died and self.restart_generation is not None:
+            if error.engine_died and self.restart_generation is not None:
                 self._postponed = error
             else:
                 self._recover(error)

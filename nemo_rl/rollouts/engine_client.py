@@ -133,16 +133,14 @@ class Engines:
     async def time_limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
         """Like `asyncio.timeout`, but suspended from the death of a replica until it is replaced."""
         async with asyncio.timeout(None) as limit:
-            if seconds is None:
-                yield limit
-                return
-            self._limits[limit] = seconds
-            if self._death is None:
-                limit.reschedule(asyncio.get_running_loop().time() + seconds)
+            if seconds is not None:
+                self._limits[limit] = seconds
+                if self._death is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
             try:
                 yield limit
             finally:
-                del self._limits[limit]
+                self._limits.pop(limit, None)
 
 
 class EngineClient:

@@ -344,13 +344,13 @@ class _Question:
 class WebServer(ABC):
     """An HTTP server in the event loop of its process. Errors have the form that OpenAI's clients know."""
 
-    def __init__(self, host: str, port: int, shutdown_timeout_s: float) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.port = port  # 0: any free port
         self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         # With handler_cancellation, sampling stops when the client disconnects.
         self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
 
     @abstractmethod
@@ -386,7 +386,7 @@ class OpenAIServer(WebServer):
     """
 
     def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
-        super().__init__(settings.host, settings.port, _SHUTDOWN_TIMEOUT_S)
+        super().__init__(settings.host, settings.port)
         self._token = settings.token
         self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
         self.engines.replace(generation_workers)

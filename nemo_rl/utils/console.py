@@ -186,8 +186,10 @@ class RunConsole:
 
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the summary and the alarms of step `step`, and advance the progress. `metrics` are by logged name."""
-        self._step_ends.append(self._clock())
-        left = f"{format_duration(self.seconds_left(step))} left"
+        ends = self._step_ends
+        ends.append(self._clock())
+        step_s = (ends[-1] - ends[0]) / max(1, len(ends) - 1)  # mean of the latest steps
+        left = f"{format_duration((self._num_steps - step) * step_s)} left"
         speed = f"{metrics[_TOKENS_PER_S]:,.0f} tok/s" if _TOKENS_PER_S in metrics else ""
         self._progress.update(self._task, completed=step, speed=speed, left=left)
         line = Text(f"step {step}/{self._num_steps}", style="bold")
@@ -197,13 +199,6 @@ class RunConsole:
         for alarm in alarms(metrics):
             self.warn(alarm)
         self._step = step
-
-    def seconds_left(self, step: int) -> float:
-        """An estimate from the mean duration of the latest steps; 0.0 before the first step ends."""
-        num_steps = len(self._step_ends) - 1
-        if num_steps < 1:
-            return 0.0
-        return (self._num_steps - step) * (self._step_ends[-1] - self._step_ends[0]) / num_steps
 
     def show_samples(
         self, message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], *, title: str

@@ -130,9 +130,8 @@ def is_disk_full(error: BaseException, free_bytes: int) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _NO_SPACE:
-            return True
-        if any(os.strerror(code) in str(cause) for code in _NO_SPACE):
+        has_errno = isinstance(cause, OSError) and cause.errno in _NO_SPACE
+        if has_errno or any(os.strerror(code) in str(cause) for code in _NO_SPACE):
             return True
         cause = cause.__cause__ or cause.__context__
     return isinstance(error, Exception) and free_bytes < _FULL_BELOW_BYTES

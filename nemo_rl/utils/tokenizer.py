@@ -58,8 +58,8 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
         logger.warning("tokenizer %s has no pad token: padding with %r", cfg.name, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
-    defaults = "".join(
-        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_literal(value)} -%}}{{%- endif -%}}"
+    defaults = "".join(  # Jinja reads a value of YAML as Python writes it
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {value!r} -%}}{{%- endif -%}}"
         for name, value in (cfg.chat_template_kwargs or {}).items()
     )
     tokenizer.chat_template = defaults + _template(cfg, tokenizer)
@@ -86,13 +86,3 @@ def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str
             f"{cfg.key('chat_template')} {template!r} is neither default, null, a .jinja file nor a Jinja text"
         )
     return template
-
-
-def _literal(value: Any) -> str:
-    """A YAML value as a Jinja expression."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
-    assert isinstance(value, dict), "YAML has no other values"
-    return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"

@@ -10,6 +10,7 @@ import logging
 import os
 import pkgutil
 import re
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from nemo_rl.utils.files import flatten_dict
 RETRY_S = 300.0  # a tracker that failed rests for as long, so that its timeouts do not slow every step
 FINISH_S = 300.0  # the end of a run waits for a service as long; what is not sent by then stays in the run's folder
 SAMPLES = "validation/samples"
+_CODE = "    "  # begins the lines of a block of code in Markdown
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
-        self._writer.add_text("config", _indented(text), 0)
+        self._writer.add_text("config", textwrap.indent(text, _CODE), 0)
 
     def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
         import numpy as np
@@ -149,7 +151,7 @@ class TensorBoard(Tracker):
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         texts = ["\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
-        self._writer.add_text(SAMPLES, _indented("\n\n".join(texts)), step)
+        self._writer.add_text(SAMPLES, textwrap.indent("\n\n".join(texts), _CODE), step)
 
     def close(self, error: str | None = None) -> None:
         self._writer.close()
@@ -334,11 +336,6 @@ TRACKERS: dict[str, type[Tracker]] = {
     "swanlab": SwanLab,
     "trackio": Trackio,
 }
-
-
-def _indented(text: str) -> str:
-    """A block of code in Markdown."""
-    return "    " + text.replace("\n", "\n    ")
 
 
 def _mlflow_name(name: str) -> str:

@@ -32,7 +32,6 @@ from nemo_rl.rollouts.openai_forms import RequestError
 from nemo_rl.rollouts.openai_server import Answers, AnswerSettings, WebServer, add_routes
 from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SamplingParams
 
-_SHUTDOWN_TIMEOUT_S = 1.0
 _SEED_BITS = 62
 KEY_IN_METADATA = "nemo_rl_key"
 _MAX_ENDED = 100_000  # sessions whose late calls are told that they have ended
@@ -213,7 +212,7 @@ class SessionServer(WebServer):
     """Answers the agents of a rollout worker, in its event loop. Begins to listen with the first session."""
 
     def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port, _SHUTDOWN_TIMEOUT_S)
+        super().__init__(host, port)
         self.sessions: dict[str, Session] = {}
         self.num_late_calls = 0
         self._by_key: dict[str, Session] = {}

@@ -35,12 +35,13 @@ def test_a_template_as_text_or_file(saved, tmp_path):
 
 
 def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path):
-    text = "{{ 'think' if thinking else 'no' }}{{ names | join('+') }}{{ opt.a is none }}"
-    tokenizer = load(saved, text, chat_template_kwargs={"thinking": True, "names": ["x", 'y"'], "opt": {"a": None}})
-    assert render(tokenizer) == 'thinkx+y"True'
-    assert render(tokenizer, thinking=False) == 'nox+y"True'
+    text = "{{ 'think' if thinking else 'no' }}{{ names | join('+') }}{{ opt.a is none }}{{ opt[1] }}"
+    defaults = {"thinking": True, "names": ["x", 'y"'], "opt": {"a": None, 1: 0.5}}
+    tokenizer = load(saved, text, chat_template_kwargs=defaults)
+    assert render(tokenizer) == 'thinkx+y"True0.5'
+    assert render(tokenizer, thinking=False) == 'nox+y"True0.5'
     tokenizer.save_pretrained(tmp_path)
-    assert render(load(tmp_path)) == 'thinkx+y"True'
+    assert render(load(tmp_path)) == 'thinkx+y"True0.5'
 
 
 def test_a_missing_pad_token_becomes_the_end_token_and_is_said(saved, tmp_path, caplog):
