@@ -225,30 +225,27 @@ class ActorHost:
 
         return await self._on_thread(method, run)
 
-    async def start_profile(self) -> None:
-        """Record the thread of the sync methods with torch's profiler; a profile that was never stopped is dropped."""
+    async def profile(self, path: str | None) -> None:
+        """Begin to record the thread of the sync methods with torch's profiler, or end it and write `path`.
 
-        def start() -> None:
+        `path` ends in `.json.gz` and opens in https://ui.perfetto.dev. A new beginning drops a profile without an end.
+        """
+
+        def switch() -> None:
             import torch
             from torch.profiler import ProfilerActivity, profile
 
-            if self._profiler is not None:
-                self._profiler.stop()
+            profiler, self._profiler = self._profiler, None
+            if profiler is not None:
+                profiler.stop()
+            if path is not None:
+                profiler.export_chrome_trace(path)
+                return
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.start()
 
-        await self._on_thread("start_profile", start)
-
-    async def stop_profile(self, path: str) -> None:
-        """Write the trace to `path`, which ends in `.json.gz`. It opens in https://ui.perfetto.dev."""
-
-        def stop() -> None:
-            profiler, self._profiler = self._profiler, None
-            profiler.stop()
-            profiler.export_chrome_trace(path)
-
-        await self._on_thread("stop_profile", stop)
+        await self._on_thread("profile", switch)
 
     @ray.method(concurrency_group="inspect")
     async def usage(self, gpu_ids: Sequence[str]) -> dict[str, float]:

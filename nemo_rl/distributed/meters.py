@@ -41,10 +41,10 @@ def profiled_step(cfg: ProfileConfig, folder: Path, step: int) -> Iterator[None]
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for group in groups:
-        group.start_profile(chosen)
+        group.profile(chosen)
     yield
     for group in groups:
-        group.stop_profile(chosen, str(folder / f"step_{step}"))
+        group.profile(chosen, str(folder / f"step_{step}"))
     logger.info("the profile of step %d is in %s: %s", step, folder, ", ".join(sorted(chosen)))
 
 

@@ -269,7 +269,6 @@ def _lost_at_start(kind: type[BaseException] | None, error: BaseException | None
 class Bundle:
     """Room for one rank of each colocated worker group: one GPU, or one set of CPU worker slots."""
 
-    index: int  # over the whole cluster, node by node
     node_rank: int
     node_id: str
     node_ip: str
@@ -425,7 +424,6 @@ class RayVirtualCluster:
         node_ranks: dict[Any, int] = {}
         return [
             Bundle(
-                index=index,
                 node_rank=node_ranks.setdefault(node_id if unified else group.id, len(node_ranks)),
                 node_id=node_id,
                 node_ip=ips[node_id],
@@ -433,7 +431,7 @@ class RayVirtualCluster:
                 placement_group=group,
                 placement_group_bundle_index=group_index,
             )
-            for index, (node_id, gpu_id, group, group_index) in enumerate(places)
+            for node_id, gpu_id, group, group_index in places
         ]
 
 

@@ -320,16 +320,12 @@ class RayWorkerGroup:
         """The calls among `refs` for which `wait` would return, or raise, immediately."""
         return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
 
-    def start_profile(self, names: Collection[str]) -> None:
-        """Profile the workers of these names from now on."""
+    def profile(self, names: Collection[str], path: str | None = None) -> None:
+        """Begin to profile the workers of these names, or end it and write `<path>_<worker>.json.gz`."""
         named = [worker for worker in self.members if worker.name in names]
-        self._wait({w.handle.start_profile.remote(): _Call(w, "start_profile") for w in named}, self.timeout_s)
-
-    def stop_profile(self, names: Collection[str], path: str) -> None:
-        """Write the profiles of the workers of these names to `<path>_<worker>.json.gz`."""
-        named = {f"{path}_{worker.name}.json.gz": worker for worker in self.members if worker.name in names}
-        calls = {w.handle.stop_profile.remote(file): _Call(w, "stop_profile") for file, w in named.items()}
-        self._wait(calls, self.timeout_s)
+        files = [f"{path}_{worker.name}.json.gz" if path is not None else None for worker in named]
+        refs = [worker.handle.profile.remote(file) for worker, file in zip(named, files, strict=True)]
+        self._wait({ref: _Call(worker, "profile") for ref, worker in zip(refs, named, strict=True)}, self.timeout_s)
 
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
         """End all workers and free their bundles. May be called again.

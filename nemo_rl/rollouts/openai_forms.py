@@ -29,7 +29,7 @@ class RequestError(ValueError):
 
 def _checked_message(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise ValueError("a message needs a role and a content")
+        raise RequestError("a message needs a role and a content")
     return message
 
 
@@ -424,7 +424,7 @@ def as_messages(items: Sequence[Mapping[str, Any]], before: Sequence[dict[str, A
         if kind in _SKIPPED_ITEMS:
             continue
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+            messages.append(_checked_message({"role": item.get("role"), "content": _text(item.get("content"))}))
         elif kind == "function_call":
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not messages or messages[-1]["role"] != "assistant":
@@ -438,9 +438,6 @@ def as_messages(items: Sequence[Mapping[str, Any]], before: Sequence[dict[str, A
             raise RequestError(
                 f"items of type {kind!r:.200} are not supported: message, function_call, function_call_output"
             )
-    for message in messages:
-        if not isinstance(message["role"], str):
-            raise RequestError("a message needs a role and a content")
     return messages
 
 

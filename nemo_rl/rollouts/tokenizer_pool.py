@@ -103,11 +103,6 @@ class TokenizerPool:
             self._workers = start_groups(num_workers, self._start)
             undo.pop_all()
 
-    @property
-    def controller_tensor_bytes(self) -> int:
-        """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return sum(worker.controller_tensor_bytes for worker in self._workers)
-
     def start(self, prompts: Sequence[Prompt]) -> list[PendingGroup]:
         """Begin to tokenise a batch, distributed over the workers in groups of at most `MAX_GROUP_ROWS` rows."""
         num_workers = len(self._workers)
@@ -138,10 +133,8 @@ class TokenizerPool:
                     if num_restarts > MAX_RESTARTS:
                         raise
                     logger.warning("%s; restarting it and tokenising its rows again", first_line(error))
-                    old = self._workers[worker]
-                    old.shutdown()
+                    self._workers[worker].shutdown()
                     self._workers[worker] = self._start(worker)
-                    self._workers[worker].controller_tensor_bytes += old.controller_tensor_bytes
         handles = [group.handle for group in pending if group.handle is not None]
         assert len(handles) == len(pending), "a group without a handle would be left out of the batch"
         return handles

@@ -96,6 +96,6 @@ def test_batches_are_made_in_order_and_a_dead_worker_is_replaced(ray_local, tmp_
 
         with pytest.raises(ValueError, match=r"^row d:0: column text is wrong$"):
             pool.finish(pool.start(prompts(["wrong"])))
-        assert pool.controller_tensor_bytes == 0
+        assert [worker.controller_tensor_bytes for worker in pool._workers] == [0] * len(pool._workers)
     finally:
         pool.shutdown()
