@@ -178,21 +178,11 @@ class RayWorkerGroup:
     def world_size(self) -> int:
         return len(self.members)
 
-    # Calls. Each start_ method returns refs for `wait`; each call_ method is start and wait in one.
+    # Calls. A start_ method returns refs for `wait`; a call_ method waits for the results itself.
 
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
         """Call `method` on every worker with the same arguments."""
         return [self._submit(worker, method, args, kwargs) for worker in self.members]
-
-    def start_each(self, method: str, args_by_worker: Sequence[tuple[Any, ...]], **common: Any) -> list[ray.ObjectRef]:
-        """Call `method` on worker i with the positional arguments `args_by_worker[i]` and the keywords `common`."""
-        name, given = f"{self.name_prefix}.{method}", len(args_by_worker)
-        if given != len(self.members):
-            raise ValueError(f"{name}: {given} sets of arguments for {len(self.members)} workers")
-        if not all(isinstance(args, tuple) for args in args_by_worker):
-            raise ValueError(f"{name}: give each worker a tuple of arguments, e.g. [(a,), (b,)]")
-        pairs = zip(self.members, args_by_worker, strict=True)
-        return [self._submit(worker, method, args, common) for worker, args in pairs]
 
     def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Call `method` on worker number `index`."""
@@ -205,8 +195,14 @@ class RayWorkerGroup:
     def call_each(
         self, method: str, args_by_worker: Sequence[tuple[Any, ...]], *, timeout_s: float | None = None, **common: Any
     ) -> list[Any]:
-        """`start_each` and `wait`: the result of each worker, by rank."""
-        return self.wait(self.start_each(method, args_by_worker, **common), timeout_s)
+        """`call_all` with the positional arguments `args_by_worker[i]` for worker i, and the keywords `common`."""
+        name, given = f"{self.name_prefix}.{method}", len(args_by_worker)
+        if given != len(self.members):
+            raise ValueError(f"{name}: {given} sets of arguments for {len(self.members)} workers")
+        if not all(isinstance(args, tuple) for args in args_by_worker):
+            raise ValueError(f"{name}: give each worker a tuple of arguments, e.g. [(a,), (b,)]")
+        pairs = zip(self.members, args_by_worker, strict=True)
+        return self.wait([self._submit(worker, method, args, common) for worker, args in pairs], timeout_s)
 
     def call_one(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """`start_one` and `wait`: the result."""

@@ -460,12 +460,11 @@ class ResponseForm(_Head):
     _streamed: str = ""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        [choice] = answer.choices
-        return self._response(choice, answer)
+        return self._response(answer)
 
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response(None, None))
+            yield self._event(kind, response=self._response(None))
 
     def delta(self, index: int, text: str, tokens: Sequence[TokenText] | None) -> Iterator[Event]:
         if not self._streamed:
@@ -482,7 +481,7 @@ class ResponseForm(_Head):
             yield from self.delta(0, choice.unsent, choice.tokens)
         elif choice.tokens:  # without a text, as the end of the turn
             self._tokens += choice.tokens
-        response = self._response(choice, answer)
+        response = self._response(answer)
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
                 [part] = item["content"]
@@ -509,7 +508,8 @@ class ResponseForm(_Head):
     def _part(self, kind: str, **rest: Any) -> Event:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **rest)
 
-    def _response(self, choice: Choice | None, answer: Answer | None) -> dict[str, Any]:
+    def _response(self, answer: Answer | None) -> dict[str, Any]:
+        """The response, in progress or with its answer."""
         wanted = self.wanted
         keys = ("instructions", "parallel_tool_calls", "previous_response_id", "tool_choice", "tools")
         response: dict[str, Any] = {
@@ -522,8 +522,9 @@ class ResponseForm(_Head):
             "output": [],
             **wanted.model_dump(include=set(keys)),
         }
-        if choice is None or answer is None:
+        if answer is None:
             return response
+        [choice] = answer.choices
         is_cut = choice.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         prompt, sampled = answer.num_prompt_tokens, answer.num_sampled

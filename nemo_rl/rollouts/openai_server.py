@@ -136,9 +136,7 @@ class Answers:
             model=self.settings.model, shows_tokens=self.shows_tokens, streams_usage=wanted.streams_usage
         )
         asked = {"role": "user", "content": self.settings.decode(token_ids)}
-        question = _Question(
-            token_ids=token_ids, messages=[asked], tools=None, retokenized=None, logprobs=wanted.logprobs is not False
-        )
+        question = _Question(token_ids=token_ids, messages=[asked], logprobs=wanted.logprobs is not False)
         return await self._respond(request, wanted, question, form)
 
     def _prompt(self, prompt: Any) -> list[int]:
@@ -335,9 +333,9 @@ class _Question:
 
     token_ids: list[int]
     messages: Sequence[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    retokenized: int | None  # earlier answers of the chat that were tokenised again; None: it is no chat
     logprobs: bool  # are wanted
+    tools: list[dict[str, Any]] | None = None
+    retokenized: int | None = None  # earlier answers of the chat that were tokenised again; None: it is no chat
     calls_of: Callable[[str], Sequence[Any]] | None = None
 
 

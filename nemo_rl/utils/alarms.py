@@ -21,61 +21,57 @@ class _Trend(NamedTuple):
     """An alarm on the medians of a metric: of the latest steps, `now`, and of the first ones, `first`."""
 
     metric: str
-    sounds: Callable[[float, float, float], bool]  # (now, first, the value of the key)
     text: str
+    sounds: Callable[[float, float, float], bool] = lambda now, first, most: now > most  # most: the value of the key
     while_unsolved: bool = False  # a solved task may look like this
 
 
 _TRENDS = {
     "entropy_collapse": _Trend(
         "train/approx_entropy",
-        lambda now, first, share: now < share * first,
         "the entropy fell from {first:.3g} to {now:.3g} while the reward is {reward:.3g}: samples of a group become "
         "equal. Raise the temperature or loss_fn.ratio_clip_max (clip-higher), lower the learning rate, or mix in "
         "harder prompts",
+        lambda now, first, share: now < share * first,
         while_unsolved=True,
     ),
     "length_explosion": _Trend(
         "train/mean_gen_tokens_per_sample",
-        lambda now, first, factor: now > factor * first,
         "answers grew from {first:.0f} to {now:.0f} tokens. Penalise overlong answers, use a loss per token instead of "
         "per sequence, and read samples for repetition",
+        lambda now, first, factor: now > factor * first,
     ),
     "length_collapse": _Trend(
         "train/mean_gen_tokens_per_sample",
-        lambda now, first, share: now < share * first,
         "answers shrank from {first:.0f} to {now:.0f} tokens while the reward is {reward:.3g}. Look for a reward that "
         "short answers earn, and for a length normalisation that favours them",
+        lambda now, first, share: now < share * first,
         while_unsolved=True,
     ),
     "mixed_groups": _Trend(
         MIXED,
-        lambda now, first, least: now < least,
         "{now:.0%} of the groups have different rewards, the others teach nothing (reward {reward:.3g}). Take prompts "
         "of other difficulty, more samples per prompt, or dynamic sampling",
+        lambda now, first, least: now < least,
         while_unsolved=True,
     ),
     "kl_blowup": _Trend(
         "train/kl_penalty",
-        lambda now, first, most: now > most,
         "the KL from the reference policy is {now:.3g} per token. Lower the learning rate, raise "
         "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
     ),
     "clip_fraction": _Trend(
         "train/clip_fraction",
-        lambda now, first, most: now > most,
         "{now:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
         "steps per batch, a smaller learning rate, or fresher samples",
     ),
     "truncation": _Trend(
         "train/truncation_rate",
-        lambda now, first, most: now > most,
         "{now:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
         "and policy.max_total_sequence_length, or read samples for repetition",
     ),
     "repetition_loops": _Trend(
         "train/repetition_loop_rate",
-        lambda now, first, most: now > most,
         "{now:.0%} of the answers end in a loop of the same tokens. Read samples in report.html; raise the "
         "temperature, give cut answers no reward or mask them (overlong filtering), or lower the learning rate",
     ),
