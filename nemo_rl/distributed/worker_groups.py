@@ -467,11 +467,6 @@ class RayWorkerGroup:
             raise RayLost(f"{text}: {loss}")
         return WorkerHang(f"{text}\n{_inspect(workers)}", **first.names)
 
-    def hang(self, ref: ray.ObjectRef) -> WorkerHang:
-        """The error for a call that has taken longer than the group's limit."""
-        assert self.timeout_s is not None
-        return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
-
     def _end(self, *, failed: bool) -> None:
         members, self.members, self._calls = self.members, [], {}
         if self in LIVE:
@@ -503,12 +498,11 @@ def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef])
     results: dict[ray.ObjectRef, Any] = {}
     while pending:
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
-        waited = time.monotonic() - started
-        late = [ref for ref, group in pending.items() if group.timeout_s is not None and waited > group.timeout_s]
         for ref in ready:
             results[ref] = pending.pop(ref).wait([ref])[0]
-        if late and not ready:
-            raise pending[late[0]].hang(late[0])
+        for ref, group in pending.items() if not ready else ():
+            if group.timeout_s is not None and time.monotonic() - started > group.timeout_s:
+                raise group._hang([group._calls.pop(ref.task_id())], group.timeout_s)
     return [results[ref] for ref in refs]
 
 

@@ -267,9 +267,9 @@ class RolloutCollector:
         """Start a new keeper without groups, and a rollout worker that uses it. All groups are dropped."""
         ray.kill(self._keeper)
         self._keeper = new_keeper()
-        self._playing, self._finished, self._postponed, self._recording = {}, {}, None, {}
-        self._submitted.clear()
+        self._recording = {}
         self._restart()
+        self.abandon()
 
     def _restart(self) -> None:
         old = self.group

@@ -379,8 +379,8 @@ class WebServer(ABC):
 class OpenAIServer(WebServer):
     """The server's process: answers external requests with the engines that also play the run's episodes.
 
-    Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
-    flight and later ones are answered with status 503.
+    Requests wait during a weight update, and for new engines after the death of an engine. `stop` answers those in
+    flight with status 503.
     """
 
     def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
@@ -406,12 +406,9 @@ class OpenAIServer(WebServer):
         self.engines.replace(workers)
 
     async def stop(self) -> None:
-        """Close and stop listening."""
-        self.close()
-        await self._runner.cleanup()
-
-    def close(self) -> None:
+        """Tell waiting clients that the run has ended, and stop listening."""
         self.answers.ended.set()
+        await self._runner.cleanup()
 
     async def admit(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -35,7 +35,7 @@ from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.models.policy.weight_loading import checkpoint_files
 from nemo_rl.refit.layout import merge
 from nemo_rl.utils.checkpoint.manager import CheckpointError
-from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_names
+from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_sizes
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.files import file_lock, remove_tree
 
@@ -144,7 +144,7 @@ def find_source(checkpoint: Path) -> Source:
         raise ValueError(f"{checkpoint} was never finished; give a step_N directory")
     if (checkpoint / ADAPTER_CONFIG).is_file():
         raise _only_adapters(checkpoint)
-    if sealed_names(checkpoint) and (damage := _damage(checkpoint)):
+    if sealed_sizes(checkpoint) and (damage := _damage(checkpoint)):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
     for weights in (checkpoint / "policy" / "weights", checkpoint / "weights", checkpoint):
         if holds_tensors(weights):
@@ -429,5 +429,5 @@ def _newest_sound(path: Path) -> Path:
 
 def _damage(step: Path) -> str | None:
     """Damage to the files of the model in a checkpoint; the optimizer's files are not read."""
-    names = [name for name in sealed_names(step) if name.startswith("policy/")]
+    names = [name for name in sealed_sizes(step) if name.startswith("policy/")]
     return find_damage(step, [name for name in names if not name.startswith("policy/optimizer/")])

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from nemo_rl.utils import files as strict_json
-from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
+from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_sizes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, logged_metric
 from nemo_rl.utils.files import is_disk_full, remove_tree, size_text, try_lock
@@ -102,8 +102,8 @@ class CheckpointManager:
         started = time.monotonic()
         with self.discarded_on_failure(step):
             latest = self.get_latest_checkpoint_path()
-            needed = sealed_bytes(latest) if latest else None
-            if needed is not None and (free := self._free_bytes(self.checkpoint_dir)) < needed:
+            needed = sum(sealed_sizes(latest).values()) if latest else 0
+            if (free := self._free_bytes(self.checkpoint_dir)) < needed:
                 what = f"{size_text(needed)} are needed and {size_text(free)} are free"
                 raise DiskFullError(self._disk_full_text(step, what))
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)

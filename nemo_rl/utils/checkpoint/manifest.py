@@ -71,15 +71,10 @@ def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | No
         return next((damage for damage in damages if damage is not None), None)
 
 
-def sealed_bytes(directory: Path) -> int | None:
-    """Bytes of all files by the manifest; None when it is missing or damaged."""
-    files = _read_manifest(directory / MANIFEST_NAME)
-    return None if files is None else sum(int(entry["size"]) for entry in files.values())
-
-
-def sealed_names(directory: Path) -> list[str]:
-    """Files of the manifest, relative to `directory`; none when it is missing or damaged."""
-    return sorted(_read_manifest(directory / MANIFEST_NAME) or {})
+def sealed_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of each file of the manifest, by its name relative to `directory`; {} when it is missing or damaged."""
+    files = _read_manifest(directory / MANIFEST_NAME) or {}
+    return {name: int(entry["size"]) for name, entry in files.items()}
 
 
 def sealed_digest(directory: Path) -> str | None:

@@ -358,7 +358,7 @@ async def test_requests_outlive_an_engine_and_end_with_the_server():
         late = ask(n=3)
         while len(third.under_way) < 3:
             await asyncio.sleep(0.01)
-        server.close()
+        server.answers.ended.set()
         for request in (late, ask()):
             with pytest.raises(openai.InternalServerError, match="the run has ended"):
                 await request

@@ -21,7 +21,7 @@ from nemo_rl.utils.checkpoint.manager import (
     DiskFullError,
     check_identity,
 )
-from nemo_rl.utils.checkpoint.manifest import MANIFEST_NAME, find_damage, sealed_digest, sealed_names
+from nemo_rl.utils.checkpoint.manifest import MANIFEST_NAME, find_damage, sealed_digest, sealed_sizes
 from nemo_rl.utils.config import CheckpointingConfig
 
 SHARD = "policy/weights/shard_0.bin"
@@ -58,7 +58,7 @@ def test_a_saved_checkpoint_is_complete_and_readable(tmp_path):
     assert manager.load_training_info(path) == {"current_step": 3, "metrics": metrics}
     assert manager.get_resume_paths(path) == (path / "policy" / "weights", path / "policy" / "optimizer")
     shards = [f"policy/{part}/shard_0.bin" for part in ("optimizer", "weights")]
-    assert sealed_names(path) == ["config.yaml", *shards, "training_info.json"] and sealed_names(tmp_path) == []
+    assert [*sealed_sizes(path)] == ["config.yaml", *shards, "training_info.json"] and sealed_sizes(tmp_path) == {}
     assert find_damage(path) is None
     before = sealed_digest(path)
     assert save(manager, 3, content="y") == path
