@@ -23,7 +23,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.group_keeper import KEEPER, KeeperLost, loss_of, new_keeper, places_and_refs
-from nemo_rl.rollouts.records import StepIndex
+from nemo_rl.rollouts.records import StepIndex, write_groups, write_step
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.timer import GenerationUse
@@ -294,7 +294,8 @@ class RolloutCollector:
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
         """Write finished groups into a folder; see `records.write_groups`."""
-        self._call_with(RolloutWorker.save, groups, folder, [group.task_name for group in groups])
+        task_names = [group.task_name for group in groups]
+        self._call_with(RolloutWorker.write, groups, partial(write_groups, folder), task_names)
 
     def load(self, folder: Path) -> list[GroupHandle]:
         """Handles of groups that `save` wrote."""
@@ -302,8 +303,8 @@ class RolloutCollector:
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
         """Begin to write the groups of a training step; see `records.write_step`."""
-        args = root, index, keep, [group.task_name for group in groups]
-        ref = self.group.start_one(0, "with_groups", RolloutWorker.record, args, *places_and_refs(groups))
+        args = partial(write_step, root, index, keep=keep), [group.task_name for group in groups]
+        ref = self.group.start_one(0, "with_groups", RolloutWorker.write, args, *places_and_refs(groups))
         self._recording[ref] = root, index, keep, groups
 
     def finish_records(self) -> int:

@@ -53,18 +53,15 @@ CLIENT_ID = "openai-server"
 MAX_BODY_BYTES = 16 << 20
 _SHUTDOWN_TIMEOUT_S = 3.0  # for answers that are being sent when the server stops
 
+Messages = Sequence[Mapping[str, Any]]
+
 
 class Chat(Protocol):
     """Converts messages to token ids. Sampled turns keep their sampled tokens; see `data/chat/served.py`."""
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Any: ...  # `token_ids`, `retokenized`
+    def prompt(self, messages: Messages, tools: Any) -> Any: ...  # `token_ids`, `retokenized`
     def remember(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Any,
-        answer: Mapping[str, Any],
-        token_ids: Sequence[int],
-        retokenized: int,
+        self, messages: Messages, tools: Any, answer: Mapping[str, Any], token_ids: Sequence[int], retokenized: int
     ) -> None: ...
 
 

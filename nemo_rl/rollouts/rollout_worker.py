@@ -18,7 +18,7 @@ import ray
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
 from nemo_rl.rollouts.group_keeper import Places, store
-from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
+from nemo_rl.rollouts.records import read_groups
 from nemo_rl.types import (
     Completion,
     DatumSpec,
@@ -267,15 +267,9 @@ class RolloutWorker:
         """`await function(self, *args, *groups)`. The keeper has the groups in lists; see `places_and_refs`."""
         return await function(self, *args, *(stored[number][place] for number, place in places))
 
-    async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
-        """`records.write_groups`, in a thread."""
-        await asyncio.to_thread(write_groups, folder, groups, task_names)
-
-    async def record(
-        self, root: Path, index: StepIndex, keep: int | None, task_names: Sequence[str], *groups: RolloutGroup
-    ) -> int:
-        """`records.write_step`, in a thread."""
-        return await asyncio.to_thread(write_step, root, index, groups, task_names, keep)
+    async def write(self, write: Callable[..., T], task_names: Sequence[str], *groups: RolloutGroup) -> T:
+        """`write(groups, task_names)`, in a thread."""
+        return await asyncio.to_thread(write, groups, task_names)
 
     async def load(self, folder: Path) -> list[GroupHandle]:
         """Read the groups of a folder and store them."""

@@ -52,7 +52,7 @@ class ClusterConfig(MachinesConfig):
 
 
 class ProjectConfig(StrictModel):
-    """Base of the trackers that group runs by project."""
+    """A tracker that groups runs by project, such as trackio."""
 
     project: str = "nemo-rl"
     """Project of the run."""
@@ -98,10 +98,6 @@ class SwanLabConfig(ProjectConfig):
 
     mode: Literal["online", "offline"] = "online"
     """`offline` writes under the run's log folder, for `swanlab sync` later."""
-
-
-class TrackioConfig(ProjectConfig):
-    """trackio."""
 
 
 class MonitoringConfig(StrictModel):
@@ -209,7 +205,7 @@ class LoggerConfig(StrictModel):
     trackio_enabled: bool = False
     """Report to trackio, by default a SQLite file of this user."""
 
-    trackio: TrackioConfig = TrackioConfig()
+    trackio: ProjectConfig = ProjectConfig()
     """Used when `trackio_enabled`."""
 
     monitor_gpus: bool = False
