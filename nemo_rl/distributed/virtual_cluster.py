@@ -148,8 +148,6 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     global _started_here
     _prepare()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = os.cpu_count()
-    assert cores is not None
     if object_store_gb is None:
         object_store_gb = min(_MAX_OBJECT_STORE_GB, _OBJECT_STORE_FRACTION * memory_gb)
     logger.info("Starting Ray on this machine")
@@ -161,7 +159,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
         starting.push(_lost_at_start)
         ray.init(
             address="local",
-            num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
+            num_cpus=num_cpus if num_cpus is not None else max(os.cpu_count() or 1, _MIN_LOCAL_CPU_SLOTS),
             object_store_memory=int(object_store_gb * 2**30),
             include_dashboard=False,
             log_to_driver=True,
@@ -190,7 +188,8 @@ def ray_loss() -> str | None:
             f"{what} has ended with status {raylet.returncode}, and all workers with it: killed from outside, or out "
             "of memory (`dmesg -T | tail`)"
         )
-    if Path(f"/proc/{raylet.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+    state = Path(f"/proc/{raylet.pid}/stat").read_text().rpartition(")")[2].split()[0]  # man proc_pid_stat
+    if state == "T":
         return f"{what} is stopped (SIGSTOP, or a debugger), so no worker can start, end or send large results"
     return None
 
@@ -337,14 +336,14 @@ class RayVirtualCluster:
 
     def bundles(self, *, spanning_nodes: bool = False) -> list[Bundle]:
         """All bundles with their node and GPU. Books them on the first call, unified if a worker spans nodes."""
+        unified = spanning_nodes and self.node_count() > 1
         if self._bundles is not None:
-            if spanning_nodes and self.node_count() > 1 and len(self._placement_groups) > 1:
+            if unified and len(self._placement_groups) > 1:
                 raise ValueError(
                     f"the bundles of cluster {self.name!r} are booked node by node already: make the worker group that "
                     "spans nodes first, or give it a cluster of its own"
                 )
             return self._bundles
-        unified = spanning_nodes and self.node_count() > 1
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self._book(unified)

@@ -500,7 +500,9 @@ def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef])
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
         for ref in ready:
             results[ref] = pending.pop(ref).wait([ref])[0]
-        for ref, group in pending.items() if not ready else ():
+        if ready:
+            continue
+        for ref, group in pending.items():
             if group.timeout_s is not None and time.monotonic() - started > group.timeout_s:
                 raise group._hang([group._calls.pop(ref.task_id())], group.timeout_s)
     return [results[ref] for ref in refs]

@@ -19,7 +19,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -101,7 +101,7 @@ OnAnswer = Callable[[str, Completion, list[dict[str, Any]]], None]
 """(id of the answer, a completion in it, the conversation with the answer's message): called for each choice."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
@@ -110,7 +110,6 @@ class Answers:
     """
 
     settings: AnswerSettings
-    _: KW_ONLY
     generate: GenerateFn
     sampling: SamplingParams
     ended: asyncio.Event
@@ -386,7 +385,7 @@ class OpenAIServer(WebServer):
         self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
         self.engines.replace(generation_workers)
         self.answers = Answers(
-            settings.answers,
+            settings=settings.answers,
             generate=self.engines.generate,
             sampling=settings.sampling,
             ended=asyncio.Event(),

@@ -96,7 +96,7 @@ class Session:
         self.ended = asyncio.Event()
         self._answers = {
             role: Answers(
-                settings,
+                settings=settings,
                 generate=self.generate if frozen is None else partial(self._seeded, frozen),
                 sampling=sampling,
                 ended=self.ended,
