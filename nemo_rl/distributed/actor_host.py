@@ -239,6 +239,7 @@ class ActorHost:
             if profiler is not None:
                 profiler.stop()
             if path is not None:
+                assert profiler is not None, "a profile begins before it ends"
                 profiler.export_chrome_trace(path)
                 return
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()

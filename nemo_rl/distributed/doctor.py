@@ -101,7 +101,8 @@ def examine_versions() -> Finding:
         asked = [Requirement(text) for text in importlib.metadata.requires("nemo-rl") or []]
     except importlib.metadata.PackageNotFoundError:
         return judged(False, "versions", "nemo-rl itself is not installed", "run `uv sync --extra vllm`", "remark")
-    installed = {canonicalize_name(dist.name): dist.version for dist in importlib.metadata.distributions()}
+    found = importlib.metadata.distributions()
+    installed: dict[str, str] = {canonicalize_name(package.name): package.version for package in found}
     # Packages of extras count where they are installed.
     counted = (one for one in asked if canonicalize_name(one.name) in installed or "extra" not in str(one.marker))
     wrong = [text for one in counted if (text := shortfall(one)) is not None]
