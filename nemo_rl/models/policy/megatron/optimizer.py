@@ -262,7 +262,6 @@ def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
 # needs a package that no registry has. A matrix that tensor-parallel ranks share is gathered first, so that the update
 # does not depend on the layout; queries, keys and values of a fused projection are separate matrices.
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 
@@ -271,7 +270,7 @@ class Muon(torch.optim.Optimizer):
 
     A parameter's `partition_dim` is the dimension that the ranks of its group share (-1: none). Parameter groups may
     have `split_qkv` (fused projections) and `is_expert_parallel` (shared by `expert_group`). `qkv_rows`: rows of one
-    query group in a fused projection: its queries, its keys, its values.
+    query group in a fused projection: its queries, their gates if there are any, its keys, its values.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         config: OptimizerConfig,
         *,
-        qkv_rows: tuple[int, int, int],
+        qkv_rows: tuple[int, ...],
         tensor_group: dist.ProcessGroup,
         expert_group: dist.ProcessGroup,
     ) -> None:
@@ -297,24 +296,23 @@ class Muon(torch.optim.Optimizer):
                     continue
                 average = momentum_of(self, parameter)
                 average.lerp_(parameter.grad, 1 - self.momentum)
-                if group.get("split_qkv"):  # [G * (q + k + v), H] -> queries, keys and values, by group, and back
-                    by_group = average.view(-1, sum(self.qkv_rows), average.shape[1])
-                    parts = by_group.split(self.qkv_rows, dim=1)
-                    moved = [self._update(part.flatten(0, 1), parameter, shared_by).view(part.shape) for part in parts]
-                    update = torch.cat(moved, dim=1).view(average.shape)
-                else:
-                    update = self._update(average, parameter, shared_by)
+                update = self._update(average, parameter, shared_by, is_fused=group.get("split_qkv", False))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
 
-    def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup, *, is_fused: bool) -> torch.Tensor:
         """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""
         dim = owner.partition_dim if group.size() > 1 and owner.tensor_model_parallel else -1
         if dim >= 0:  # singular values belong to the whole matrix, not to a shard
-            parts = [torch.empty_like(matrix) for _ in range(group.size())]
-            dist.all_gather(parts, matrix.contiguous(), group=group)
-            matrix = torch.cat(parts, dim=dim)
-        update = scaled(orthogonalized(matrix, self.num_steps), self.scale_mode)
+            shards = [torch.empty_like(matrix) for _ in range(group.size())]
+            dist.all_gather(shards, matrix.contiguous(), group=group)
+            matrix = torch.cat(shards, dim=dim)
+        # Split after the gather, because with more ranks than query groups a rank has only a part of a group.
+        rows = self.qkv_rows if is_fused else (len(matrix),)
+        parts = matrix.view(-1, sum(rows), matrix.shape[1]).split(rows, dim=1)
+        whole = (orthogonalized(part.flatten(0, 1), self.num_steps) for part in parts)
+        moved = [scaled(own, self.scale_mode).view(part.shape) for own, part in zip(whole, parts, strict=True)]
+        update = torch.cat(moved, dim=1).view(matrix.shape)
         # The gathered rows or columns may be permuted. The update is permuted in the same way, and `chunk` undoes it.
         return update if dim < 0 else update.chunk(group.size(), dim=dim)[group.rank()]
 
@@ -331,7 +329,7 @@ def orthogonalized(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
     """`matrix` [M, N] with all singular values near 1, by Newton-Schulz steps in float32."""
     # Each step applies the polynomial a s + b s^3 + c s^5 to every singular value s, which drives it towards 1. It
     # needs s <= 1 at the start (the Frobenius norm bounds all s) and is cheapest with the smaller side as rows.
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.float()
     x = x.mT if matrix.shape[0] > matrix.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
@@ -366,13 +364,9 @@ def _build_muon(
     with _frozen([p for p in trained if p not in chosen]):
         found: list[dict[str, Any]] = _get_param_groups(list(chunks), config, overrides)
     model: Any = chunks[0].config
-    per_group = model.num_attention_heads // model.num_query_groups * model.kv_channels
-    if model.attention_output_gate or model.multi_latent_attention:
-        assert not any(group.get("split_qkv") for group in found), (
-            "a fused projection of more than queries, keys and values"
-        )
-
-    rows = (per_group, model.kv_channels, model.kv_channels)
+    queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
+    gates = (queries,) if model.attention_output_gate else ()
+    rows = (queries, *gates, model.kv_channels, model.kv_channels)
     whole = replace(config, bf16=False) if is_distributed else config  # main weights are then made after the split
     parts: list[MegatronOptimizer] = []
     for is_expert, stats_group in ((False, groups.mp), (True, groups.tp_ep_pp)):

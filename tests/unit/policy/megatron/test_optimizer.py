@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron import cpu_shim
 from nemo_rl.models.policy.megatron.optimizer import (
+    Muon,
     ParameterState,
     build_scheduler,
     optimizer_config,
@@ -23,7 +26,9 @@ from nemo_rl.models.policy.megatron.optimizer import (
     steps_taken,
 )
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.megatron.parity import cut
+from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
 from tests.worlds import in_new_process, run_world
 
@@ -223,6 +228,44 @@ def test_muon_moves_matrices_alone(deep: Path) -> None:
             assert singular.max() < 1.3 and singular.median() > 0.6, name
         elif "gate_proj" not in name and "up_proj" not in name:  # Adam's first step
             torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_parts_of_a_fused_projection_move_by_themselves_however_it_is_cut(world: int) -> None:
+    """Queries, their gates, keys and values of two groups: each of four ranks has half a group."""
+    rows, config = (8, 8, 4, 4), OptimizerConfig(lr=1.0, weight_decay=0.0, muon_momentum=0.0)
+    gradient = torch.randn(2 * sum(rows), 6, generator=torch.Generator().manual_seed(0))
+
+    def moved(rank: int, world: int) -> torch.Tensor:
+        own: Any = torch.nn.Parameter(torch.zeros(len(gradient) // world, 6))
+        own.grad, own.partition_dim, own.tensor_model_parallel = gradient.chunk(world)[rank], 0, True
+        ranks: Any = dist.group.WORLD
+        groups = [{"params": [own], "split_qkv": True}]
+        Muon(groups, config, qkv_rows=rows, tensor_group=ranks, expert_group=ranks).step()
+        return -own.data
+
+    updates = torch.cat(run_world(moved, world)).view(2, -1, 6).split(rows, dim=1)
+    for update, part in zip(updates, gradient.view(2, -1, 6).split(rows, dim=1), strict=True):
+        expected = scaled(orthogonalized(part.flatten(0, 1), config.muon_num_ns_steps), "spectral")
+        torch.testing.assert_close(update.flatten(0, 1), expected, rtol=0, atol=1e-4)
+
+
+def test_muon_moves_queries_and_their_gates_apart(tmp_path: Path) -> None:
+    """On disk they alternate by head."""
+    random_model("qwen3_5_text", vocab_size=VOCAB).save_pretrained(tmp_path)
+
+    def one(rank: int, world: int) -> torch.Tensor:
+        worker = make_worker(tmp_path, policy_of({**MUON, "weight_decay": 0.0}))
+        (name,) = (name for name in worker.weight_map.shapes if name.endswith("q_proj.weight"))
+        before = whole_weights(worker)[name]
+        set_gradients(worker, 0)
+        step(worker)
+        return (before - whole_weights(worker)[name]) / MUON["lr"]
+
+    (moved,) = run_world(one, 1)
+    for part in moved.view(4, 2, 16, -1).unbind(1):  # heads, query or gate, features
+        singular = torch.linalg.svdvals(part.flatten(0, 1)) / 64**0.5
+        assert singular.max() < 1.3 and singular.median() > 0.6
 
 
 @pytest.mark.slow
