@@ -21,6 +21,8 @@ class MegatronMesh:
         pipeline_group: the ranks with the other stages; None if there is one stage rank.
         context_group, tensor_group: as `pipeline_group`.
         ranks: this rank's coordinates in what splits single parameters.
+        is_first_of_data_rank: whether this is the first of the ranks with the same samples.
+        is_first_of_last_stage: whether this is the first of the ranks that get the outputs of the same samples.
     """
 
     def __init__(self, config: MegatronConfig, seed: int) -> None:
@@ -50,19 +52,10 @@ class MegatronMesh:
             etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
-
-    @property
-    def is_first_of_data_rank(self) -> bool:
-        """Whether this is the first of the ranks with the same samples."""
-        groups = (self.tensor_group, self.context_group, self.pipeline_group)
-        return all(group is None or group.rank() == 0 for group in groups)
-
-    @property
-    def is_first_of_last_stage(self) -> bool:
-        """Whether this is the first of the ranks that get the outputs of the same samples."""
-        pipeline = self.pipeline_group
-        is_first = all(group is None or group.rank() == 0 for group in (self.tensor_group, self.context_group))
-        return is_first and (pipeline is None or pipeline.rank() == pipeline.size() - 1)
+        stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        is_first = self.ranks.tp_rank == self.context_rank == 0
+        self.is_first_of_data_rank = is_first and stage == 0
+        self.is_first_of_last_stage = is_first and stage == config.pipeline_model_parallel_size - 1
 
     def close(self) -> None:
         """Destroy the groups."""
