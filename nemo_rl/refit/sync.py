@@ -88,8 +88,7 @@ class Refit(WeightSync):
         self.layout = None
         settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "rendezvous": self.rendezvous}
         descriptions = self.policy.prepare_refit(settings | {"bucket_bytes": self.bucket_bytes})
-        layouts = [description["layout"] for description in descriptions if "layout" in description]
-        assert len(layouts) == 1, "only rank 0 sends the layout"
+        sent_layout = descriptions[0]["layout"]
         if len({description["layout_digest"] for description in descriptions}) != 1:
             raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
         offered = [offer for description in descriptions for offer in description.get("endpoints", {}).items()]
@@ -101,12 +100,12 @@ class Refit(WeightSync):
             )
         self._hold_base = []
         try:
-            self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
+            self.generation.init_weight_transfer({"layout": sent_layout, "endpoints": endpoints})
         except (RuntimeError, ValueError, OSError) as error:
             if _is_death(error):
                 raise
             raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
-        self.layout = layout = PackLayout.from_dict(layouts[0])
+        self.layout = layout = PackLayout.from_dict(sent_layout)
         self._attached = list(self.generation.workers)
         logger.info(
             "refit over %s: %d tensors, %.3f GiB in %d buckets of %.0f MiB",
@@ -170,8 +169,7 @@ class Refit(WeightSync):
                 digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
                 if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
                     raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
-                fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
-                info = {"version": version, "bucket": bucket, "fingerprints": fingerprints}
+                info = {"version": version, "bucket": bucket, "fingerprints": results[0]["fingerprints"]}
                 loading.append(self.generation.receive_bucket_async(info, turn=len(loading)))
             for refs in loading[-num_open:]:
                 self.generation.wait(refs)
@@ -199,14 +197,15 @@ class Refit(WeightSync):
         return compared
 
     def _compare_buckets(self, layout: PackLayout) -> WeightComparison:
-        if (reason := self.generation.begin_comparison()) is not None:
-            return WeightComparison(not_compared=reason)
+        compare = self.generation.compare_weights
+        if reasons := [reason for reason in compare("begin_comparison") if reason is not None]:
+            return WeightComparison(not_compared=reasons[0])
         self.layout = None  # if it breaks off, the next sync begins with new buffers
         for bucket in range(len(layout.buckets)):
-            results = self.policy.pack(bucket)
-            fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
-            self.generation.compare_bucket({"bucket": bucket, "fingerprints": fingerprints})
-        different = self.generation.end_comparison()
+            compare("compare_bucket", bucket=bucket, fingerprints=self.policy.pack(bucket)[0]["fingerprints"])
+        different: dict[str, float] = {}
+        for name, value in (item for of_rank in compare("end_comparison") for item in of_rank.items()):
+            different[name] = max(different.get(name, 0.0), value)
         self.layout = layout
         return WeightComparison(num_tensors=len(layout.tensors), different=different)
 

@@ -61,11 +61,6 @@ class GenerationInterface(ABC):
         """Actor handles, one per replica."""
         return [replica.workers[0] for replica in self._replicas]
 
-    @property
-    def controller_tensor_bytes(self) -> int:
-        """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return sum(replica.controller_tensor_bytes for replica in self._replicas)
-
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Tell every engine where the weights will be. Call again after a replica was restarted.
 
@@ -105,23 +100,13 @@ class GenerationInterface(ABC):
         """The settings in config.json of the model, as the engine reads them. Empty: it is the policy's own model."""
         return {}
 
-    def begin_comparison(self) -> str | None:
-        """Prepare the engines to compare their weights with buckets. Returns why they cannot; None if they can."""
-        return next((reason for reason in self._compare("begin_comparison") if reason is not None), None)
+    def compare_weights(self, step: str, **info: Any) -> list[Any]:
+        """A step of a comparison of the engines' weights, which do not change, with buckets.
 
-    def compare_bucket(self, info: dict[str, Any]) -> None:
-        """Compare one bucket with the weights of every engine, which do not change; see `receive_bucket_async`."""
-        self._compare("compare_bucket", **info)
-
-    def end_comparison(self) -> dict[str, float]:
-        """Tensors that differ in an engine, with the largest difference of a value."""
-        worst: dict[str, float] = {}
-        for name, value in (item for part in self._compare("end_comparison") for item in part.items()):
-            worst[name] = max(worst.get(name, 0.0), value)
-        return worst
-
-    def _compare(self, step: str, **info: Any) -> list[Any]:
-        """The results of all ranks of all engines."""
+        Returns the results of all ranks of all engines: of `begin_comparison` why a rank cannot compare (None: it can),
+        of `end_comparison` the tensors that differ, with the largest difference of a value. `compare_bucket` takes
+        `bucket` and `fingerprints`.
+        """
         return [result for ranks in self._call_all("compare_weights", step, **info) for result in ranks]
 
     @abstractmethod
@@ -137,8 +122,7 @@ class GenerationInterface(ABC):
         old = self._replicas[index]
         logger.warning("restarting %s", old.name_prefix)
         old.shutdown()
-        new = self._replicas[index] = self._start(index)
-        new.controller_tensor_bytes += old.controller_tensor_bytes
+        self._replicas[index] = self._start(index)
 
     def restart_dead_workers(self) -> list[Any]:
         """Start dead replicas again, and drop all requests. Returns the handles of all replicas."""

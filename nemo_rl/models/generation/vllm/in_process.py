@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -74,7 +74,8 @@ class ThreadClient(AsyncMPClient):
         self._new: list[Any] = []  # requests of this turn of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         started = Future[ThreadedCore]()
-        make = partial(self.core_class, vllm_config, executor_class, log_stats, self._deliver)
+        deliver = partial(self._in_loop, self._receive)
+        make = partial(self.core_class, vllm_config, executor_class, log_stats, deliver)
         # Named as the threads that `ActorHost.stack` shows first.
         self._thread = threading.Thread(target=self._run, args=(make, started), name="worker: vLLM engine", daemon=True)
         self._thread.start()
@@ -101,9 +102,6 @@ class ThreadClient(AsyncMPClient):
                 self.resources.engine_dead = True
                 self._in_loop(self._fail)
             core.shutdown()
-
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        self._in_loop(self._receive, outputs)
 
     def _in_loop(self, function: Callable[..., None], *args: Any) -> None:
         """Call the function in the event loop, if there is one: nothing is asked and answered before."""
@@ -166,10 +164,3 @@ class ThreadClient(AsyncMPClient):
         self._core.shutdown_state = EngineShutdownState.REQUESTED
         self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         self._thread.join(_SHUTDOWN_S if timeout is None else timeout)
-
-
-def use_threads() -> None:
-    """From now on every `AsyncLLM` of this process has its core in a thread."""
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    EngineCoreClient.make_async_mp_client = staticmethod(cast(Any, ThreadClient))

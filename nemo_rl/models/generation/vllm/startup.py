@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
@@ -196,9 +196,11 @@ def start_engine(config: EngineConfig, stat_loggers: list[Any] | None, name: str
     how: dict[str, Any] = {"log_stats": False, "log_requests": False, "stat_loggers": stat_loggers}
     chosen = Executor.get_class(config)
     if current_platform.is_cpu() and chosen is UniProcExecutor:
-        from nemo_rl.models.generation.vllm.in_process import EngineStartError, use_threads
+        from vllm.v1.engine.core_client import EngineCoreClient
 
-        use_threads()
+        from nemo_rl.models.generation.vllm.in_process import EngineStartError, ThreadClient
+
+        EngineCoreClient.make_async_mp_client = staticmethod(cast(Any, ThreadClient))
         try:
             return AsyncLLM(config, chosen, **how)
         except EngineStartError as error:

@@ -30,14 +30,7 @@ from nemo_rl.models.generation.vllm.startup import (
     prepare_environment,
     start_engine,
 )
-from nemo_rl.types import (
-    Completion,
-    GenerationAnswer,
-    GenerationRequest,
-    OnTokens,
-    SampledTokens,
-    StopReason,
-)
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, OnTokens, SampledTokens, StopReason
 
 if TYPE_CHECKING:
     import vllm

@@ -77,9 +77,9 @@ class MegatronState:
             add_chunks(weights, entry, policy.ranks, policy.parameters[name])
         # What is drawn inside of tensor-parallel regions comes from generators of Megatron's own.
         tracker: Any = get_cuda_rng_tracker()
-        generators = dict(tracker.get_states())
+        state = cls(weights=weights, optimizer=None, counters=Counters(), generators=dict(tracker.get_states()))
         if not save_optimizer:
-            return cls(weights=weights, optimizer=None, counters=Counters(), generators=generators)
+            return state
         assert policy.optimizer is not None and policy.scheduler is not None
         optimizer: dict[str, Chunks] = {}
         states = policy.states()
@@ -91,7 +91,7 @@ class MegatronState:
             optimizer_steps=steps_taken(policy.optimizer),
             scheduler_steps=policy.scheduler.num_steps,
         )
-        return cls(weights=weights, optimizer=optimizer, counters=counters, generators=generators)
+        return replace(state, optimizer=optimizer, counters=counters)
 
     def on_host(self) -> MegatronState:
         """Copies in host memory, which later steps do not change."""

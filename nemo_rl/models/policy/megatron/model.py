@@ -62,14 +62,8 @@ def build_stages(
         vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
         stage = (PolicyScalarModel if is_scalar(model) else PolicyGPTModel)(
             config,
-            layer_specs(
-                config,
-                use_transformer_engine=use_transformer_engine,
-                vp_stage=vp_stage,
-                text=text,
-            ),
-            # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows; `true_vocab_size` is what
-            # counts.
+            layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage, text=text),
+            # Rounded up, as the embeddings of tensor-parallel ranks have equally many rows. See `true_vocab_size`.
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=policy.max_total_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

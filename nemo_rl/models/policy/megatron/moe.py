@@ -10,7 +10,7 @@ the batch, on every stage and for every rank's positions, not only where the tok
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -271,12 +271,9 @@ class StackedExperts(MegatronModule):
 # -- building and connecting
 
 
-def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
+def routers(stages: Sequence[nn.Module]) -> list[PolicyRouter]:
     """The routers in `stages`, in order."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, PolicyRouter):
-                yield module
+    return [module for stage in stages for module in stage.modules() if isinstance(module, PolicyRouter)]
 
 
 def connect_routers(

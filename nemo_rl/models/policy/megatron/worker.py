@@ -81,7 +81,7 @@ class MegatronPolicyWorker(PolicyWorker):
         self.router_load = connect_routers(
             self.stages, self.mesh, self.device, per_layer=self.megatron.moe_per_layer_logging
         )
-        self.routers = list(routers(self.stages))
+        self.routers = routers(self.stages)
         for router in self.routers if self.megatron.freeze_moe_router else ():
             router.requires_grad_(False)
         self.weight_map = weight_map(
