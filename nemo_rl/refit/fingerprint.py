@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 CHUNK_BYTES = 1 << 20  # copied and hashed together
-_WORDS_PER_ROW = 1 << 21  # a GPU multiplies and adds them in the time of some calls, and in its cache
+_WORDS_PER_ROW = 1 << 21  # enough to hide the launch of the kernels on a GPU, and few enough for its cache
 _ODD = 0x9E3779B97F4A7C15
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
-MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies a bucket in the time of some calls
+MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies fast, so its calls need larger buckets
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 DRAFT_PREFIX = "draft."

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 ROW_BLOCKS = (512, 256, 128, 64, 32, 16, 8)
-"""Rows of a product if their real number does not serve, largest first. All products have a multiple of the smallest,
-which is above the sizes for which BLAS has special kernels."""
+"""Numbers of rows into which a product is split if it cannot be computed at once, largest first. All products have a
+multiple of the smallest, which is above the sizes for which BLAS has special kernels."""
 
 _NUM_DRAWN = 64  # random numbers that are drawn for a request at once
 

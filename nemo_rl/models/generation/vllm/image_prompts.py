@@ -65,7 +65,7 @@ class ImagePrompts:
             self._processor = MULTIMODAL_REGISTRY.create_processor(self._config)
         # A copy: arrays of the object store are read-only and would be held there.
         own = {name: torch.from_numpy(np.array(value)) for name, value in pixels.items() if name != PREVIEW}
-        if "image_grid_thw" not in own:  # tiles of one size: vLLM asks how many, and for them in one dimension
+        if "image_grid_thw" not in own:  # tiles of one size: vLLM takes them along one dimension, with their number
             own = {
                 name: value.flatten(0, value.ndim - (4 if name == "pixel_values" else 3)) for name, value in own.items()
             }

@@ -1,7 +1,7 @@
 """vLLM's engine core in a thread of the worker, for an engine of one rank on a CPU.
 
-vLLM's `AsyncLLM` starts the core as a process, which imports vLLM again and takes longer for it than a tiny model for a
-step, and sends it every request and answer as a message. In one process both are Python objects in a queue. The
+vLLM's `AsyncLLM` starts the core as a process. That process imports vLLM again, and every request and answer is a
+message, which takes longer than a step of a tiny model. In one process both are Python objects in a queue. The
 operators of torch release Python's lock while they compute, so the event loop goes on meanwhile.
 
 The core is built, runs and ends in the same thread: torch keeps the number of its threads, for one, per thread.

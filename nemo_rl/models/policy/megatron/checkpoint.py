@@ -146,7 +146,8 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
         check_optimizer(directory, counters, policy.optimizer_kind)
         _load_optimizer(policy, directory / "optimizer", counters)
     generators = directory / "generators"
-    if len(list(generators.glob("*.safetensors"))) == dist.get_world_size():  # else no rank's generator has a successor
+    # On another number of ranks there is no saved generator for each of them, so all keep those of the seed.
+    if len(list(generators.glob("*.safetensors"))) == dist.get_world_size():
         tracker: Any = get_cuda_rng_tracker()
         tracker.set_states(load_file(generators / f"{dist.get_rank()}.safetensors"))
 

@@ -236,8 +236,8 @@ class MegatronConfig(StrictModel):
     """Train with Megatron Core, in place of `dtensor_cfg`."""
 
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of torch (`local`) or of Transformer Engine. `auto`: the latter if it is installed and has those of the
-    model, and there are GPUs."""
+    """Layers of torch (`local`) or of Transformer Engine. `auto`: Transformer Engine's, if it is installed, has the
+    layers of the model, and there are GPUs."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every layer's matrices."""

@@ -175,7 +175,7 @@ class WeightMap:
         """
         stored = set(stored_names)
         prefix = "" if any(name.startswith("model.") for name in stored) else "model."  # the base model saved alone
-        # A text model saved alone lacks the prefix of the model that sees.
+        # A text model that was saved alone lacks the prefix of its vision-language model.
         body = _TEXT if any(name.startswith(_TEXT) for name in stored) else "model."
 
         def own(name: str) -> str:

@@ -2,9 +2,9 @@
 
     hidden states [T, H] -> logits [T, E] -> scores -> experts of each token [T, K] -> probabilities, map [T, E]
 
-`PolicyRouter` replaces Megatron's `TopKRouter`. Equal scores are broken towards the lower expert, wherever the token
-lies in memory, which torch.topk does not promise. The experts can be given, for routing replay. Padding is known from
-the batch, on every stage and for every rank's positions, not only where the tokens are embedded.
+`PolicyRouter` replaces Megatron's `TopKRouter`. Among experts of equal score it chooses the one of the lower number,
+wherever the token lies in memory, which torch.topk does not promise. The experts can be given, for routing replay. The
+batch says which positions are padding, on every stage and for the positions of every rank.
 """
 
 from __future__ import annotations
