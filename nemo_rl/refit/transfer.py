@@ -283,8 +283,8 @@ class WeightReceiver:
 
     def _await(self, bucket: int) -> None:
         """Wait until a bucket is in its half. The next one may arrive meanwhile, because its half is empty."""
-        # In a comparison the sender does not run ahead. There CUDA loads new kernels, for which it waits until the device
-        # is idle, and would wait for ever for a broadcast that is not sent.
+        # In a comparison the sender does not run ahead. There CUDA loads new kernels, for which it waits until the
+        # device is idle, and would wait for ever for a broadcast that is not sent.
         num = 1 if self._version == COMPARISON else 2
         try:
             for coming in range(bucket, bucket + num):

@@ -130,9 +130,7 @@ class PolicyRouter(TopKRouter):
         self.load: RouterLoad | None = None
         self.step_choices: torch.Tensor | None = None  # float32 [E], tokens per expert in the optimizer step so far
         self.step_tokens: torch.Tensor | None = None  # float32 scalar, N above; set before a step
-        self._own_tokens: torch.Tensor | None = None  # int64 scalar, tokens among this rank's positions
-        self._sequences: torch.Tensor | None = None  # int64 [S], sequence of each position, numbered over all ranks
-        self._num_sequences = 0  # with one for padding
+        self._routed: ModelBatch | None = None  # the micro-batch of the latest pass
         modules = config.recompute_modules or ()
         self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
         self._to_recompute: deque[ModelBatch] = deque()  # micro-batches whose layer backward will compute again
@@ -144,20 +142,12 @@ class PolicyRouter(TopKRouter):
         self.choice.given = None
         if self.generates:
             return super().routing(logits)
-        batch = self._present_batch()
+        batch = self._routed = self._present_batch()
         is_token = self._own_positions(batch.is_token[0])
         if batch.routed_experts is not None:
             assert self.layer_number is not None
             given = batch.routed_experts[0, :, self.layer_number - 1]
             self.choice.given = self._own_positions(given).long()
-        assert batch.cu_seqlens is not None
-        lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=is_token.device)
-        chunks = 2 if self.config.context_parallel_size > 1 else 1  # a rank then has two chunks of each sequence
-        numbers = torch.arange(len(lengths), device=lengths.device) // chunks
-        self._num_sequences = -(-len(lengths) // chunks)
-        numbers = numbers.repeat_interleave(lengths, output_size=batch.input_ids.shape[1])
-        self._sequences = self._own_positions(numbers)
-        self._own_tokens = is_token.sum()
         result = super().routing(logits, padding_mask=~is_token[:, None])
         if torch.is_grad_enabled() and self.load is not None:  # off in the first pass of a layer that is recomputed
             self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
@@ -202,8 +192,8 @@ class PolicyRouter(TopKRouter):
 
         `valid_token_count` is not read: whether Megatron has summed it over the group depends on the kind of loss.
         """
-        assert self._own_tokens is not None and self.step_tokens is not None
-        tokens = self._own_tokens.to(aux_loss.dtype)  # from integers, so this is a copy that the sum may change
+        assert self._routed is not None and self.step_tokens is not None
+        tokens = self._own_positions(self._routed.is_token[0]).sum().to(aux_loss.dtype)
         dist.all_reduce(tokens, group=reduce_group)  # the ranks that share the experts' counts f_e share T too
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * (tokens / self.step_tokens))
 
@@ -220,15 +210,22 @@ class PolicyRouter(TopKRouter):
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
         if coeff == 0:
             return probs
-        assert self._sequences is not None and self.step_tokens is not None and self.config.num_moe_experts is not None
-        shape = (self._num_sequences, self.config.num_moe_experts)
+        batch, num_experts = self._routed, self.config.num_moe_experts
+        assert batch is not None and batch.cu_seqlens is not None
+        assert self.step_tokens is not None and num_experts is not None
+        lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=probs.device)
+        chunks = 2 if self.config.context_parallel_size > 1 else 1  # a rank then has two chunks of each sequence
+        numbers = torch.arange(len(lengths), device=probs.device) // chunks  # padding counts as a sequence
+        numbers = numbers.repeat_interleave(lengths, output_size=batch.input_ids.shape[1])
+        sequences = self._own_positions(numbers)  # int64 [S]
+        shape = (-(-len(lengths) // chunks), num_experts)
         chosen = scores_for_aux_loss.new_zeros(shape)
-        chosen.index_add_(0, self._sequences, routing_map.to(chosen.dtype))
+        chosen.index_add_(0, sequences, routing_map.to(chosen.dtype))
         dist.all_reduce(chosen, group=self.tp_cp_group)
         # T * L of a sequence is E * sum_e f_e * (sum of scores of e); each rank contributes its part of that sum.
         share = chosen / chosen.sum(dim=1, keepdim=True).clamp(min=1.0)
-        summed = scores_for_aux_loss.new_zeros(shape).index_add(0, self._sequences, scores_for_aux_loss)
-        part = (share * summed).sum() * (shape[1] * coeff / self.step_tokens)
+        summed = scores_for_aux_loss.new_zeros(shape).index_add(0, sequences, scores_for_aux_loss)
+        part = (share * summed).sum() * (num_experts * coeff / self.step_tokens)
         return MoEAuxLossAutoScaler.apply(probs, part)
 
 
