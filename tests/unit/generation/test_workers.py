@@ -18,7 +18,7 @@ from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm.startup import start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, StopReason
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, ImageSpan, StopReason
 from tests.unit.rollouts.engines import in_loop, request_of
 
 
@@ -71,6 +71,7 @@ class Worker(VllmWorker):
         self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
         self._sleep_mode, self._asleep, self._has_weights, self._sleep = True, set(), True, ExitStack()
         self._records = self._returns_experts = False
+        self._images = None
 
 
 def request(number: int) -> GenerationRequest:
@@ -100,6 +101,32 @@ async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next() ->
     with pytest.raises(RuntimeError, match="another sync has begun"):
         await given_up
     assert worker.weight_version == -1 and engine.told == []
+
+
+@in_loop
+async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weights() -> None:
+    arrived = asyncio.Event()
+
+    class Images:
+        async def items(self, request: GenerationRequest) -> list[int]:
+            await arrived.wait()
+            return [1]
+
+        def prompt(self, request: GenerationRequest, items: list[int], salt: str) -> dict[str, str]:
+            return {"cache_salt": salt}
+
+    engine = Engine()
+    worker: Any = Worker(engine)
+    worker._images = Images()
+    await worker.finish_weight_update(1)
+    waiting = asyncio.create_task(worker.generate(replace(request(0), images=[ImageSpan("a", 0, 1)])))
+    await asyncio.sleep(0.01)
+    await worker.start_weight_update(clear_cache=True)
+    arrived.set()
+    await asyncio.sleep(0.01)
+    assert engine.salts == [], "the engine is paused"
+    await worker.finish_weight_update(2)
+    assert (await asyncio.wait_for(waiting, 60)).weight_version == 2 and engine.salts == ["update 2"]
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])

@@ -32,9 +32,12 @@ class ImagePrompts:
         self._processor: Any = None  # knows which inputs of the model belong to which image
         self._kept: OrderedDict[str, asyncio.Future[MultiModalKwargsItem]] = OrderedDict()  # by digest
 
-    async def prompt(self, request: GenerationRequest, salt: str) -> Any:
+    async def items(self, request: GenerationRequest) -> list[MultiModalKwargsItem]:
+        """The images of a prompt, in order, once they are here."""
+        return [await self._item(span.digest, request.pixels[span.digest]) for span in request.images]
+
+    def prompt(self, request: GenerationRequest, items: list[MultiModalKwargsItem], salt: str) -> Any:
         """The prompt with its images. `salt` names the weights: features of other weights are not used again."""
-        items = [await self._item(span.digest, request.pixels[span.digest]) for span in request.images]
         token_ids = np.asarray(request.prompt_token_ids)
         return mm_input(
             prompt_token_ids=request.prompt_token_ids,

@@ -117,6 +117,9 @@ class VllmWorker:
                 if self._recording is None:
                     self._recording = asyncio.ensure_future(self._on_ranks("record_experts"))
                 await asyncio.shield(self._recording)
+            assert self._images is not None or not request.images, "the model sees no images"
+            # Before the wait, because a sync may begin while the images come.
+            images = [] if self._images is None else await self._images.items(request)
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
             request_id = f"{next(self._request_ids)}"
@@ -125,9 +128,8 @@ class VllmWorker:
             salt = f"update {self._num_updates}"
             # The type tells vLLM that there is nothing to tokenise, for which it would hand the prompt to a thread.
             prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids, "cache_salt": salt}
-            if request.images:
-                assert self._images is not None, "the model sees no images"
-                prompt = await self._images.prompt(request, salt)
+            if self._images is not None and images:
+                prompt = self._images.prompt(request, images, salt)
             outputs = self._engine.generate(prompt, params, request_id)
             if self._num_inside == 0:
                 self._step_since = time.time()

@@ -16,13 +16,7 @@ parallel_state: Any = megatron_state  # its types say int | None, also of values
 class MegatronMesh:
     """Creates the process groups of Megatron and names the groups of this rank. Collective.
 
-    Attributes:
-        data_group: the ranks that differ from this one only in their samples.
-        pipeline_group: the ranks with the other stages; None if there is one stage rank.
-        context_group, tensor_group: as `pipeline_group`.
-        ranks: this rank's coordinates in what splits single parameters.
-        is_first_of_data_rank: whether this is the first of the ranks with the same samples.
-        is_first_of_last_stage: whether this is the first of the ranks that get the outputs of the same samples.
+    `ranks`: this rank's coordinates in what splits single parameters. The other attributes are as in `ParallelMesh`.
     """
 
     def __init__(self, config: MegatronConfig, seed: int) -> None:
