@@ -25,6 +25,7 @@ from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
 from nemo_rl.models.policy.megatron.mapping import (
     FAMILIES,
+    expert_width,
     heads_of,
     is_latent,
     is_moe_layer,
@@ -225,10 +226,9 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
                     f"set it to {written(neutral)}"
                 )
         return
-    width = text.to_dict().get("moe_intermediate_size") or text.intermediate_size
     for name, total, what in (
         ("expert_model_parallel_size", count, f"experts of {model}"),
-        ("expert_tensor_parallel_size", width, f"rows of an expert of {model}"),
+        ("expert_tensor_parallel_size", expert_width(text), f"rows of an expert of {model}"),
     ):
         if total % (size := value_of(settings, name)):
             raise ValueError(

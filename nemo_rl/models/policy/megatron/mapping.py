@@ -24,6 +24,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.config.errors import some_of
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
 from nemo_rl.models.policy.token_mixers import mixer_class
 
@@ -271,11 +272,9 @@ _IMPOSSIBLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Experts:
-    """How an architecture names its experts, and which layers have them."""
+    """How an architecture names its experts, and which layers have them (default: all)."""
 
-    in_layer: Callable[[Any, int], bool]
-    count: str = "num_experts"
-    width: str = "moe_intermediate_size"
+    in_layer: Callable[[Any, int], bool] = lambda hf_config, layer: True
     block: str = "mlp"
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_choice_bias: bool = False
@@ -286,7 +285,12 @@ class _Experts:
         """Hidden features of the experts that every token goes through; 0 without any."""
         if self.gated_shared_expert:
             return hf_config.shared_expert_intermediate_size
-        return (hf_config.to_dict().get("n_shared_experts") or 0) * getattr(hf_config, self.width)
+        return (hf_config.to_dict().get("n_shared_experts") or 0) * expert_width(hf_config)
+
+
+def expert_width(hf_config: Any) -> int:
+    """Hidden features of a routed expert."""
+    return hf_config.to_dict().get("moe_intermediate_size") or hf_config.intermediate_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,33 +350,23 @@ _QWEN_NEXT = Family(
 
 FAMILIES = {
     "qwen3_5_text": replace(_QWEN_NEXT, body=_TEXT),
-    "qwen3_5_moe_text": replace(
-        _QWEN_NEXT, body=_TEXT, experts=_Experts(in_layer=lambda hf_config, layer: True, gated_shared_expert=True)
-    ),
+    "qwen3_5_moe_text": replace(_QWEN_NEXT, body=_TEXT, experts=_Experts(gated_shared_expert=True)),
     "qwen3_next": replace(_QWEN_NEXT, experts=_Experts(in_layer=_qwen_moe_layer, gated_shared_expert=True)),
     "llama": Family(needs={"attention_bias": (False,), "mlp_bias": (False,)}),
     "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, needs={"attention_bias": (False,)}),
     "qwen3_moe": Family(qk_norm=True, needs={"attention_bias": (False,)}, experts=_Experts(in_layer=_qwen_moe_layer)),
-    "mixtral": Family(
-        experts=_Experts(
-            in_layer=lambda hf_config, layer: True,
-            count="num_local_experts",
-            width="intermediate_size",
-            block="block_sparse_moe",
-            gate_up_down=("w1", "w3", "w2"),
-        )
-    ),
+    "mixtral": Family(experts=_Experts(block="block_sparse_moe", gate_up_down=("w1", "w3", "w2"))),
     "deepseek_v2": Family(
         is_latent=True,
         needs={"attention_bias": (False,), "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
-        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts"),
+        experts=_Experts(in_layer=_deepseek_moe_layer),
     ),
     "deepseek_v3": Family(
         is_latent=True,
         needs={"attention_bias": (False,), "rope_interleave": (True,), "norm_topk_prob": (True,)},
-        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
+        experts=_Experts(in_layer=_deepseek_moe_layer, has_choice_bias=True),
     ),
     "gemma3_text": Family(
         qk_norm=True,
@@ -387,19 +381,14 @@ FAMILIES = {
         has_sinks=True,
         is_local=True,
         needs={"attention_bias": (True,)},
-        experts=_Experts(
-            in_layer=lambda hf_config, layer: True,
-            count="num_local_experts",
-            width="intermediate_size",
-            is_stacked=True,
-        ),
+        experts=_Experts(is_stacked=True),
     ),
     "glm4_moe": Family(
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         partial_rotary=True,
         needs={"norm_topk_prob": (True,)},
-        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
+        experts=_Experts(in_layer=_deepseek_moe_layer, has_choice_bias=True),
     ),
 }
 
@@ -519,7 +508,7 @@ class _Tables:
     def experts(self, ours: str, layer: str) -> Iterator[MappedTensor]:
         config, names = self.config, self.family.experts
         assert names is not None
-        count, width, hidden = getattr(config, names.count), getattr(config, names.width), config.hidden_size
+        count, width, hidden = num_experts(config), expert_width(config), config.hidden_size
         if names.is_stacked:
             yield from self.stacked_experts(ours, f"{layer}{names.block}.", count, width)
             return

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
-from nemo_rl.models.policy.megatron.mapping import FAMILIES, heads_of, is_latent, is_moe_layer
+from nemo_rl.models.policy.megatron.mapping import FAMILIES, expert_width, heads_of, is_latent, is_moe_layer
 from nemo_rl.models.policy.pretrained import DTYPES
 
 LATENT_NORM_EPS = 1e-6
@@ -164,9 +164,7 @@ def _training(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: list[int]) -> dict[str, Any]:
-    values, router = config.to_dict(), ROUTERS[config.model_type](config)
-    width = values.get("moe_intermediate_size") or config.intermediate_size
-    experts = FAMILIES[config.model_type].experts
+    router, experts = ROUTERS[config.model_type](config), FAMILIES[config.model_type].experts
     assert experts is not None
     if config.num_experts_per_tok == 1 and not router.get("moe_router_pre_softmax"):
         raise ValueError(
@@ -176,7 +174,7 @@ def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: lis
     return {
         "num_moe_experts": num_experts(config),
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": width,
+        "moe_ffn_hidden_size": expert_width(config),
         "moe_layer_freq": moe_layers,
         "moe_shared_expert_intermediate_size": experts.shared_width(config) or None,
         "moe_shared_expert_gate": experts.gated_shared_expert,
