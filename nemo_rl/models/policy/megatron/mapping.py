@@ -30,8 +30,6 @@ from nemo_rl.models.policy.token_mixers import mixer_class
 
 Shape = tuple[int, ...]
 
-Implementation = Literal["local", "transformer_engine"]
-
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 _TEXT = "model.language_model."
@@ -201,17 +199,16 @@ class WeightMap:
 
 
 def weight_map(
-    model: PretrainedConfig, *, implementation: Implementation = "local", grouped_experts: bool = False
+    model: PretrainedConfig, *, use_transformer_engine: bool = False, grouped_experts: bool = False
 ) -> WeightMap:
-    """The mapping of a model with this configuration of transformers. `grouped_experts`: Megatron's moe_grouped_gemm.
+    """The mapping of a model with this configuration of transformers.
+
+    `grouped_experts`: Megatron's moe_grouped_gemm, which needs Transformer Engine.
 
     Raises:
         ValueError: the architecture, or a setting of it, has no mapping.
     """
-    if grouped_experts and implementation == "local":
-        raise ValueError(
-            "megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
-        )
+    assert use_transformer_engine or not grouped_experts, "`checks` refuses it"
     hf_config: Any = model.get_text_config()
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
@@ -222,8 +219,8 @@ def weight_map(
                 f"config.json: {setting}: {given} of a {hf_config.model_type} model has no mapping to Megatron Core, "
                 f"which needs {' or '.join(map(str, needed))}; train it with dtensor_cfg"
             )
-    has_score, fuses_norms = is_scalar(model), implementation == "transformer_engine"
-    tables = _Tables(hf_config, family, fuses_norms, grouped_experts, has_score)
+    has_score = is_scalar(model)
+    tables = _Tables(hf_config, family, use_transformer_engine, grouped_experts, has_score)
     extra = r"rotary_emb\.inv_freq$"
     if family.has_mixers:
         extra += r"|^mtp\."

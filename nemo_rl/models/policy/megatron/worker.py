@@ -85,9 +85,7 @@ class MegatronPolicyWorker(PolicyWorker):
         for router in self.routers if self.megatron.freeze_moe_router else ():
             router.requires_grad_(False)
         self.weight_map = weight_map(
-            self.hf_config,
-            implementation="transformer_engine" if use_te else "local",
-            grouped_experts=self.megatron.moe_grouped_gemm,
+            self.hf_config, use_transformer_engine=use_te, grouped_experts=self.megatron.moe_grouped_gemm
         )
         self.parameters = parameters_by_name(self.stages)
         mark_shards(self.parameters, self.weight_map, self.mesh.ranks)

@@ -1,7 +1,6 @@
 """Hugging Face tensors and their parts on Megatron's ranks, without Megatron."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -24,18 +23,20 @@ def stored(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     return tensors
 
 
-def mapped(name: str, implementation: Any = "local") -> WeightMap:
-    return weight_map(config_of(name), implementation=implementation)
+def mapped(name: str, *, use_transformer_engine: bool = False) -> WeightMap:
+    return weight_map(config_of(name), use_transformer_engine=use_transformer_engine)
 
 
 def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
     return mapping.on_rank(ParallelRanks(**place))[name]
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("use_transformer_engine", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bits(stored, name, implementation):
-    mapping = mapped(name, implementation)
+def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bits(
+    stored, name, use_transformer_engine
+):
+    mapping = mapped(name, use_transformer_engine=use_transformer_engine)
     mapping.locate(stored[name])
     assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
     assert len(mapping.hf_tensors) == len(stored[name])
@@ -66,7 +67,7 @@ def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(
 @pytest.mark.parametrize(("name", "theirs"), [("qwen3_moe", "gate_proj"), ("mixtral", "w1")])
 def test_experts_are_numbered_per_rank(name, theirs):
     for is_grouped, ours in ((False, "local_experts.1.linear_fc1.weight"), (True, "linear_fc1.weight1")):
-        mapping = weight_map(config_of(name), implementation="transformer_engine", grouped_experts=is_grouped)
+        mapping = weight_map(config_of(name), use_transformer_engine=True, grouped_experts=is_grouped)
         entry = entry_of(mapping, f"decoder.layers.1.mlp.experts.{ours}", ep_rank=1, ep_size=2)
         assert entry.expert == 3
         assert entry.sources[0].name.endswith(f".experts.3.{theirs}.weight")
@@ -74,11 +75,11 @@ def test_experts_are_numbered_per_rank(name, theirs):
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
     layer = "decoder.layers.0."
-    fused = mapped("qwen3_moe", "transformer_engine").on_rank(ParallelRanks())
+    fused = mapped("qwen3_moe", use_transformer_engine=True).on_rank(ParallelRanks())
     assert layer + "self_attention.linear_qkv.layer_norm_weight" in fused
     assert layer + "mlp.linear_fc1.layer_norm_weight" in fused
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in fused  # in front of the router and the experts
-    latent = mapped("deepseek_v3", "transformer_engine").on_rank(ParallelRanks())
+    latent = mapped("deepseek_v3", use_transformer_engine=True).on_rank(ParallelRanks())
     assert layer + "input_layernorm.weight" in latent
     assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
     assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
@@ -95,8 +96,6 @@ def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(store
 def test_what_has_no_mapping_or_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match="attention_bias: True of a llama model"):
         weight_map(LlamaConfig(attention_bias=True))
-    with pytest.raises(ValueError, match="moe_grouped_gemm=true needs Transformer Engine"):
-        weight_map(config_of("mixtral"), grouped_experts=True)
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
         entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):
