@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,14 +195,18 @@ async def test_prefill_decode_and_sleep_are_noted() -> None:
     assert 0.01 <= middle - since < 0.1 and begin == middle < end <= night[0] < night[1] - 0.04
 
 
-def test_the_reason_of_an_engine_that_did_not_start_is_its_own() -> None:
+def test_the_reason_of_an_engine_that_did_not_start_is_its_own(tmp_path: Path) -> None:
+    """It is what the log has from the start on; a progress bar before it has more bytes than characters."""
+    earlier, log = "ValueError: of an engine before " + 100 * "\u2588", tmp_path / "log"
     logs = """
 (Worker_TP1 pid=7) ERROR 11-22 17:00:00 [multiproc_executor.py:900] ValueError: no weights in /models/empty
 (EngineCore pid=6) ERROR 11-22 17:00:01 [core.py:1163] Exception: WorkerProc initialization failed due to an exception \
 in a background process. See stack trace for root cause.
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """.replace("\\\n", "")
-    assert start_failure(logs) == "ValueError: no weights in /models/empty" and start_failure("nothing of use") is None
+    log.write_text(earlier + logs, encoding="utf-8")
+    assert start_failure({log: len(earlier.encode())}) == "ValueError: no weights in /models/empty"
+    assert start_failure({log: log.stat().st_size}) is None
 
 
 def answer(request_id: str) -> GenerationAnswer:

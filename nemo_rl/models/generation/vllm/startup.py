@@ -205,23 +205,21 @@ def start_engine(config: EngineConfig, stat_loggers: list[Any] | None, name: str
             return AsyncLLM(config, chosen, **how)
         except EngineStartError as error:
             raise RuntimeError(f"the engine of {name} did not start: {error}") from error.__cause__
-    before = {path: path.stat().st_size for path in own_logs()}
+    # Its processes write their output and errors to the files of this one.
+    logs = {Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in (1, 2)}
+    before = {path: path.stat().st_size for path in sorted(logs) if path.is_file()}
     try:
         return AsyncLLM(config, executor_class(config), **how)
     except RuntimeError as error:  # which only says that one of the engine's processes has failed
-        logs = "".join(path.read_text(errors="replace")[size:] for path, size in before.items())
-        raise RuntimeError(f"the engine of {name} did not start: {start_failure(logs) or error}") from error
+        raise RuntimeError(f"the engine of {name} did not start: {start_failure(before) or error}") from error
 
 
-def own_logs() -> list[Path]:
-    """The files that this process and the processes it starts write their output and errors to."""
-    paths = {Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in (1, 2)}
-    return sorted(path for path in paths if path.is_file())
+def start_failure(before: Mapping[Path, int]) -> str | None:
+    """The error that kept an engine from starting, as its processes wrote it to logs with these sizes before.
 
-
-def start_failure(logs: str) -> str | None:
-    """The error that kept an engine from starting, from the logs of its processes. Errors of processes that waited for
-    the failed one refer to its error."""
+    Errors of processes that waited for the failed one refer to its error.
+    """
+    logs = "".join(path.read_bytes()[size:].decode(errors="replace") for path, size in before.items())
     errors = re.findall(r"\b(\w*(?:Error|Exception): .+)", logs)
     return next((error for error in reversed(errors) if "root cause" not in error), None)
 
