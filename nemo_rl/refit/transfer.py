@@ -352,7 +352,7 @@ class WeightReceiver:
             whole.append((meta.name, tensor.view(meta.shape)))
         elif meta.adapts is not None:
             weight = self._weights[meta.adapts]
-            if not self._adapters.holds(weight) and not self._received.issuperset(range(self.layout.num_base_buckets)):
+            if weight not in self._adapters.base and not self._received.issuperset(range(self.layout.num_base_buckets)):
                 raise RefitError(
                     f"{self._place}: adapters came, and the weights they belong to ({meta.adapts} and others) have not "
                     "been received in whole"
@@ -379,11 +379,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self.halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
-        self._base: dict[int, list[torch.Tensor]] = {}  # weight -> its values without adapter, in host memory
-
-    def holds(self, weight: int) -> bool:
-        """Whether the values of `weight` without its adapter are kept."""
-        return weight in self._base
+        self.base: dict[int, list[torch.Tensor]] = {}  # weight -> its values without adapter, in host memory
 
     @torch.no_grad()
     def add(self, weight: int, segments: Sequence[Segment], tensor: int, values: torch.Tensor) -> None:
@@ -399,11 +395,11 @@ class Adapters:
             return
         halves = [self.halves.pop(weight), (tensor, values)]
         (_, lora_a), (_, lora_b) = sorted(halves, key=lambda half: half[0])
-        if weight not in self._base:
-            self._base[weight] = [
+        if weight not in self.base:
+            self.base[weight] = [
                 torch.empty_like(s.target, device="cpu", pin_memory=s.target.is_cuda).copy_(s.target) for s in segments
             ]
-        for segment, base in zip(segments, self._base[weight], strict=True):
+        for segment, base in zip(segments, self.base[weight], strict=True):
             rows, columns = _block(segment, lora_a.shape[1])
             base = base.to(segment.target.device, non_blocking=True)
             segment.target.copy_(merge(base, lora_a[:, columns], lora_b[rows], 1.0))
