@@ -72,13 +72,6 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
-def _cuda() -> _StandIn:
-    names = ("current_device", "stream", "synchronize", "Event")
-    on_host = {name: vars(torch.cpu)[name] for name in names}
-    generator = {"manual_seed": torch.manual_seed, "get_rng_state": torch.get_rng_state}
-    return _StandIn(torch.cuda, {"Stream": _Stream, "current_stream": _Stream, **on_host, **generator})
-
-
 _stand_in: _StandIn | None = None
 
 
@@ -93,8 +86,11 @@ def install() -> None:
         raise RuntimeError("this machine has a GPU: Megatron runs on it as it is, without stand-ins for torch.cuda")
     if _stand_in is None:
         logger.info("no GPU: Megatron Core runs on the CPU, with host stand-ins for torch.cuda (megatron/cpu_shim.py)")
-        factories = {name: _on_host(getattr(torch, name)) for name in _FACTORIES}
-        _stand_in = _StandIn(torch, {"cuda": _cuda(), **factories})
+        replaced = {name: _on_host(getattr(torch, name)) for name in _FACTORIES}
+        cuda = {name: vars(torch.cpu)[name] for name in ("current_device", "stream", "synchronize", "Event")}
+        cuda |= {"Stream": _Stream, "current_stream": _Stream}
+        cuda |= {name: vars(torch)[name] for name in ("manual_seed", "get_rng_state")}
+        _stand_in = _StandIn(torch, {"cuda": _StandIn(torch.cuda, cuda), **replaced})
         _replace_tensor_methods()
         _close_gaps()
     for name, module in list(sys.modules.items()):
