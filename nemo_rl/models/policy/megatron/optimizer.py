@@ -260,7 +260,7 @@ def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
 #
 # K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024). Megatron's own implementation
 # needs a package that no registry has. A matrix that tensor-parallel ranks share is gathered first, so that the update
-# does not depend on the layout; queries, keys and values of a fused projection are separate matrices.
+# does not depend on the layout; queries, gates, keys and values of a fused projection are separate matrices.
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
