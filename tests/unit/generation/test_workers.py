@@ -120,7 +120,9 @@ async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weigh
     worker: Any = Worker(engine)
     worker._images = Images()
     await worker.finish_weight_update(1)
-    waiting = asyncio.create_task(worker.generate(replace(request(0), images=[ImageSpan("a", 0, 1)])))
+    waiting = asyncio.create_task(
+        worker.generate(replace(request(0), images=[ImageSpan(digest="a", start=0, length=1)]))
+    )
     await asyncio.sleep(0.01)
     await worker.start_weight_update(clear_cache=True)
     arrived.set()
