@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -85,21 +85,20 @@ class EnvironmentClient:
         return await request.result
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """The means of the samples' `metrics`, and the metrics of `global_post_process_and_metrics`.
+        """The metrics of `global_post_process_and_metrics`.
 
-        EnvironmentFailure when that raises or dies twice in a row, or takes longer than a step may.
+        EnvironmentFailure when it raises or dies twice in a row, or takes longer than a step may.
         """
         try:
             try:
-                metrics = await self._post_process(batch)
-            except (RayTaskError, RayActorError) as error:
+                return await self._post_process(batch)
+            except RayError as error:
                 logger.warning("environment %s: metrics are asked for again: %r", self.name, _cause(error))
                 await self._restarted()
-                metrics = await self._post_process(batch)
-        except (RayTaskError, RayActorError, TimeoutError, _ActorDied) as error:
+                return await self._post_process(batch)
+        except (RayError, TimeoutError, _ActorDied) as error:
             problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {_cause(error)!r}"
             raise EnvironmentFailure(problem) from error
-        return {**mean_metrics(batch.get("metrics", ())), **metrics}
 
     async def _post_process(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         # Two results, of which the batch stays where it is.
@@ -161,6 +160,8 @@ class EnvironmentClient:
             ) from None
         except RayActorError as error:
             raise _ActorDied(str(error)) from error
+        except RayError as error:  # e.g. this process cannot import the class of a value
+            raise StepRefused(f"the answer of environment {self.name!r} cannot be read: {error}") from error
         return split_return(returned, len(batch), self.name)
 
     def _end(self) -> None:
@@ -209,10 +210,10 @@ class EnvironmentPool:
         return await client.step(message_log, metadata, sample_id=sample_id)
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """As `EnvironmentClient.metrics` over (group id, sample) pairs, each actor with the groups that it answered.
+        """The means of the `metrics` of (group id, sample) pairs, and the metrics of the actors.
 
-        Their metrics are averaged, weighted by the number of samples of each; those called `num_...` are added up. A
-        failure is logged and gives no metrics.
+        Each actor sees the groups that it answered. Of several actors, metrics are averaged, weighted by their numbers
+        of samples; those called `num_...` are added up. A failure is logged and gives no metrics.
         """
         metas = [sample.meta for _, sample in samples]
         content = {  # tensors are [B]
@@ -236,11 +237,12 @@ class EnvironmentPool:
             logger.warning("%s", failure)
             return {}
         sizes = [len(of_actor) for of_actor in rows.values()]
-        joined = {}
+        joined = mean_metrics(sample.metrics for _, sample in samples)
         for name in dict.fromkeys(itertools.chain.from_iterable(found)):
             pairs = [(metrics[name], size) for metrics, size in zip(found, sizes, strict=True) if name in metrics]
-            total = sum(value if name.startswith("num_") else value * size for value, size in pairs)
-            joined[name] = total if name.startswith("num_") else total / sum(size for _, size in pairs)
+            is_count = name.rpartition("/")[2].startswith("num_")  # a composite writes `<part>/num_...`
+            total = sum(value if is_count else value * size for value, size in pairs)
+            joined[name] = total if is_count else total / sum(size for _, size in pairs)
         return joined
 
 

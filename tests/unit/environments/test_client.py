@@ -4,10 +4,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -31,7 +32,9 @@ from nemo_rl.environments.registry import (
     register_env,
     wait_for_envs,
 )
+from nemo_rl.types import Sample
 from tests.conversations import assistant, user
+from tests.fakes import sample
 from tests.unit.test_docs import files
 
 
@@ -129,11 +132,21 @@ def test_what_fails_once_is_asked_again_and_costs_nothing_however_many_share_the
     assert actor.batches == [len(texts)] * 2, "once more and no more"
 
 
+def test_an_answer_that_cannot_be_read_is_a_failure_and_nobody_waits_for_it():
+    unreadable = RaySystemError(ModuleNotFoundError("no module 'of_its_own_python'"))
+    for texts, calls in (("a", [1, 1]), ("ab", [2, 1, 1])):
+        actor = FakeActor(errors=[unreadable] * 2)
+        client = EnvironmentClient("maze", actor, 5)
+        first, *others = asyncio.run(asyncio.wait_for(gathered(client, *texts), 5))
+        assert isinstance(first, EnvironmentFailure) and "'maze' cannot be read" in str(first)
+        assert [step.reward for step in others] == [0.0] * (len(texts) - 1) and actor.batches == calls
+
+
 class Measuring(FakeActor):
     """Stands for an actor that is asked for metrics."""
 
-    def __init__(self, *errors):
-        super().__init__(lambda batch, _: {"accuracy": 0.5}, errors=errors)
+    def __init__(self, *errors, **metrics):
+        super().__init__(lambda batch, _: metrics, errors=errors)
         self.global_post_process_and_metrics = self
 
     def options(self, num_returns):
@@ -144,12 +157,31 @@ class Measuring(FakeActor):
 
 
 def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
-    batch = BatchedDataDict({"metrics": [{"depth": 1.0}, {"depth": 2.0}]})
+    batch = BatchedDataDict({})
     for first in (BUSY, RayActorError()):
-        client = EnvironmentClient("maze", Measuring(first), 5)
-        assert asyncio.run(client.metrics(batch)) == {"accuracy": 0.5, "depth": 1.5}
+        client = EnvironmentClient("maze", Measuring(first, accuracy=0.5), 5)
+        assert asyncio.run(client.metrics(batch)) == {"accuracy": 0.5}
     with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
         asyncio.run(EnvironmentClient("maze", Measuring(BUSY, BUSY), 5).metrics(batch))
+
+
+def test_metrics_of_samples_are_averaged_however_many_actors_there_are_and_counts_are_added_up():
+    def of(index: int, **metrics: float) -> Sample:
+        none = np.zeros(0)
+        arrays = {"token_ids": none, "token_mask": none, "generation_logprobs": none}
+        return Sample(meta=sample(1.0), messages=[user("?")], metrics=metrics, **arrays)
+
+    def measured(*actors: Any) -> dict[str, float]:
+        pool = EnvironmentPool("maze", actors, 5)
+        samples = [("a", of(0, num_tries=1.0)), ("b", of(0, num_tries=2.0, hits=1.0)), ("a", of(1, hits=0.0))]
+        return asyncio.run(pool.metrics([*samples, ("a", of(2, num_tries=3.0))]))
+
+    whole = Measuring(accuracy=0.5, num_programs=8.0, **{"math/num_verifications": 4.0})
+    expected = {"num_tries": 2.0, "hits": 0.5, "accuracy": 0.5, "num_programs": 8.0, "math/num_verifications": 4.0}
+    assert measured(whole) == expected
+    first = Measuring(accuracy=0.25, num_programs=3.0, **{"math/num_verifications": 1.0})
+    second = Measuring(accuracy=1.25, num_programs=5.0, **{"math/num_verifications": 3.0})
+    assert measured(first, second) == expected
 
 
 def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
