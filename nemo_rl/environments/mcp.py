@@ -81,8 +81,8 @@ class McpEnvironment(EnvironmentInterface[Any]):
             except (*_LOST, TimeoutError) as error:
                 return EnvironmentFailure(f"an MCP server gave no result: {error!r}")
             self.num_errors += is_error
-            texts.append(f"error: {text}" if is_error else text)
-        observation = {"role": "tool", "content": shorten(numbered(texts, num_calls), self.cfg.max_result_characters)}
+            texts.append(shorten(f"error: {text}" if is_error else text, self.cfg.max_result_characters))
+        observation = {"role": "tool", "content": numbered(texts, num_calls)}
         return EnvironmentStep(observation=observation, reward=0.0, terminated=False, metadata=metadata)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:

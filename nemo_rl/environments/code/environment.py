@@ -10,9 +10,10 @@ import torch
 
 from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import CodeEnvironmentConfig, CodeJaccardEnvironmentConfig, ProgramsConfig
+from nemo_rl.environments.config import CodeEnvironmentConfig, CodeJaccardEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import response_text
+from nemo_rl.environments.section_parts import SandboxConfig
 from nemo_rl.types import LLMMessageLogType
 
 NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
@@ -112,7 +113,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
         fraction = sum(passed) / len(passed)
         score = fraction if self.cfg.test_reward == "fraction" else float(fraction == 1.0)
         shown = passed.index(False) if False in passed else 0
-        text = describe(results[shown], self.cfg)
+        text = shorten(describe(results[shown], self.cfg.sandbox), self.cfg.max_result_characters)
         if len(tests) > 1 or tests[0].expected is None:
             count = f"{sum(passed)} of {len(passed)} tests passed."
             text = count if all(passed) else f"{count} Output of test {shown + 1}:\n{text}"
@@ -208,13 +209,13 @@ REASONS = {
 """Limit -> the message for the model, with keys of the section `sandbox`."""
 
 
-def describe(result: SandboxResult, cfg: ProgramsConfig) -> str:
-    """The output of a program and how it ended, for the model."""
+def describe(result: SandboxResult, limits: SandboxConfig) -> str:
+    """The whole output of a program and how it ended, for the model."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
-        parts.append(REASONS[result.limit].format_map(cfg.sandbox.model_dump()))
+        parts.append(REASONS[result.limit].format_map(limits.model_dump()))
     elif result.exit_status < 0:
         parts.append(f"The program was ended by signal {-result.exit_status}.")
     elif result.exit_status != 0 and not result.stderr:
         parts.append(f"The program ended with exit status {result.exit_status}.")
-    return shorten("\n".join(part for part in parts if part), cfg.max_result_characters)
+    return "\n".join(part for part in parts if part)

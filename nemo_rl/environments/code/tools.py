@@ -149,7 +149,7 @@ def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
         result = pool.run([Program(cells=cells, echo=True)])[0]
         if cfg.keep_state and result.finished:
             state["cells"] = cells
-        return describe(result, cfg) or "(no output)"
+        return describe(result, cfg.sandbox) or "(no output)"
 
     return Tool(PYTHON, run)
 
@@ -176,6 +176,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "array": (list,),
     "object": (dict,),
+    "null": (type(None),),
 }
 
 
@@ -229,7 +230,7 @@ def problem_of(call: ToolCall, specs: Mapping[str, Mapping[str, Any]]) -> str:
         return call.problem
     if call.name not in specs:
         return f"there is no tool {call.name!r}; there are: {', '.join(specs)}"
-    parameters = specs[call.name]["function"]["parameters"]
+    parameters = specs[call.name]["function"].get("parameters", {})
     properties: Mapping[str, Any] = parameters.get("properties", {})
     for name in parameters.get("required", ()):
         if name not in call.arguments:
@@ -237,10 +238,18 @@ def problem_of(call: ToolCall, specs: Mapping[str, Mapping[str, Any]]) -> str:
     for name, value in call.arguments.items():
         if name not in properties:
             return f"{call.name} has no argument {name!r}; it has: {', '.join(properties)}"
-        kind = properties[name].get("type")
-        if kind in TYPES and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
-            return f"argument {name!r} of {call.name} must be of type {kind}"
+        given = properties[name].get("type", [])
+        kinds = [given] if isinstance(given, str) else given  # several, e.g. ["string", "null"]
+        if kinds and not any(_has_type(value, kind) for kind in kinds):
+            return f"argument {name!r} of {call.name} must be of type {' or '.join(kinds)}"
     return ""
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON Schema, where a boolean is no number. Any value is of an unknown type."""
+    if isinstance(value, bool):
+        return kind == "boolean" or kind not in TYPES
+    return kind not in TYPES or isinstance(value, TYPES[kind])
 
 
 # Arithmetic from untrusted text, by walking its syntax tree. Nothing is executed.

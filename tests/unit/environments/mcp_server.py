@@ -1,4 +1,4 @@
-"""An MCP server with two tools, over stdio."""
+"""An MCP server with three tools, over stdio."""
 
 import os
 
@@ -19,6 +19,12 @@ def divide(a: int, b: int) -> float:
     if b == -1:
         os._exit(3)
     return a / b
+
+
+@server.tool()
+def repeat(text: str, times: int) -> str:
+    """The text, so many times."""
+    return text * times
 
 
 if __name__ == "__main__":

@@ -96,13 +96,29 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
     assert not any(ends) and not any(rewards)
 
 
+def test_of_a_long_result_the_number_of_omitted_characters_is_right(environment) -> None:
+    [seen], _, _ = play(environment, [call("python", code="print('a' * 5000)")])
+    assert seen == "a" * 1000 + "\n[3000 characters left out]\n" + "a" * 1000
+
+
 def test_calls_are_found_in_several_styles() -> None:
-    specs = {"calculator": CALCULATOR, "python": PYTHON}
+    specs: dict[str, Any] = {"calculator": CALCULATOR, "python": PYTHON}
     assert find_calls("nothing") == []
     assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
     assert find_calls("```tool_code\nprint(1)\n```") == [ToolCall("python", {"code": "print(1)\n"})]
     assert problem_of(find_calls('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>')[0], specs)
     assert problem_of(ToolCall("calculator", {"expression": "1", "more": "2"}), specs)
+
+
+def test_a_tool_may_have_no_parameters_and_an_argument_several_types() -> None:
+    parameters = {"properties": {"until": {"type": ["string", "null"]}, "any": {}, "n": {"type": "integer"}}}
+    functions: dict[str, Any] = {"now": {"name": "now"}, "wait": {"name": "wait", "parameters": parameters}}
+    specs = {name: {"type": "function", "function": function} for name, function in functions.items()}
+    assert problem_of(ToolCall("now"), specs) == ""
+    for fits in ({"until": None}, {"until": "noon", "any": 3}, {"n": 2}):
+        assert problem_of(ToolCall("wait", fits), specs) == ""
+    assert problem_of(ToolCall("wait", {"until": 3}), specs).endswith("must be of type string or null")
+    assert problem_of(ToolCall("wait", {"n": True}), specs).endswith("must be of type integer")
 
 
 def test_unknown_tools_are_refused_before_the_run() -> None:
@@ -175,6 +191,9 @@ def test_calls_are_answered_and_other_turns_go_to_the_environment():
         again = env.step([answered(call("add", a=2, b=2))], [truth])
         assert again.observations[0]["content"] == "4"
         assert (env.num_calls, env.num_errors) == (6, 2)
+        two = call("repeat", text="a", times=9000) + call("repeat", text="b", times=3)
+        [long] = env.step([answered(two)], [truth]).observations
+        assert "7000 characters left out" in long["content"] and long["content"].endswith("a\n[2] bbb")
     finally:
         env.shutdown()
 
