@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,7 +54,7 @@ def run_data(run: Run, name: str) -> dict[str, Any]:
         "name": name,
         "folder": str(run.folder),
         "algorithm": run.algorithm,
-        "status": {"kind": (status := status_of(run)).kind, "text": status.text},
+        "status": asdict(status_of(run)),
         "num_steps": run.num_steps,
         "written_at": run.written_at,
         "steps": list(run.rows),
@@ -81,10 +82,9 @@ def page(data: Mapping[str, Any], title: str) -> str:
     """The whole file."""
     script = '(() => {\n"use strict";\n' + "\n".join(_source(name) for name in _SCRIPTS) + "\n})();\n"
     style = _source("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    style_digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
     policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}' 'self' file:; style-src 'sha256-{style_digest}'; "
+        f"default-src 'none'; script-src 'sha256-{digests[0]}' 'self' file:; style-src 'sha256-{digests[1]}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "DATA": script_json(data), "SCRIPT": script}
@@ -234,23 +234,22 @@ def is_dead(group: Mapping[str, Any]) -> bool:
 def _blocks(folder: Path, name: str, lines: Iterable[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
     """Write lines, each with its bytes, in order into files of `BLOCK_BYTES`. Returns name and steps of each file."""
     found: list[dict[str, Any]] = []
-    part: list[Mapping[str, Any]] = []
-    size = 0
+    for part in _parts(lines):
+        found.append({"name": f"{name}_{len(found):04d}", "from": part[0]["step"], "to": part[-1]["step"]})
+        _write(folder, found[-1]["name"], part)
+    return found
 
-    def finish() -> None:
-        nonlocal part, size
-        if part:
-            found.append({"name": f"{name}_{len(found):04d}", "from": part[0]["step"], "to": part[-1]["step"]})
-            _write(folder, found[-1]["name"], part)
-        part, size = [], 0
 
+def _parts(lines: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[list[Mapping[str, Any]]]:
+    part, size = [], 0
     for line, num_bytes in lines:
         part.append(line)
         size += num_bytes
         if size > BLOCK_BYTES:
-            finish()
-    finish()
-    return found
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def replace(path: Path, text: str) -> None:

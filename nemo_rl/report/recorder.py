@@ -42,7 +42,7 @@ from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.files import GROUPS, RUN, SAMPLES, TIMELINE, process_start
 from nemo_rl.utils.logger import METRICS_NAME
 
-PAGE = "nemo_rl.report.page"
+PAGE, REPORT, LOG = "nemo_rl.report.page", "report.html", "report.log"
 MAX_PAGE_SHARE = 0.05  # of a processor, for the pages of a long run
 LAST_PAGE_S = 60.0  # the longest wait for the page at the end of a run
 ASK_EVERY_S = 5.0  # workers for their times
@@ -203,40 +203,36 @@ class RunRecorder:
     # -- the page
 
     def _make_page(self, *, wait: bool) -> None:
-        if self._page is not None and self._page.poll() is None:
-            if not wait:
+        if self._page is not None:
+            if not wait and self._page.poll() is None:
                 return
-            self._end_page()
-        if self._page is not None and self._page.returncode != 0:
-            self._give_up("report.html", f"python -m {PAGE} ended with status {self._page.returncode}")
+            self._end_page(self._page)
         self._page_at = time.monotonic()
-        if "report.html" in self._given_up:
+        if REPORT in self._given_up:
             return
         command = [sys.executable, "-m", PAGE, str(self.folder.absolute())]
         try:
-            with (self.folder / "report.log").open("wb") as log:
+            with (self.folder / LOG).open("wb") as log:
                 self._page = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
         except OSError as error:
-            return self._give_up("report.html", str(error))
+            return self._give_up(REPORT, str(error))
         if wait:
-            self._end_page()
+            self._end_page(self._page)
 
     def _page_s(self) -> float:
         """What the last page cost, in seconds of a processor; 0.0 before there is one."""
-        lines = _lines(self.folder / "report.log")
+        lines = _lines(self.folder / LOG)
         return float(lines[-1]) if lines and lines[-1].replace(".", "").isdigit() else 0.0
 
-    def _end_page(self) -> None:
-        assert self._page is not None
+    def _end_page(self, page: subprocess.Popen[bytes]) -> None:
         try:
-            self._page.wait(LAST_PAGE_S)
+            page.wait(LAST_PAGE_S)
         except subprocess.TimeoutExpired:
-            self._page.kill()
-            self._page.wait()
-        if self._page.returncode:
-            self._give_up("report.html", f"see report.log; `examples/report.py {self.folder}` makes it")
+            page.kill()
+        if page.wait() != 0:
+            self._give_up(REPORT, f"see {LOG}; `examples/report.py {self.folder}` makes it")
 
     # -- files
 

@@ -17,7 +17,8 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,18 +78,41 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int
 
 @dataclass
 class Run:
-    """A run as its folder shows it."""
+    """A run as its folder shows it, without its groups, timeline and samples. `update` reads what is new."""
 
     folder: Path
-    rows: dict[int, dict[str, float]]  # metrics by step, ascending
-    config: dict[str, Any]  # by dotted key
-    facts: dict[str, Any]  # of run.json
-    events: list[dict[str, Any]]
-    written_at: float  # when the newest line of metrics was written, in seconds since 1970
-    algorithm: str = field(init=False)  # the name of its section
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, ascending
+    config: dict[str, Any] = field(default_factory=dict)  # by dotted key; empty if there is none yet
+    facts: dict[str, Any] = field(default_factory=dict)  # of run.json; empty if there is none yet, or half of it
+    events: list[dict[str, Any]] = field(default_factory=list)
+    written_at: float = 0.0  # when the newest line of metrics was written, in seconds since 1970
+    _ends: dict[str, int] = field(default_factory=dict)  # of the lines that were read, by file
 
-    def __post_init__(self) -> None:
-        self.algorithm = next((name for name in _ALGORITHMS if f"{name}.max_num_steps" in self.config), "")
+    def update(self) -> None:
+        """Read the lines that were written since the last call, and the files that were not there."""
+        for row in self._new_lines(METRICS_NAME):
+            step = int(row.pop("step"))
+            self.rows[step] = {name: float(value) for name, value in row.items()}
+        self.rows = dict(sorted(self.rows.items()))
+        self.events += self._new_lines(EVENTS_NAME)
+        if not self.config and (self.folder / CONFIG).is_file():
+            loaded = yaml.load((self.folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
+            self.config = flatten_dict(loaded or {})
+        if not self.facts:
+            with suppress(FileNotFoundError, ValueError):
+                self.facts = json.loads((self.folder / RUN).read_text(encoding="utf-8"))
+        metrics = self.folder / METRICS_NAME
+        self.written_at = (metrics if metrics.is_file() else self.folder).stat().st_mtime
+
+    def _new_lines(self, name: str) -> Iterator[dict[str, Any]]:
+        for found, _, end in read_lines(self.folder / name, self._ends.get(name, 0)):
+            self._ends[name] = end
+            yield found
+
+    @property
+    def algorithm(self) -> str:
+        """The name of its section; empty if it is not known."""
+        return next((name for name in _ALGORITHMS if f"{name}.max_num_steps" in self.config), "")
 
     @property
     def num_steps(self) -> int | None:
@@ -102,36 +126,10 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run without its groups, timeline and samples."""
-    metrics = folder / METRICS_NAME
-    rows: dict[int, dict[str, float]] = {}
-    for found, *_ in read_lines(metrics):
-        step = int(found.pop("step"))
-        rows[step] = {name: float(value) for name, value in found.items()}
-    return Run(
-        folder=folder,
-        rows=dict(sorted(rows.items())),
-        config=read_config(folder),
-        facts=read_facts(folder),
-        events=[event for event, *_ in read_lines(folder / EVENTS_NAME)],
-        written_at=metrics.stat().st_mtime,
-    )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration by dotted key; empty if there is none yet."""
-    if not (folder / CONFIG).is_file():
-        return {}
-    loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
-    return flatten_dict(loaded) if isinstance(loaded, Mapping) else {}
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """The content of `run.json`; empty if there is none yet, or half of it."""
-    try:
-        return json.loads((folder / RUN).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
+    """A run as it is now."""
+    run = Run(folder)
+    run.update()
+    return run
 
 
 _YAML: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,9 @@ from nemo_rl.report.run_files import (
     Run,
     duration,
     read_block,
-    read_config,
-    read_facts,
-    read_lines,
     status_of,
 )
-from nemo_rl.utils.console import EVENTS_NAME, message_text, phase_seconds, visible
-from nemo_rl.utils.logger import METRICS_NAME
+from nemo_rl.utils.console import message_text, phase_seconds, visible
 
 CURVES = (  # title, metric
     ("reward", "train/reward"),
@@ -50,29 +46,13 @@ class Watch:
     """A run that somebody else started. `update` reads new lines, `view` draws the run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._positions: dict[str, int] = {}
-        self.run = Run(
-            folder=folder, rows={}, config=read_config(folder), facts=read_facts(folder), events=[], written_at=0.0
-        )
+        self.run = Run(folder)
 
     def update(self) -> None:
         """Read the lines that were written since the last call."""
-        for row in self._new(METRICS_NAME):
-            step = int(row.pop("step"))
-            self.run.rows[step] = {name: float(value) for name, value in row.items()}
-        for step in sorted(self.run.rows)[:-_MAX_STEPS_KEPT]:
+        self.run.update()
+        for step in list(self.run.rows)[:-_MAX_STEPS_KEPT]:
             del self.run.rows[step]
-        self.run.events += self._new(EVENTS_NAME)
-        if not self.run.facts:
-            self.run.facts = read_facts(self.folder)
-        metrics = self.folder / METRICS_NAME
-        self.run.written_at = metrics.stat().st_mtime if metrics.is_file() else self.folder.stat().st_mtime
-
-    def _new(self, name: str) -> Iterator[dict[str, Any]]:
-        for found, _, end in read_lines(self.folder / name, self._positions.get(name, 0)):
-            self._positions[name] = end
-            yield found
 
     def view(self, *, width: int = 100, now: float | None = None) -> RenderableType:
         """Everything, top to bottom: state, curves, phases of the last step, events, samples."""
@@ -103,7 +83,7 @@ class Watch:
         return sum(seconds) / len(seconds) * (total - self.run.last_step) if seconds else None
 
     def _latest_rows(self, count: int) -> list[dict[str, float]]:
-        return [self.run.rows[step] for step in sorted(self.run.rows)[-count:]]
+        return list(self.run.rows.values())[-count:]
 
     def _curves(self, width: int) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -152,7 +132,7 @@ class Watch:
         return Panel(Group(*lines), title="warnings and errors", title_align="left")
 
     def _samples(self) -> RenderableType | None:
-        blocks = sorted((self.folder / SAMPLES).glob("*.js"), key=lambda path: path.stat().st_mtime)
+        blocks = sorted((self.run.folder / SAMPLES).glob("*.js"), key=lambda path: path.stat().st_mtime)
         if not blocks:
             return None
         samples = list(read_block(blocks[-1]))[-_MAX_SAMPLES:]
