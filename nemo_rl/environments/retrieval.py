@@ -28,7 +28,8 @@ from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, passages
 
 logger = logging.getLogger(__name__)
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+LOAD_TABLE = "nemo_rl.data.datasets.files:load_table"  # imported for a corpus that is a table
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 WORD = r"(?u)\b\w+\b"
 BATCH = 1000  # rows that are read at a time
 NOTHING_FOUND = "Nothing was found."
@@ -149,10 +150,14 @@ def mentions(text: str, truth: str) -> bool:
 def load_corpus(cfg: RetrievalEnvironmentConfig) -> Sequence[Any]:
     """The passages of a file, a Hugging Face path or a function. A column of a table stays on disk.
 
-    ValueError or FileNotFoundError for a corpus that is missing, unreadable or empty, or lacks the column.
+    ValueError or FileNotFoundError for a corpus that is missing, unreadable or empty, or lacks the split or the column.
     """
     name, column = cfg.dataset_name, cfg.text_column
-    rows = import_object(name, "corpus")(**cfg.dataset_kwargs) if ":" in name else _table(name, cfg.dataset_split)
+    if ":" in name:
+        rows = import_object(name, "corpus")(**cfg.dataset_kwargs)
+    else:
+        split = None if Path(name).suffix in FORMATS else cfg.dataset_split  # a file has none
+        rows = import_object(LOAD_TABLE, "function")(name, subset=None, split=split, cache_dir=None)
     if len(rows) == 0:
         raise ValueError(f"the corpus {name!r} is empty: it has no row")
     if column not in rows[0]:
@@ -171,25 +176,6 @@ def check_corpus(name: str) -> None:
         import_object(name, "corpus")
     elif Path(name).suffix in FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"the corpus {name!r} does not exist (looked in {Path.cwd()})")
-
-
-def _table(name: str, split: str) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
-    suffix = Path(name).suffix
-    if suffix in FORMATS:
-        check_corpus(name)
-        return datasets.load_dataset(FORMATS[suffix], data_files=name)["train"]
-    try:
-        loaded = datasets.load_dataset(name)
-    except (DatasetNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"the corpus {name!r} is no file ({', '.join(FORMATS)}), and Hugging Face does not give it: {error}"
-        ) from error
-    if split not in loaded:
-        raise ValueError(f"the corpus {name!r} has no split {split!r}; it has {', '.join(map(str, loaded))}")
-    return loaded[split]
 
 
 class PassageIndex:

@@ -188,7 +188,7 @@ def load_table(
     except ConnectionError as error:
         raise ValueError(
             f"dataset {path!r} is no local path, and the Hugging Face hub cannot be reached: {error}. Without a "
-            "network give data_path: a local file, or take data that is in the Hugging Face cache already"
+            "network name a local file, or take data that is in the Hugging Face cache already"
         ) from error
     except (DatasetGenerationError, ValueError) as error:
         cause = error.__cause__ or error  # the message of the format's reader

@@ -83,7 +83,7 @@ def main() -> None:
     command = sys.argv[2:]
     if (own := options.get("isolate")) is not None:
         isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
-        isolation.restrict_command(abi=isolation.landlock_abi(), devices=_DEVICES, **own)
+        isolation.restrict(abi=isolation.landlock_abi(), devices=_DEVICES, runs_programs=True, **own)
     if (memory := options["memory"]) is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:

@@ -187,32 +187,26 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict_files(*, abi: int, readable: Sequence[str], devices: Sequence[str], own_directory: str) -> None:
-    """Restrict this process to reading `readable` (directories and files), using `devices`, and owning one directory.
-
-    If the kernel can, it refuses TCP, abstract sockets and signals to other processes as well.
-    """
-    own = _READ | _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
-    rules = [(path, _READ) for path in readable]
-    rules += [(path, _READ_FILE | _WRITE_FILE) for path in devices]
-    _restrict([*rules, (own_directory, own)], abi=abi, ports=())
-
-
-def restrict_command(
-    *, abi: int, readable: Sequence[str], writable: Sequence[str], devices: Sequence[str], ports: Sequence[int] | None
+def restrict(
+    *,
+    abi: int,
+    readable: Sequence[str],
+    writable: Sequence[str],
+    devices: Sequence[str],
+    ports: Sequence[int] | None,
+    runs_programs: bool,
 ) -> None:
-    """Restrict this process to reading and running `readable`, changing `writable` and using `devices`.
+    """Restrict this process to reading `readable`, changing `writable` (directories and files) and using `devices`.
 
-    It sees the memory and the environment of no process outside. `ports`: of TCP, to which alone it connects; None: it
-    has the network. Needs `no_new_privs`, and Landlock of version 4 for ports.
+    With `runs_programs` it may also run what it reads, and make files of every kind. It sees the memory and the
+    environment of no process outside. `ports`: of TCP, to which alone it connects, from version 4 of Landlock on; None:
+    it has the network. From version 6 on it has no abstract sockets of and no signals to others. Needs `no_new_privs`.
     """
-    everything = _ALL_OF_ABI_1 | _REFER | _TRUNCATE | _IOCTL_DEV
-    rules = [(path, _READ | _EXECUTE) for path in readable] + [(path, everything) for path in writable]
-    _restrict([*rules, *((path, _READ_FILE | _WRITE_FILE | _IOCTL_DEV) for path in devices)], abi=abi, ports=ports)
-
-
-def _restrict(rules: Sequence[tuple[str, int]], *, abi: int, ports: Sequence[int] | None) -> None:
-    """Landlock: `rules` are paths with rights; see `restrict_command` for `ports`."""
+    read, use = _READ, _READ_FILE | _WRITE_FILE
+    change = _READ | _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
+    if runs_programs:
+        read, use = read | _EXECUTE, use | _IOCTL_DEV
+        change = _ALL_OF_ABI_1 | _REFER | _TRUNCATE | _IOCTL_DEV
     handled = _ALL_OF_ABI_1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if abi >= since else 0
@@ -220,7 +214,8 @@ def _restrict(rules: Sequence[tuple[str, int]], *, abi: int, ports: Sequence[int
     attributes = struct.pack("=QQQ", handled, 3 if has_ports else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = _syscall("landlock_create_ruleset", attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
-    for path, rights in rules:
+    rights_of = ((readable, read), (writable, change), (devices, use))
+    for path, rights in ((path, rights) for paths, rights in rights_of for path in paths):
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:  # not every system has all of these paths

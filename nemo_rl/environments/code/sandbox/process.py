@@ -120,7 +120,8 @@ class Server:
             os.kill(os.getpid(), signal.SIGKILL)
         isolation.drop_privileges()
         if self.abi:
-            isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
+            places = {"readable": self.readable, "writable": [self.work], "devices": DEVICES}
+            isolation.restrict(abi=self.abi, **places, ports=(), runs_programs=False)
         if self.filter is not None:
             isolation.install_filter(self.filter)
         run_program(request, 3)
