@@ -1,4 +1,7 @@
-"""Configuration of the environments that answer and reward samples: the section `env`, name -> environment."""
+"""Configuration of the environments that answer and reward samples: the section `env`, name -> environment.
+
+`type` of a section is the environment's name in `ENV_REGISTRY`.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,6 @@ class CodeEnvironmentConfig(ProgramsConfig):
     """Programs that the model writes. A sandbox runs them; tests or their output decide the reward."""
 
     type: Literal["code"] = "code"
-    """Registry name of the environment."""
 
     terminate_on_evaluation: bool = True
     """The episode ends with its first program. false: the model sees the result and may write another program, until
@@ -132,7 +134,6 @@ class PythonToolsEnvironmentConfig(ProgramsConfig):
     """Tools that the model calls, turn by turn, until it answers; the answer is checked as in mathematics."""
 
     type: Literal["python_tools"] = "python_tools"
-    """Registry name of the environment."""
 
     tools: Annotated[list[str], accepted_by(_tools)] = Field(default=["calculator", "python"], min_length=1)
     """`calculator`, `python`, and import paths (`pkg.module:name`) of tools of your own. The model reads about them in
@@ -155,7 +156,6 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     """A language model that scores answers. Its datasets need `conversation_processor`."""
 
     type: Literal["llm_judge"] = "llm_judge"
-    """Registry name of the environment."""
 
     base_url: HttpAddress | None = None
     """An OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; requests are `POST <base_url>/chat/completions`."""
@@ -249,7 +249,6 @@ class RemoteEnvironmentConfig(ActorsConfig):
     """An environment behind HTTP, by the protocol of `nemo_rl/environments/remote.py`."""
 
     type: Literal["remote"] = "remote"
-    """Registry name of the environment."""
 
     base_url: HttpAddress
     """Address of its server, e.g. `http://127.0.0.1:8100`."""
@@ -282,7 +281,6 @@ class RetrievalEnvironmentConfig(ActorsConfig):
     """Questions that the model answers after searching a corpus of passages, ranked by BM25."""
 
     type: Literal["retrieval"] = "retrieval"
-    """Registry name of the environment."""
 
     dataset_name: str = Field(min_length=1)
     """The corpus: a local JSONL, CSV or Parquet file, a Hugging Face path, or the import path (`pkg.module:function`)
@@ -346,7 +344,6 @@ class SlidingPuzzleConfig(StrictModel):
     """Boards and the end of a game."""
 
     game_config: SlidingPuzzleGameConfig = SlidingPuzzleGameConfig()
-    """The boards."""
 
     max_moves: int = Field(default=30, ge=1)
     """Actions until the game is lost, invalid ones included; a row may have its own `max_moves`."""
@@ -356,10 +353,8 @@ class SlidingPuzzleEnvironmentConfig(StrictModel):
     """The sliding puzzle: an action for each turn, reward 1 for the solved board."""
 
     type: Literal["sliding_puzzle_game"] = "sliding_puzzle_game"
-    """Registry name of the environment."""
 
     cfg: SlidingPuzzleConfig = SlidingPuzzleConfig()
-    """Boards and the end of a game."""
 
 
 class RewardFunctionConfig(StrictModel):
@@ -408,10 +403,9 @@ class CompositeEnvironmentConfig(ActorsConfig):
     """A reward made of several, for answers of one turn."""
 
     type: Literal["composite", "vlm"] = "composite"
-    """Registry name of the environment; `vlm` is another name of `composite`."""
+    """`vlm` is another name of `composite`."""
 
     reward_functions: list[RewardFunctionConfig] = Field(min_length=1)
-    """The parts."""
 
     num_workers: int = Field(default=8, ge=1)
     """Threads that call reward functions; `math_expression` has a process in each."""
@@ -443,15 +437,13 @@ class CodeJaccardEnvironmentConfig(ActorsConfig):
     """Programs compared with an expected one by the words that both have; nothing runs."""
 
     type: Literal["code_jaccard"] = "code_jaccard"
-    """Registry name of the environment."""
 
 
 class MathEnvironmentConfig(StrictModel):
     """Answers checked by math-verify or as multiple choice, in processes with a time limit."""
 
     type: Literal["math", "math_default", "math_multi_reward"] = "math"
-    """Registry name of the environment; `math_default` is another name of `math`, and `math_multi_reward` gives three
-    rewards."""
+    """`math_default` is another name of `math`, and `math_multi_reward` gives three rewards."""
 
     num_workers: int = Field(default=8, ge=1)
     """Verifier processes."""
@@ -470,7 +462,6 @@ class RewardModelEnvironmentConfig(StrictModel):
     """A reward model that scores whole conversations. Its datasets need `conversation_processor`."""
 
     type: Literal["reward_model"] = "reward_model"
-    """Registry name of the environment."""
 
     model_name: str = Field(min_length=1)
     """Hugging Face name or directory of a sequence classifier with one label, or a checkpoint of a reward model run
@@ -529,10 +520,8 @@ class McpEnvironmentConfig(ActorsConfig):
     """An environment with tools of MCP servers."""
 
     type: Literal["mcp"] = "mcp"
-    """Registry name of the environment."""
 
     servers: dict[str, McpServerConfig] = Field(min_length=1)
-    """Servers by name."""
 
     environment: AnyEnvironmentConfig
     """The environment that gets the other turns: `type` and its keys."""

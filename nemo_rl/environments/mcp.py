@@ -29,9 +29,9 @@ from mcp.types import CallToolResult, TextContent
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import shorten
 from nemo_rl.environments.code.tools import ToolCall, find_calls, numbered, problem_of
-from nemo_rl.environments.config import AnyEnvironmentConfig, McpEnvironmentConfig, McpServerConfig
+from nemo_rl.environments.config import McpEnvironmentConfig, McpServerConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
-from nemo_rl.environments.registry import find_env_class, new_environment
+from nemo_rl.environments.registry import new_environment
 from nemo_rl.types import LLMMessageLogType
 
 # The client raises these when a server has ended: its own errors, and errors of its streams, process and network.
@@ -95,11 +95,6 @@ class McpEnvironment(EnvironmentInterface[Any]):
     def shutdown(self) -> None:
         """End the connections and the servers that were started."""
         self.servers.close()
-
-
-def check_inner(section: AnyEnvironmentConfig) -> None:
-    """Import the class of the environment around which the tools are. ValueError without one."""
-    find_env_class(section.type)
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:

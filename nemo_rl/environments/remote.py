@@ -196,24 +196,6 @@ def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
     return outcomes
 
 
-def write_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Finished samples as JSON: tensors as lists. ValueError naming a value that is not JSON."""
-    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    if problem := not_json(plain, "batch"):
-        raise ValueError(f"the batch cannot be sent as JSON: {problem}")
-    return plain
-
-
-def read_batch(batch: Mapping[str, list[Any]]) -> BatchedDataDict[Any]:
-    """Finished samples as an environment gets them: lists of numbers or booleans become tensors."""
-    return BatchedDataDict(
-        {
-            name: torch.tensor(values) if all(isinstance(value, bool | int | float) for value in values) else values
-            for name, values in batch.items()
-        }
-    )
-
-
 # -- the side of the run
 
 HEALTH_PAUSE_S, HEALTH_TIMEOUT_S = 0.5, 10.0
@@ -316,9 +298,12 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """The server's metrics of a batch of finished samples. Its corrections of the batch stay there.
 
-        HttpFailure or RuntimeError, which name the URL, without an answer.
+        ValueError for a batch that is not JSON. HttpFailure or RuntimeError, which name the URL, without an answer.
         """
-        return batch, asyncio.run(self.connection.metrics(write_batch(batch)))
+        plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        if problem := not_json(plain, "batch"):
+            raise ValueError(f"the batch cannot be sent as JSON: {problem}")
+        return batch, asyncio.run(self.connection.metrics(plain))
 
 
 def _equally_many_rewards(outcomes: Sequence[Outcome], cfg: RemoteEnvironmentConfig) -> list[Outcome]:
@@ -425,7 +410,10 @@ class EnvironmentServer:
         return write_steps(step_each(self.environment, logs, metadata, name=self.name, executor=self._environment))
 
     def _metrics(self, request: MetricsRequest) -> dict[str, Any]:
-        batch = read_batch(request.batch)
+        batch = BatchedDataDict[Any](request.batch)
+        for name, values in request.batch.items():
+            if all(isinstance(value, bool | int | float) for value in values):  # as the environment gives it
+                batch[name] = torch.tensor(values)
         _, metrics = self._environment.submit(self.environment.global_post_process_and_metrics, batch).result()
         found = {name: float(value) for name, value in metrics.items()}
         if bad := [name for name, value in found.items() if not math.isfinite(value)]:

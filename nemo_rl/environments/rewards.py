@@ -108,17 +108,19 @@ def exact_answer(
     compares letters and digits only.
     """
 
-    def plain(text: str) -> str:
-        text = "".join(filter(str.isalnum, text)) if alphanumeric else text.strip()
-        return text.casefold() if ignore_case else text
-
     answer = response_text(messages)
     if pattern is not None:
         found = list(re.finditer(pattern, answer, re.DOTALL))
         if not found:
             return 0.0
         answer = found[-1][1] or ""
-    return float(plain(answer) == plain(_expected(metadata, key)))
+    given, expected = (_plain(text, ignore_case, alphanumeric) for text in (answer, _expected(metadata, key)))
+    return float(given == expected)
+
+
+def _plain(text: str, ignore_case: bool = True, alphanumeric: bool = True) -> str:
+    text = "".join(filter(str.isalnum, text)) if alphanumeric else text.strip()
+    return text.casefold() if ignore_case else text
 
 
 def exact_answer_alphanumeric(
@@ -243,13 +245,9 @@ def vqa_agreement(
     The answer is the last `<answer>...</answer>`, or the whole response; letters and digits count, in any case (Antol
     et al. 2015, arXiv 1505.00468, without its average over nine of ten people).
     """
-
-    def plain(text: str) -> str:
-        return "".join(filter(str.isalnum, text)).casefold()
-
     response = response_text(messages)
-    answer = plain((find_answers(response, answer_tag) or [response])[-1])
-    return min(1.0, sum(plain(other) == answer for other in json.loads(_expected(metadata, key))) / 3)
+    answer = _plain((find_answers(response, answer_tag) or [response])[-1])
+    return min(1.0, sum(_plain(other) == answer for other in json.loads(_expected(metadata, key))) / 3)
 
 
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {

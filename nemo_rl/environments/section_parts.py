@@ -42,7 +42,6 @@ class DeviceConfig(StrictModel):
     """1: one GPU in addition to the GPUs of `cluster`; 0: the CPU."""
 
     num_nodes: Literal[1] = 1
-    """Always 1."""
 
 
 class SandboxConfig(StrictModel):
@@ -95,4 +94,3 @@ class ProgramsConfig(ActorsConfig):
     """Characters of a result that the model sees; of a longer text the beginning and the end."""
 
     sandbox: SandboxConfig = SandboxConfig()
-    """Limits of the programs."""

@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ ENVIRONMENT_INPUTS = {
     "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
     "llm_judge": ("api_key_env", "nemo_rl.utils.registry:token_in"),
     "agent": ("run", "nemo_rl.environments.agents.interfaces:import_agent"),
-    "mcp": ("environment", "nemo_rl.environments.mcp:check_inner"),
+    "mcp": ("environment.type", "nemo_rl.environments.registry:find_env_class"),
     "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
 FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
@@ -262,7 +263,7 @@ def _named_outside(name: str, section: AnyEnvironmentConfig) -> Iterator[tuple[s
                 yield f"env.{name}.reward_functions.{index}", LOAD_REWARD, part
     elif section.type in ENVIRONMENT_INPUTS:
         field, check = ENVIRONMENT_INPUTS[section.type]
-        value = vars(section)[field]
+        value = attrgetter(field)(section)
         for item in value if isinstance(value, list) else [value]:
             if item is not None and item not in BUILT_IN_TOOLS:
                 yield f"env.{name}.{field}", check, item

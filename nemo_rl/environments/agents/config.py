@@ -24,7 +24,6 @@ class AgentEnvironmentConfig(ActorsConfig):
     """Agents that own their loop: programs that call the model in a session of their own, and give a reward."""
 
     type: Literal["agent"] = "agent"
-    """Registry name of the environment."""
 
     run: str | None = None
     """Import path (`pkg.module:name`) of a function of one `AgentTask`, plain or `async`, that plays one episode."""
