@@ -101,13 +101,15 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
 
 def test_of_a_long_sample_the_beginning_and_the_end_are_kept_and_what_is_not_finite_is_still_json(tmp_path):
     outputs = torch.tensor([math.nan, math.inf, -math.inf] + [0.0] * 7)
-    write(tmp_path, by=writer(tmp_path, max_tokens=5), values=torch.arange(10.0), outputs=outputs)
+    group = rollout_group()
+    group.samples[0].metrics = {"ratio": math.nan}
+    write(tmp_path, by=writer(tmp_path, max_tokens=5), group=group, values=torch.arange(10.0), outputs=outputs)
     (sample,) = written(tmp_path)
     assert sample["values"] == [0.0, 1.0, 2.0, 8.0, 9.0] and sample["left_out"] == [3, 8]
     assert sample["length"] == 10 and sample["mask"] == "00011"
     text = (tmp_path / "samples" / "policy-0_000001.js").read_text()
     assert "NaN" not in text and "Infinity" not in text and "</script>" not in text
-    assert sample["outputs"][:3] == [1e30, 1e30, -1e30]
+    assert sample["outputs"][:3] == [1e30, 1e30, -1e30] and sample["metrics"] == {"ratio": 1e30}
 
 
 def test_blocks_grow_step_by_step_and_end_at_their_size(tmp_path):

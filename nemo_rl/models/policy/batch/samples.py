@@ -94,7 +94,7 @@ class SampleWriter:
                 "prompt": group.prompt_id,
                 **{name: value for name, value in meta.items() if value or name in ("reward", "own_reward")},
                 "messages": sample.messages,
-                "metrics": sample.metrics,
+                "metrics": {name: _finite(value) for name, value in sample.metrics.items()},
                 **shown,
             }
 
