@@ -188,6 +188,7 @@ class Connection:
                     running, self._running = self._running, None
                     if not running.done():
                         running.cancel()
+                        await asyncio.wait([running], timeout=_CANCELLED_S)  # until its program has ended
                         raise TimeoutError(f"the server has not started in timeout_s={self._timeout_s:g}")
                     running.result()
                     raise ConnectionError("the server ended at once")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -226,6 +228,14 @@ def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
         started = time.monotonic()
         env.shutdown()
         assert time.monotonic() - started < 50
+
+
+def test_a_server_that_does_not_start_in_time_is_ended():
+    mark = f"silent_{secrets.token_hex(8)}"
+    program = {"command": sys.executable, "args": ["-c", "import time; time.sleep(600)", mark]}
+    with pytest.raises(ValueError, match=r"servers\.silent cannot be reached"):
+        mcp(timeout_s=1.0, silent=program)
+    assert subprocess.run(["pgrep", "-f", mark], capture_output=True, check=False).stdout == b""
 
 
 def test_a_server_that_cannot_be_used_is_named():
