@@ -145,19 +145,15 @@ def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]
         return names.setdefault(text, len(names))
 
     blocks = {block: i for i, block in enumerate(sorted({row["block"] for row in rows}))}
+    as_they_are = ("step", "id", "reward", "advantage", "error", "output")
     columns: dict[str, list[Any]] = {
-        "step": [row["step"] for row in rows],
-        "id": [row["id"] for row in rows],
+        **{name: [row.get(name) for row in rows] for name in as_they_are},
         "block": [blocks[row["block"]] for row in rows],
         "task": [number(task_of.get(row.get("group", ""), "")) for row in rows],
         "status": [number(row.get("status", "")) for row in rows],
         "prompt": [number(row.get("prompt", "")) for row in rows],
-        "reward": [row.get("reward") for row in rows],
-        "advantage": [row.get("advantage") for row in rows],
         "length": [row.get("num_generated_tokens", row["length"]) for row in rows],
         "turns": [row.get("num_turns", 0) for row in rows],
-        "error": [row.get("error") for row in rows],
-        "output": [row.get("output") for row in rows],
     }
     return {**columns, "names": list(names)}
 

@@ -53,8 +53,8 @@ function renderOverview(main) {
     const bad = run.events.filter((event) => ["warning", "error", "log"].includes(event.kind)).slice(-6).reverse();
     if (bad.length) main.append(el("h2", { text: `${run.name}: latest warnings and errors` }), eventTable(bad));
   }
-  const best = runs.flatMap((run) => ["validation/accuracy", "validation/reward", "train/reward"].filter((name) => name in run.metrics).slice(0, 1).map((name) => [run, name]));
-  if (best.length) main.append(el("h2", { text: "Reward" }), el("div", { class: "grid" },
+  const rewarded = ["validation/accuracy", "validation/reward", "train/reward"].some((name) => runs.some((run) => name in run.metrics));
+  if (rewarded) main.append(el("h2", { text: "Reward" }), el("div", { class: "grid" },
     [["Reward", "train/reward", "validation/reward"], ["Seconds of a step", "timing/train/total_step_time"]].map(([title, ...names]) => chart(title, names.filter((name) => runs.some((run) => name in run.metrics))))));
   else main.append(el("h2", { text: "Loss" }), el("div", { class: "grid" }, [chart("Loss", ["train/loss", "validation/val_loss"].filter((name) => runs.some((run) => name in run.metrics)))]));
 }

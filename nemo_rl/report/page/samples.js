@@ -25,7 +25,7 @@ function renderSamples(main) {
     fillBar(bar, open, again);
     again();
   };
-  const again = () => { order(); drawList(list, view, again); };
+  const again = () => { order(); drawList(list, view); };
   open();
 }
 
@@ -57,11 +57,11 @@ function order() {
   browse.order = chosen;
 }
 
-function drawList(list, view, again) {
+function drawList(list, view) {
   const { index } = browse, pages = Math.max(1, Math.ceil(browse.order.length / PAGE));
   browse.page = Math.min(browse.page, pages - 1);
   const rows = browse.order.slice(browse.page * PAGE, (browse.page + 1) * PAGE);
-  const turn = (by) => () => { browse.page += by; drawList(list, view, again); };
+  const turn = (by) => () => { browse.page += by; drawList(list, view); };
   const has = (name) => index[name].some((value) => value !== null && value !== undefined && value !== 0);
   const columns = [
     { title: "step", n: true, of: (i) => index.step[i] },
@@ -74,7 +74,7 @@ function drawList(list, view, again) {
     ...(has("output") && !has("error") ? [{ title: "mean output", n: true, of: (i) => index.output[i] }] : []),
     ...(has("status") ? [{ title: "ended", of: (i) => index.names[index.status[i]] }] : []),
   ].map((column) => ({ ...column, n: column.n, key: undefined }));
-  const shown = table(columns, rows, { onpick: (i) => { browse.chosen = i; drawList(list, view, again); }, kind: (i) => (i === browse.chosen ? "on" : "") });
+  const shown = table(columns, rows, { onpick: (i) => { browse.chosen = i; drawList(list, view); }, kind: (i) => (i === browse.chosen ? "on" : "") });
   for (const head of shown.querySelectorAll("th.sortable")) head.replaceWith(el("th", { class: "n", text: head.textContent }));
   list.replaceChildren(el("div", { class: "bar" },
     el("button", { class: "plain", text: "‹", title: "earlier page", disabled: browse.page === 0, onclick: turn(-1) }),
@@ -95,7 +95,7 @@ addEventListener("keydown", (event) => {
   browse.chosen = browse.order[at];
   browse.page = Math.floor(at / PAGE);
   const split = document.querySelector(".split");
-  drawList(split.children[0], split.children[1], () => undefined);
+  drawList(split.children[0], split.children[1]);
 });
 
 async function showSample(view, i) {

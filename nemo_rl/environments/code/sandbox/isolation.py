@@ -75,21 +75,18 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(returned: int, name: str) -> int:
+def _call(function: str, *args: object, name: str = "") -> int:
+    """Call a function of libc. OSError, with `name` or the function's, when the kernel refuses."""
+    returned = _libc[function](*args)
     if returned < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
+        raise OSError(code, f"{name or function}: {os.strerror(code)}")
     return returned
-
-
-def _call(name: str, *args: object) -> int:
-    """A function of libc. OSError when the kernel refuses."""
-    return _checked(_libc[name](*args), name)
 
 
 def _syscall(name: str, *args: object) -> int:
     number = numbers(f"{CONDITIONAL} {NAMESPACES}", platform.machine())[name]
-    return _checked(_libc.syscall(ctypes.c_long(number), *args), name)
+    return _call("syscall", ctypes.c_long(number), *args, name=name)
 
 
 # Namespaces: a view of the machine that holds nothing but Python
