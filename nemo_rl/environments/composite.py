@@ -112,11 +112,8 @@ def _of_function(part: str, future: Future[Any], log: LLMMessageLogType) -> Outc
     if error := future.exception():
         return EnvironmentFailure(f"reward {part!r} raised {error!r} {excerpt(log)}")
     value = future.result()
-    if not isinstance(value, Real):
-        kind = type(value).__name__
-        return EnvironmentFailure(f"reward {part!r} returned a {kind}, not a number, {excerpt(log)}")
-    if not math.isfinite(value):
-        return EnvironmentFailure(f"reward {part!r} returned {float(value)} {excerpt(log)}")
+    if not isinstance(value, Real) or not math.isfinite(value):
+        return EnvironmentFailure(f"reward {part!r} returned {value!r:.80}, which is no finite number, {excerpt(log)}")
     return EnvironmentStep(observation={}, reward=float(value), terminated=True, metadata=None)
 
 

@@ -492,23 +492,18 @@ class RewardModelEnvironmentConfig(StrictModel):
     """The reward is the logistic function of the score, between 0 and 1."""
 
     resources: DeviceConfig = DeviceConfig()
-    """Where the reward model runs."""
 
 
 class McpServerConfig(StrictModel):
     """A server: a program that is started (stdio), or an address (streamable HTTP)."""
 
     command: str | None = None
-    """The program."""
-
     args: list[str] = Field(default_factory=list)
-    """Its arguments."""
 
     env: dict[str, str] = Field(default_factory=dict)
     """Its environment variables; of the run's own it gets only what programs need to start."""
 
     url: HttpAddress | None = None
-    """In place of a program: the address."""
 
     rules: ClassVar = {
         "not command requires url": "a server has one of both; write command, or url",

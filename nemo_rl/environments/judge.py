@@ -64,7 +64,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     """
 
     def __init__(self, cfg: LLMJudgeEnvironmentConfig | Mapping[str, Any]) -> None:
-        """ValueError when the judge's model cannot be loaded, or the key of its server is not set."""
+        """ValueError when the judge's model cannot be loaded or cannot chat, or the key of its server is not set."""
         self.cfg = LLMJudgeEnvironmentConfig.model_validate(cfg)
         file = self.cfg.prompt_file
         self.template = DEFAULT_TEMPLATE if file is None else Path(file).read_text(encoding="utf-8")
@@ -74,7 +74,6 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """One turn, then the episode is over."""
         failures: list[str | None] = [None] * len(metadata)
         votes: list[list[Vote]] = [[] for _ in metadata]
         for i, (log, known) in enumerate(zip(message_log_batch, metadata, strict=True)):
@@ -108,11 +107,9 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     def _prompt(self, log: LLMMessageLogType, metadata: Mapping[str, Any] | None) -> str:
         """The question to the judge about a conversation. ValueError if the row lacks a part of it."""
         said, turns = conversation_and_turns(log, metadata, reader="judge")
+        whole = "\n".join(f"{message['role']}: {message['content']}" for message in said)
+        question = said[0]["content"] if len(said) == 1 else whole
         reference = (metadata or {}).get("ground_truth")
-        if len(said) == 1:
-            question = said[0]["content"]
-        else:
-            question = "\n".join(f"{message['role']}: {message['content']}" for message in said)
         reference = None if reference is None else str(reference)
         return fill(self.template, question=question, answer=response_text(turns), reference=reference)
 
@@ -162,7 +159,6 @@ class ServerJudge:
     """
 
     def __init__(self, cfg: LLMJudgeEnvironmentConfig) -> None:
-        """ValueError when the key's environment variable is not set."""
         assert cfg.base_url is not None
         self.cfg = cfg
         self.url = f"{cfg.base_url.rstrip('/')}/chat/completions"
@@ -222,7 +218,6 @@ class ModelJudge:
     """
 
     def __init__(self, cfg: LLMJudgeEnvironmentConfig) -> None:
-        """ValueError when the model cannot be loaded or has no chat template."""
         assert cfg.model_name is not None
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.resources.gpus_per_node else "cpu")

@@ -121,10 +121,6 @@ class WorkerPool(Generic[JobT, ResultT]):
         finally:
             self._idle.put(worker)
 
-    def pids(self) -> list[int]:
-        """The running processes."""
-        return [worker.lines.process.pid for worker in self.workers if worker.lines is not None]
-
     def close(self) -> None:
         """End all processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -104,10 +104,9 @@ def _text_of(result: CallToolResult) -> tuple[str, bool]:
 
 
 class Servers:
-    """Connections to servers, in an event loop of their own thread."""
+    """Connections to servers, in an event loop of their own thread. The constructor raises as `McpEnvironment`'s."""
 
     def __init__(self, servers: Mapping[str, McpServerConfig], timeout_s: float) -> None:
-        """Connect. ValueError for a server that cannot be reached, or two tools of the same name."""
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)

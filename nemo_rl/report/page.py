@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nemo_rl.report.run_files import Run, names_of, read_index, read_lines, read_run, status_of
+from nemo_rl.report.run_files import Run, names_of, read_index, read_lines, status_of
 from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE, script_json
 
 REPORT = "report.html"
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
     runs = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         prefix = "" if len(folders) == 1 else f"run{number}_"
-        runs.append(run_data(read_run(folder), name) | write_data(folder, path, prefix))
+        runs.append(run_data(Run(folder), name) | write_data(folder, path, prefix))
     replace(path, page({"made": time.time(), "runs": runs}, title=", ".join(names)))
     return path
 

@@ -2,13 +2,10 @@
 
     metrics.jsonl    a line per step: every metric, a number or "NaN", "Infinity", "-Infinity"
     config.yaml      the resolved configuration
-    run.json         command, machine, versions, difference from the parent configuration
     events.jsonl     warnings, faults, alarms and the end of the run
-    groups.jsonl     a line per step: rewards and lengths of every group
-    timeline.jsonl   a line per step: when each phase and each worker was busy
-    samples/         samples with their tokens, in blocks that a page can load, and an index
 
-All of them but the first may be missing. A run may still be writing: an unfinished last line is left out.
+and the files of `recorder.py`. All of them but the first may be missing. A run may still be writing: an unfinished last
+line is left out.
 """
 
 import json
@@ -78,7 +75,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int
 
 @dataclass
 class Run:
-    """A run as its folder shows it, without its groups, timeline and samples. `update` reads what is new."""
+    """A run as its folder shows it now, without its groups, timeline and samples. `update` reads what is new."""
 
     folder: Path
     rows: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, ascending
@@ -87,6 +84,9 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     written_at: float = 0.0  # when the newest line of metrics was written, in seconds since 1970
     _ends: dict[str, int] = field(default_factory=dict)  # of the lines that were read, by file
+
+    def __post_init__(self) -> None:
+        self.update()
 
     def update(self) -> None:
         """Read the lines that were written since the last call, and the files that were not there."""
@@ -123,13 +123,6 @@ class Run:
     @property
     def last_step(self) -> int:
         return max(self.rows, default=0)
-
-
-def read_run(folder: Path) -> Run:
-    """A run as it is now."""
-    run = Run(folder)
-    run.update()
-    return run
 
 
 _YAML: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader

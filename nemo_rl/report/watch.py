@@ -1,6 +1,7 @@
 """A run on a terminal: what `examples/watch.py` draws from the files of a log folder. Reads only, prints nothing."""
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,16 +72,13 @@ class Watch:
         line = Text(str(run.folder), style="bold").append(f"  {run.algorithm}", style="dim")
         steps = Text(f"step {run.last_step}" + (f" of {total}" if total else "") + ", ")
         steps.append(status.text, style=_STYLES.get(status.kind, "yellow"))
-        if status.kind == "running" and total and (left := self._seconds_left(total)) is not None:
-            steps.append(f", about {duration(left)} left", style="dim")
+        seconds = [row[STEP_TIME] for row in self._latest_rows(20) if STEP_TIME in row]
+        if status.kind == "running" and total and seconds:
+            steps.append(f", about {duration(statistics.fmean(seconds) * (total - run.last_step))} left", style="dim")
         parts: list[RenderableType] = [line, steps]
         if total:
             parts += [ProgressBar(total=total, completed=min(run.last_step, total), width=60), Text()]
         return Group(*parts)
-
-    def _seconds_left(self, total: int) -> float | None:
-        seconds = [row[STEP_TIME] for row in self._latest_rows(20) if STEP_TIME in row]
-        return sum(seconds) / len(seconds) * (total - self.run.last_step) if seconds else None
 
     def _latest_rows(self, count: int) -> list[dict[str, float]]:
         return list(self.run.rows.values())[-count:]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.data.tiny_model import RECIPES, ensure_tiny_model
-from nemo_rl.report.run_files import read_index, read_lines, read_run, status_of
+from nemo_rl.report.run_files import Run, read_index, read_lines, status_of
 from nemo_rl.utils.config import AlarmsConfig
 from tests.functional.cli import SMALL, continues_bit_for_bit, ends, exact, learned, run
 
@@ -29,7 +29,7 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     first, last = ends(rows[1:], "train/reward")
     assert last > first + 0.1, (first, last)
     exact(rows[1:], 20)
-    seen = read_run(tmp_path / "logs" / "exp_001")
+    seen = Run(tmp_path / "logs" / "exp_001")
     assert status_of(seen).kind == "finished" and (seen.folder / "report.html").is_file()
     assert len(read_index(seen.folder)) == 16 * 16
     times = [line["workers"].get("generation-0-0", ()) for line, *_ in read_lines(seen.folder / "timeline.jsonl")]

@@ -81,7 +81,6 @@ class AgentEnvironmentConfig(ActorsConfig):
     """Tokens that one episode may sample in all its calls; the call that passes it is the last. null: no limit."""
 
     session: SessionConfig = SessionConfig()
-    """Where its sessions listen."""
 
     rules: ClassVar = {
         "network: not network and not isolate": "is kept from isolated commands alone; set isolate: true",

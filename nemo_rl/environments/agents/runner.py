@@ -214,11 +214,9 @@ def outcome(returned: Any) -> AgentOutcome:
     given = returned if isinstance(returned, Mapping) else {"reward": returned}
     if unknown := given.keys() - {"reward", "rewards", "metrics"}:
         raise ValueError(f"an agent returns reward, rewards and metrics, not {', '.join(sorted(map(str, unknown)))}")
-    reward = given.get("reward")
-    if reward is not None and not math.isfinite(reward := float(reward)):
-        raise ValueError(f"an agent's reward must be finite, got {reward}")
+    reward = None if given.get("reward") is None else float(given["reward"])
     rewards = {str(role): float(value) for role, value in given.get("rewards", {}).items()}
-    if not all(map(math.isfinite, rewards.values())):
-        raise ValueError(f"an agent's rewards must be finite, got {rewards}")
+    if not all(map(math.isfinite, (reward or 0.0, *rewards.values()))):
+        raise ValueError(f"an agent's rewards must be finite, got {reward} and {rewards}")
     metrics = {str(name): float(value) for name, value in given.get("metrics", {}).items()}
     return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=rewards, metrics=metrics)

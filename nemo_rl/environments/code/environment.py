@@ -63,7 +63,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     """Runs the program of the last turn once for each test of its row, and answers with `<result>...</result>`.
 
     An episode's rewards add up to the score of its best program. A program that hangs costs its own time limit.
-    SandboxUnavailable when this machine cannot isolate programs; see `sandbox.allow_weaker`.
+    ValueError when this machine cannot isolate programs; see `sandbox.allow_weaker`.
     """
 
     def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from nemo_rl.environments.client import Outcome, as_return, split_return
 from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import MathEnvironmentConfig, PythonToolsEnvironmentConfig
+from nemo_rl.environments.config import PythonToolsEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.math.environment import MathEnvironment, MathMetadata
 from nemo_rl.types import EnvironmentStep, LLMMessageLogType
@@ -52,13 +52,8 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
             built_in["python"] = python(self.sandbox, self.cfg)
         tools = [built_in[name] if name in built_in else import_tool(name) for name in self.cfg.tools]
         self.tools = {tool.name: tool for tool in tools}
-        self.verifier = MathEnvironment(
-            MathEnvironmentConfig(
-                num_workers=self.cfg.num_workers,
-                math_verify_impl=self.cfg.math_verify_impl,
-                verify_timeout_s=self.cfg.verify_timeout_s,
-            )
-        )
+        of_verifier = {"num_workers", "math_verify_impl", "verify_timeout_s"}
+        self.verifier = MathEnvironment(self.cfg.model_dump(include=of_verifier))
         self.threads = ThreadPoolExecutor(max_workers=self.cfg.num_workers, thread_name_prefix="tools")
         self.num_calls = self.num_refused = 0
 
@@ -338,4 +333,3 @@ def _small(value: Number) -> Number:
 
 
 calculator = Tool(CALCULATOR, lambda arguments, state: calculate(arguments["expression"]))
-"""The tool of that name."""

@@ -80,8 +80,8 @@ def test_functions_and_environments_are_weighted_and_each_is_reported():
 def test_a_part_that_fails_fails_its_sample_alone_and_is_named():
     told = {
         "raise": r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'",
-        "none": "reward 'number' returned a NoneType, not a number, in the conversation that ends 'none'",
-        "nan": "reward 'number' returned nan in the conversation",
+        "none": "reward 'number' returned None, which is no finite number, in the conversation that ends 'none'",
+        "nan": "reward 'number' returned nan, which is no finite number, in the conversation",
         "bad": "reward 'half': environment 'halves' raised RuntimeError('refused')",
         "on": "reward 'half': environment 'halves' does not end the episode after one turn",
     }

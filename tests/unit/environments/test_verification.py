@@ -23,6 +23,7 @@ from nemo_rl.environments.math.verification import (
     multilingual_multichoice,
 )
 from tests.conversations import answered
+from tests.unit.environments.test_sandbox import pids
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"
@@ -92,7 +93,7 @@ def test_multiple_choice():
 
 def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     pool.run([check("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
-    first_pids = set(pool.pids())
+    first_pids = set(pids(pool))
     assert len(first_pids) == 2
     started = time.monotonic()
     texts = [HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}" for i in range(8)]
@@ -153,5 +154,5 @@ def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(pool):
     job = check("dapo_math_verify", "Answer: 7", "7")
     assert pool.run([job])[0].correct
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        os.kill(pool.pids()[0], number)
+        os.kill(pids(pool)[0], number)
         assert pool.run([job])[0].correct

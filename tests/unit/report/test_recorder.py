@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.report.page import write_data
 from nemo_rl.report.recorder import RunRecorder, machine
-from nemo_rl.report.run_files import read_run, status_of
+from nemo_rl.report.run_files import Run, status_of
 from nemo_rl.types import BatchPlan, PlannedSample, RankPlan, SampleStatus
 from nemo_rl.utils.config import ReportConfig
 from nemo_rl.utils.console import RunConsole
@@ -95,7 +95,7 @@ def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected):
         (folder / "run.json").write_text(json.dumps(facts))
     if end is not None:
         append(folder / "events.jsonl", time=1.0, step=3, kind="end", text="", status=end)
-    run = read_run(folder)
+    run = Run(folder)
     assert status_of(run, now=run.written_at + age).kind == expected
     if not facts:
         assert status_of(replace(run, rows={}), now=run.written_at + age).kind == "starting"

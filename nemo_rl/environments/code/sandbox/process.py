@@ -44,7 +44,7 @@ class Server:
         self.directory = directory
         self.work = os.path.join(self.directory, "work")
         self.readable = [*SYSTEM_FILES.split(), *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
-        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # stays open: the namespace has no /proc
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # stays open: the namespace has no /proc
         self.namespaces = "namespaces" in mechanisms and in_child(self._enter_namespaces)
         if os.path.isdir(root := os.path.join(self.directory, "root")):  # left by the trial
             remove_tree(root)
@@ -272,11 +272,7 @@ def end_orphans(proc: int) -> None:
 def children(proc: int) -> list[int]:
     """The children of this process."""
     own = str(os.getpid()).encode()
-    listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-    try:
-        pids = [int(name) for name in os.listdir(listing) if name.isdigit()]
-    finally:
-        os.close(listing)
+    pids = [int(name) for name in os.listdir(proc) if name.isdigit()]
     return [pid for pid in pids if stat_fields(proc, pid)[1:2] == [own]]
 
 

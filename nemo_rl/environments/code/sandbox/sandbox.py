@@ -90,10 +90,6 @@ print(json.dumps([name for name, actions in attempts.items() if any([works(actio
 """
 
 
-class SandboxUnavailable(ValueError):
-    """This machine lacks a mechanism that a sandbox needs."""
-
-
 class _Server(LineWorker[Program, SandboxResult]):
     def __init__(self, directory: str, cfg: SandboxConfig, mechanisms: Collection[str]) -> None:
         paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if cfg.site_packages else []
@@ -169,12 +165,12 @@ def _remove_when_quiet(directory: str) -> None:
 class SandboxPool(WorkerPool[Program, SandboxResult]):
     """`num_workers` servers, which start at once. `mechanisms`: the mechanisms of isolation that may be used.
 
-    SandboxUnavailable when this machine cannot give a guarantee that is not in `cfg.allow_weaker`.
+    ValueError when this machine cannot give a guarantee that is not in `cfg.allow_weaker`.
     """
 
     def __init__(self, num_workers: int, cfg: SandboxConfig, mechanisms: Collection[str] = MECHANISMS) -> None:
         if sys.platform != "linux":
-            raise SandboxUnavailable("the sandbox needs Linux: run environments with programs on a Linux machine")
+            raise ValueError("the sandbox needs Linux: run environments with programs on a Linux machine")
         sweep()
         self.directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)
         os.chmod(self.directory, 0o711)
@@ -200,7 +196,7 @@ class SandboxPool(WorkerPool[Program, SandboxResult]):
         missing = broken - allow_weaker
         if missing:
             needs = "; ".join(f"{guarantee}: {GUARANTEES[guarantee]}" for guarantee in sorted(missing))
-            raise SandboxUnavailable(
+            raise ValueError(
                 f"programs cannot be isolated on this machine: {', '.join(sorted(missing))} cannot be guaranteed. "
                 f"They need: {needs}. {found} Use such a kernel, allow the container these system calls, or, "
                 f"if programs are trusted, set sandbox.allow_weaker: [{', '.join(sorted(missing))}]"
