@@ -261,9 +261,7 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         raise StepRefused(f"environment {name!r} returned a {type(returned).__name__}, not an EnvironmentReturn")
     result = EnvironmentReturn(*fields)
     lists = result._asdict()
-    for field_name in ("answers", "failures", "metrics"):
-        if lists[field_name] is None:
-            lists[field_name] = [None] * size
+    lists |= {name: [None] * size for name in ("answers", "failures", "metrics") if lists[name] is None}
     rewards = _numbers(lists.pop("rewards"), "rewards", size, name)
     [terminateds] = _numbers(lists.pop("terminateds"), "terminateds", size, name).T.tolist()
     for field_name, values in lists.items():
@@ -284,17 +282,18 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         if failure is not None:
             outcomes.append(EnvironmentFailure(f"environment {name!r}: {failure}"))
             continue
-        step = EnvironmentStep(
-            observation={"role": str(observation["role"]), "content": _content(observation["content"], name)},
-            reward=reward,
-            terminated=bool(terminated),
-            metadata=metadata,
-            next_stop_strings=stop_strings,
-            answer=answer,
-            metrics={str(key): float(value) for key, value in metrics.items()},
-            reward_parts=parts if len(parts) > 1 else [],
+        outcomes.append(
+            EnvironmentStep(
+                observation={"role": str(observation["role"]), "content": _content(observation["content"], name)},
+                reward=reward,
+                terminated=bool(terminated),
+                metadata=metadata,
+                next_stop_strings=stop_strings,
+                answer=answer,
+                metrics={str(key): float(value) for key, value in metrics.items()},
+                reward_parts=parts if len(parts) > 1 else [],
+            )
         )
-        outcomes.append(step)
     return outcomes
 
 

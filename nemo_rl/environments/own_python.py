@@ -46,9 +46,8 @@ class HostedEnvironment(EnvironmentInterface[Any]):
 def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
     """Ray's `runtime_env` of an actor with this Python, which is made if needed. `key` names the setting in errors.
 
-    Raises:
-        ValueError: for an extra that the project does not have, or a file that is missing or holds no requirements.
-        VenvBuildError: uv cannot make it.
+    ValueError for an extra that the project does not have, or a file that is missing or holds no requirements.
+    VenvBuildError when uv cannot make it.
     """
     python = python_of(py_executable, key)
     # The driver's import paths without its packages, which would come before the packages of the actor's environment.

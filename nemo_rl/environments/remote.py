@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import torch
@@ -68,6 +68,12 @@ class _Model(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class Versioned(_Model):
+    """A request, or an answer."""
+
+    protocol: Literal[1]
+
+
 class Message(_Model):
     role: str
     content: str
@@ -83,21 +89,21 @@ class Conversation(_Model):
     metadata: Any  # as the last step of the conversation returned it, or from the row; null for none
 
 
-class StepRequest(_Model):
+class StepRequest(Versioned):
     """Conversations whose last turn the environment answers."""
 
     request_id: str = Field(min_length=1)
     batch: list[Conversation] = Field(min_length=1)
 
 
-class MetricsRequest(_Model):
+class MetricsRequest(Versioned):
     """Finished samples: message_log, metrics, rewards, is_end, group_id, text, prompt_lengths, generation_lengths."""
 
     request_id: str = Field(min_length=1)
     batch: dict[str, list[Any]]
 
 
-class MetricsAnswer(_Model):
+class MetricsAnswer(Versioned):
     metrics: dict[str, Number]
 
 
@@ -121,15 +127,6 @@ def read(model: type[ModelT], message: Any) -> ModelT:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         raise ProtocolError(f"{where} {first['input']!r:.200}: {first['msg']}") from error
-
-
-def check_version(message: Any) -> dict[str, Any]:
-    """The message, an object of this version of the protocol. ProtocolError for anything else."""
-    if not isinstance(message, dict) or "protocol" not in message:
-        raise ProtocolError(f"wanted is an object with 'protocol': {VERSION}, got {message!r:.200}")
-    if message["protocol"] != VERSION:
-        raise ProtocolError(f"protocol {message['protocol']!r} is spoken there, and {VERSION} here")
-    return message
 
 
 def not_json(value: Any, where: str) -> str | None:
@@ -172,7 +169,8 @@ def write_steps(steps: Sequence[Outcome]) -> dict[str, Any]:
 
 def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
     """An answer to /step for `size` conversations. Failures begin with `where`. ProtocolError naming the problem."""
-    found = {"metrics": [None] * size, **check_version(message)}
+    read(Versioned, message)
+    found = {"metrics": [None] * size, **message}
     for name in STEP_LISTS:
         values = found.get(name)
         if not isinstance(values, list) or len(values) != size:
@@ -218,7 +216,7 @@ class _Connection:
             while True:
                 try:
                     answer, _ = await once.request(session, "GET", f"{self.url}/health")
-                    check_version(answer)
+                    read(Versioned, answer)
                     return
                 except (HttpFailure, ProtocolError) as error:
                     if isinstance(error, ProtocolError | FinalHttpFailure) or time.monotonic() > deadline:
@@ -270,7 +268,7 @@ class _Connection:
         async with aiohttp.ClientSession() as session:
             answer = await self._post(session, "metrics", batch)
         try:
-            return read(MetricsAnswer, check_version(answer)).metrics
+            return read(MetricsAnswer, answer).metrics
         except ProtocolError as error:
             raise RuntimeError(f"POST {self.url}/metrics: {error}") from error
 
@@ -374,7 +372,7 @@ class EnvironmentServer:
             problem = f"Content-Type must be application/json, got {request.content_type}"
             return web.json_response({"error": problem}, status=415)
         try:
-            message = read(model, check_version(json.loads(await request.read())))
+            message = read(model, json.loads(await request.read()))
         except (ValueError, RecursionError) as error:  # the latter of JSON with thousands of brackets
             return web.json_response({"error": str(error)}, status=400)
         key = f"{request.path} {message.request_id}"

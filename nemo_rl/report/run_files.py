@@ -34,11 +34,7 @@ _ALGORITHMS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 
 
 def find_run(path: Path) -> Path:
-    """The folder of a run: `path` itself, or the newest run below it.
-
-    Raises:
-        FileNotFoundError: there is no run.
-    """
+    """The folder of a run: `path` itself, or the newest run below it. FileNotFoundError without one."""
     if (path / METRICS_NAME).is_file():
         return path
     # By number: exp_1000 comes after exp_999.

@@ -29,9 +29,7 @@ async def play(
 ) -> dict[str, Any]:
     """The reward of one task, and the numbers that its verifier returns beside it.
 
-    Raises:
-        ValueError: unless there is exactly one URL, and the row is one of NeMo Gym.
-        AgentFailed: for an answer of a server or of the model with an error status.
+    ValueError unless there is exactly one URL, and the row is one of NeMo Gym. AgentFailed for an error status.
     """
     if (resources_url is None) == (agent_url is None):
         raise ValueError("give resources_url, for the tools and the verifier of tasks, or agent_url, for their agent")

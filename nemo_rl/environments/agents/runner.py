@@ -117,10 +117,8 @@ async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentO
     """Run the command of one episode in a new folder, which is removed afterwards. The output is only quoted in errors.
 
     Its environment has OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, which clients read by themselves,
-    AGENT_REWARD_URL, and AGENT_TASK: the path of a JSON file with the whole `AgentTask`.
-
-    Raises:
-        AgentFailed: with the end of its output, if its exit status is not 0.
+    AGENT_REWARD_URL, and AGENT_TASK: the path of a JSON file with the whole `AgentTask`. AgentFailed, with the end of
+    its output, if its exit status is not 0.
     """
     assert config.command is not None
     with tempfile.TemporaryDirectory(prefix="nemo_rl_agent_") as folder:
@@ -183,10 +181,7 @@ async def post_task(url: str, task: AgentTask) -> AgentOutcome:
     """POST an `AgentTask` as JSON to a service, which answers when the episode has ended, as a callable returns.
 
     The connection is closed when the time of the episode is over. An episode that is played again, as after the death
-    of a process, is posted again with the same `episode` and `seed`.
-
-    Raises:
-        AgentFailed: for another status than 200, or an answer that is no JSON.
+    of a process, is posted again with the same `episode` and `seed`. AgentFailed as `post_json`.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
         return outcome(await post_json(http, url, asdict(task)))
