@@ -109,8 +109,8 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
         said, turns = conversation_and_turns(log, metadata, reader="judge")
         whole = "\n".join(f"{message['role']}: {message['content']}" for message in said)
         question = said[0]["content"] if len(said) == 1 else whole
-        reference = (metadata or {}).get("ground_truth")
-        reference = None if reference is None else str(reference)
+        given = (metadata or {}).get("ground_truth")
+        reference = None if given is None else str(given)
         return fill(self.template, question=question, answer=response_text(turns), reference=reference)
 
     def _score(self, waiting: list[Vote]) -> None:

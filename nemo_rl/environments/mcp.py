@@ -129,11 +129,10 @@ class Servers:
                 self._of_tool[tool.name] = connection
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[CallToolResult]:
-        """Begin a call."""
         return asyncio.run_coroutine_threadsafe(self._of_tool[name].call(name, dict(arguments)), self._loop)
 
     def close(self) -> None:
-        """End the connections, at the same time."""
+        """End all connections at once, and the thread."""
         for closing in [asyncio.run_coroutine_threadsafe(each.close(), self._loop) for each in self._connections]:
             closing.result()
         self._loop.call_soon_threadsafe(self._loop.stop)

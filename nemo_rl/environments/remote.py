@@ -291,7 +291,7 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """The server's answer, in requests of at most `batch_size` conversations, all at once."""
         outcomes = asyncio.run(self.connection.steps(message_log_batch, metadata))
-        return as_return(_equally_many_rewards(outcomes, self.cfg))
+        return as_return(_equally_many_rewards(outcomes, self.connection.url))
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """The server's metrics of a batch of finished samples. Its corrections of the batch stay there.
@@ -304,17 +304,14 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
         return batch, asyncio.run(self.connection.metrics(plain))
 
 
-def _equally_many_rewards(outcomes: Sequence[Outcome], cfg: RemoteEnvironmentConfig) -> list[Outcome]:
+def _equally_many_rewards(outcomes: Sequence[Outcome], url: str) -> list[Outcome]:
     """The outcomes; one with another number of rewards than the first step is a failure."""
-    wanted = next((len(one.reward_parts) for one in outcomes if isinstance(one, EnvironmentStep)), 0)
+    sizes = [len(one.reward_parts) or 1 if isinstance(one, EnvironmentStep) else None for one in outcomes]
+    wanted = next((size for size in sizes if size is not None), 1)
+    problems = [f"the server sent {size} rewards for this conversation, and {wanted} for another" for size in sizes]
     return [
-        EnvironmentFailure(
-            f"{cfg.base_url}/step: the server sent {len(one.reward_parts) or 1} rewards for this conversation, and "
-            f"{wanted or 1} for another"
-        )
-        if isinstance(one, EnvironmentStep) and len(one.reward_parts) != wanted
-        else one
-        for one in outcomes
+        one if size in (None, wanted) else EnvironmentFailure(f"{url}/step: {problem}")
+        for one, size, problem in zip(outcomes, sizes, problems, strict=True)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -15,12 +15,6 @@ from nemo_rl.environments.rewards import conversation_and_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now
-
-
-class ConversationMetadata(TypedDict):
-    """The metadata of `conversation_processor`."""
-
-    messages: list[dict[str, str]]  # the conversation before the policy's first turn
 
 
 class RewardModelFiles(NamedTuple):
@@ -94,8 +88,8 @@ def _score_layer(model: PreTrainedModel) -> torch.nn.Linear:
     return layers[0]
 
 
-class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
-    """Scores `metadata["messages"]` and the turns that follow, from the state of the last token.
+class RewardModelEnvironment(EnvironmentInterface[Any]):
+    """Scores `metadata["messages"]`, of `conversation_processor`, and the turns after them, by the last token's state.
 
     The last layer always computes in float32, as training of reward models does: in bfloat16, scores near 1 are 2^-7
     apart, and the samples of a group would often tie.
@@ -161,9 +155,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
             scores[numbers] = logits[:, 0].cpu()
         return scores.sigmoid() if self.cfg.sigmoid else scores
 
-    def step(
-        self, message_log_batch: list[LLMMessageLogType], metadata: list[ConversationMetadata]
-    ) -> EnvironmentReturn[ConversationMetadata]:
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """One turn, then the episode is over. ValueError as `tokenize`, or without the conversation."""
         conversations = []
         for log, known in zip(message_log_batch, metadata, strict=True):

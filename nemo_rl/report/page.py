@@ -79,7 +79,6 @@ def short(value: float | None) -> float | int | str | None:
 
 
 def page(data: Mapping[str, Any], title: str) -> str:
-    """The whole file."""
     script = '(() => {\n"use strict";\n' + "\n".join(_source(name) for name in _SCRIPTS) + "\n})();\n"
     style = _source("page.css")
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]

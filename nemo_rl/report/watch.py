@@ -143,14 +143,12 @@ def sample_text(sample: dict[str, Any]) -> Text:
     facts += [f"{name} {sample[name]:.7g}" for name in ("reward", "error") if isinstance(sample.get(name), int | float)]
     text = Text(", ".join(facts) + "\n", style="dim")
     messages = sample.get("messages") or [{"role": "tokens", "content": "".join(sample["texts"])}]
-    for message in messages:
-        text.append_text(message_text({"role": message["role"], "content": shortened(str(message["content"]))}))
-    return text
-
-
-def shortened(text: str) -> str:
     half = _MAX_CHARS // 2
-    return text if len(text) <= _MAX_CHARS else f"{text[:half]} […] {text[-half:]}"
+    for message in messages:
+        content = str(message["content"])
+        content = content if len(content) <= _MAX_CHARS else f"{content[:half]} […] {content[-half:]}"
+        text.append_text(message_text({"role": message["role"], "content": content}))
+    return text
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

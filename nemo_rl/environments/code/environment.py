@@ -20,7 +20,7 @@ NO_PROGRAM = "There is no program in this turn: write it between <code> and </co
 
 
 class CodeJaccardEnvironment(EnvironmentInterface[Any]):
-    """The reward is how many different words the response and `metadata["ground_truth"]` share: common words / all.
+    """The reward of one turn: how many different words it and `metadata["ground_truth"]` share, common words / all.
 
     Of a response with a code block only the last block counts. Nothing runs.
     """
@@ -29,7 +29,6 @@ class CodeJaccardEnvironment(EnvironmentInterface[Any]):
         CodeJaccardEnvironmentConfig.model_validate(cfg)
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        """One turn, then the episode is over."""
         rewards = []
         for log, known in zip(message_log_batch, metadata, strict=True):
             response = response_text(log)
