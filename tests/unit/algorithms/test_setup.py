@@ -36,6 +36,7 @@ type: retrieval, dataset_name: 'nomod:f' -> env.it.dataset_name: ... no module '
 type: retrieval, dataset_name: 'json:f' -> env.it.dataset_name: ... 'json' has no 'f'
 type: python_tools, tools: ['nomod:x'] -> env.it.tools: ... no module 'nomod'
 {JUDGE}, api_key_env: NOT_SET -> env.it.api_key_env: ... NOT_SET is not set; export it
+type: mcp, servers: {{a: {{command: x}}}}, environment: {{type: 'nomod:f'}} -> env.it.environment.type: ... no module
 {REMOTE}, token_env: NOT_SET -> env.it.token_env: ... NOT_SET
 type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
     -> env.it.reward_functions.1: ... no module 'nomod'
