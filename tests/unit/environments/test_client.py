@@ -166,15 +166,14 @@ def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more()
 
 
 def test_metrics_of_samples_are_averaged_however_many_actors_there_are_and_counts_are_added_up():
-    def of(index: int, **metrics: float) -> Sample:
-        none = np.zeros(0)
-        arrays = {"token_ids": none, "token_mask": none, "generation_logprobs": none}
+    def of(**metrics: float) -> Sample:
+        arrays = dict.fromkeys(("token_ids", "token_mask", "generation_logprobs"), np.zeros(0))
         return Sample(meta=sample(1.0), messages=[user("?")], metrics=metrics, **arrays)
 
     def measured(*actors: Any) -> dict[str, float]:
         pool = EnvironmentPool("maze", actors, 5)
-        samples = [("a", of(0, num_tries=1.0)), ("b", of(0, num_tries=2.0, hits=1.0)), ("a", of(1, hits=0.0))]
-        return asyncio.run(pool.metrics([*samples, ("a", of(2, num_tries=3.0))]))
+        samples = [("a", of(num_tries=1.0)), ("b", of(num_tries=2.0, hits=1.0)), ("a", of(hits=0.0))]
+        return asyncio.run(pool.metrics([*samples, ("a", of(num_tries=3.0))]))
 
     whole = Measuring(accuracy=0.5, num_programs=8.0, **{"math/num_verifications": 4.0})
     expected = {"num_tries": 2.0, "hits": 0.5, "accuracy": 0.5, "num_programs": 8.0, "math/num_verifications": 4.0}

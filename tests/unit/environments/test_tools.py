@@ -78,6 +78,8 @@ def test_an_episode_of_calls_and_an_answer(environment) -> None:
     assert seen[:4] == ["12", "12", "10", "[1] HEY!\n[2] HO!!"]
     assert rewards == [0, 0, 0, 0, 1]
     assert ends == [False, False, False, False, True]
+    [long], _, _ = play(environment, [call("python", code="print('a' * 5000)")])
+    assert long == "a" * 1000 + "\n[3000 characters left out]\n" + "a" * 1000
 
 
 def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) -> None:
@@ -96,11 +98,6 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
     seen, rewards, ends = play(environment, list(wrong))
     assert [part in text for part, text in zip(wrong.values(), seen, strict=True)] == [True] * len(wrong)
     assert not any(ends) and not any(rewards)
-
-
-def test_of_a_long_result_the_number_of_omitted_characters_is_right(environment) -> None:
-    [seen], _, _ = play(environment, [call("python", code="print('a' * 5000)")])
-    assert seen == "a" * 1000 + "\n[3000 characters left out]\n" + "a" * 1000
 
 
 def test_calls_are_found_in_several_styles() -> None:
@@ -230,15 +227,12 @@ def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
         assert time.monotonic() - started < 50
 
 
-def test_a_server_that_does_not_start_in_time_is_ended():
+def test_a_server_that_cannot_be_used_is_named_and_one_that_does_not_start_in_time_is_ended():
     mark = f"silent_{secrets.token_hex(8)}"
     program = {"command": sys.executable, "args": ["-c", "import time; time.sleep(600)", mark]}
     with pytest.raises(ValueError, match=r"servers\.silent cannot be reached"):
         mcp(timeout_s=1.0, silent=program)
     assert subprocess.run(["pgrep", "-f", mark], capture_output=True, check=False).stdout == b""
-
-
-def test_a_server_that_cannot_be_used_is_named():
     with pytest.raises(ValueError, match=r"servers\.a cannot be reached"):
         mcp(a={"command": "/no/such/program"})
     with pytest.raises(ValueError, match="write command, or url"):
