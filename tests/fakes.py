@@ -227,8 +227,8 @@ class FakeRollouts:
     def replace_keeper(self) -> None:
         self.calls.append("replace keeper")
 
-    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
-        return {"math/num_groups": float(len(groups))}
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> Callable[[], dict[str, float]]:
+        return lambda: {"math/num_groups": float(len(groups))}
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         return [[[{"role": "user", "content": group.prompt_id}]] for group in groups]

@@ -160,11 +160,13 @@ class Refit(WeightSync):
         packed: list[list[dict[str, Any]]] = []
         loading: list[Sequence[Any]] = []
         try:
-            self.generation.start_weight_update(clear_cache=self.recompute_kv_cache)
+            paused = self.generation.start_weight_update(clear_cache=self.recompute_kv_cache)
             for bucket in buckets:
                 if len(loading) >= num_open:
                     self.generation.wait(loading[-num_open])
                 results = self.policy.pack(bucket)
+                if not packed:
+                    self.generation.wait(paused)
                 packed.append(results)
                 digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
                 if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):

@@ -156,10 +156,11 @@ class RunRecorder:
 
     @timed
     def write_samples(self, step: int, policy: Policy) -> None:
-        """Make the workers write the chosen rows. Comes after the update and before the next plan."""
+        """Let the workers write the chosen rows, once the step needs them no more; problems are told at the next."""
+        for problem in policy.samples_written():
+            self._give_up(SAMPLES, problem)
         if self.cfg.samples_per_step > 0 and SAMPLES not in self._given_up:
-            for problem in policy.write_samples(step):
-                self._give_up(SAMPLES, problem)
+            policy.write_samples(step)
 
     def take_seconds(self) -> float:
         """Seconds that the report cost the controller since the last call."""
@@ -173,8 +174,10 @@ class RunRecorder:
         if time.monotonic() - self._page_at > max(self.cfg.every_s, self._page_s() / MAX_PAGE_SHARE):
             self._make_page(wait=False)
 
-    def finish(self, step: int) -> None:
-        """The last times, while the workers still live."""
+    def finish(self, step: int, policy: Policy) -> None:
+        """The last samples and times, while the workers still live."""
+        for problem in policy.samples_written():
+            self._give_up(SAMPLES, problem)
         for _ in range(2):  # what they were asked before, and what happened since
             self._asked_at = 0.0
             self._note_times(step, wait_s=LAST_ANSWER_S)

@@ -284,9 +284,23 @@ class RolloutCollector:
 
     # -- content of finished groups
 
-    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
-        """Metrics that the environments report for finished groups, as `<environment>/<metric>`."""
-        return self._call_with(RolloutWorker.environment_metrics, groups, [group.task_name for group in groups])
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> Callable[[], dict[str, float]]:
+        """Ask the environments for metrics of finished groups.
+
+        The result waits for their answer, `<environment>/<metric>` and value.
+        """
+        args = RolloutWorker.environment_metrics, ([group.task_name for group in groups],)
+        asked, ref = self.group, self.group.start_one(0, "with_groups", *args, *places_and_refs(groups))
+
+        def answer() -> dict[str, float]:
+            try:
+                if asked is self.group:
+                    return asked.wait([ref])[0]
+            except WorkerError as error:
+                self._recover_worker(error)
+            return self._call("with_groups", *args, *places_and_refs(groups))  # another worker has taken its place
+
+        return answer
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
         """The conversation of each sample of each group, without tokens, in one call."""

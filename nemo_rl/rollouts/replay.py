@@ -57,10 +57,11 @@ class RecordedRollouts(RolloutCollector):
             )
         return self._batches.pop(0)
 
-    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> Callable[[], dict[str, float]]:
         """The metrics that the environments reported when the step was recorded."""
         assert self._index is not None
-        return self._index.environment_metrics
+        recorded = self._index.environment_metrics
+        return lambda: recorded
 
 
 class NoWeightSync:

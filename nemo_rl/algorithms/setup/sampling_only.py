@@ -98,7 +98,7 @@ class RolloutCollection(RolloutTrainer):
 
     def step(self) -> None:
         groups = self.sample()
-        environment_metrics = self.rollouts.environment_metrics(groups)
+        environment_metrics = self.rollouts.environment_metrics(groups)()
         self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))
         assert self.rollout_recorder is not None
         step = self.state.total_steps + 1

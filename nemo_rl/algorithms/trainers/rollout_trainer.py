@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,7 @@ class RolloutTrainer(Trainer):
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
         self.generated: list[GroupHandle] = []  # of the step in progress, discarded ones included
+        self.environment_metrics: Callable[[], dict[str, float]] = dict  # of `generated`; waits for them
         self.rollout_recorder: Any = None  # a `RolloutRecorder`
         if config.rollout.rollout_record.enabled:
             self.rollout_recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
@@ -158,6 +159,7 @@ class RolloutTrainer(Trainer):
 
         `advantages` and `masks` have one number per group and row; mask 0 keeps a row out of the loss.
         """
+        self.environment_metrics = self.rollouts.environment_metrics(self.generated)  # environments now have time
         self.refit.announce()
         plan = plan_batch(
             groups,
@@ -204,7 +206,7 @@ class RolloutTrainer(Trainer):
         generated = [sample for handle in self.generated for sample in handle.samples]
         trained = [row for group in trained_groups for row in group.rows]
         self.state.consumed_samples += len(generated)
-        environment_metrics = self.rollouts.environment_metrics(self.generated)
+        environment_metrics, self.environment_metrics = self.environment_metrics(), dict  # it held the groups
         self.record("train", environment_metrics)
         version, run = self.state.total_steps, self.run
         of_rollouts = partial(rollout_metrics, current_weight_version=version)
@@ -339,7 +341,7 @@ class RolloutTrainer(Trainer):
         self.rollouts.generation_use()  # resets the meter: validation does not count for the next step
         tasks = list(dict.fromkeys(prompt.task_name for prompt in self.validation_prompts))
         of_validation = partial(validation_metrics, k_values=rollout.val_k_values)
-        metrics = of_validation(groups) | self.rollouts.environment_metrics(groups)
+        metrics = of_validation(groups) | self.rollouts.environment_metrics(groups)()
         return metrics | by_task(of_validation, groups, tasks)
 
     def show_validation(self, groups: Sequence[GroupHandle]) -> None:

@@ -142,7 +142,7 @@ class Trainer(ABC):
                 self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
                 raise
         if self.tools.recorder is not None:
-            self.tools.recorder.finish(self.state.total_steps)
+            self.tools.recorder.finish(self.state.total_steps, self.policies[0])
 
     def _run_steps(self) -> None:
         num_recoveries, failed_at = 0, -1
@@ -171,6 +171,7 @@ class Trainer(ABC):
         try:
             with self.timer.time("total_step_time"), profiled:
                 self.step()
+                self._write_samples()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
             self._end_with_the_data()
@@ -196,6 +197,10 @@ class Trainer(ABC):
                 saved = "the run ends, and nothing is saved, because checkpointing.enabled=false"
             self.tools.console.info(f"checkpoint_must_save_by is near: {saved}")
         return ends
+
+    def _write_samples(self) -> None:
+        if self.tools.recorder is not None:
+            self.tools.recorder.write_samples(self.state.total_steps + 1, self.policies[0])
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -287,8 +292,6 @@ class Trainer(ABC):
             if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
                 break
         result, is_first = merge_results(results), policy is self.policies[0]
-        if is_first and self.tools.recorder is not None:
-            self.tools.recorder.write_samples(self.state.total_steps + 1, policy)
         if result.nonfinite_samples:
             step = self.state.total_steps + 1
             records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
@@ -296,6 +299,7 @@ class Trainer(ABC):
             path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
             text = f"loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
             if self.nonfinite_action == "stop":
+                self._write_samples()
                 raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
             self.tools.console.warn(f"step {step}: {text}")
         metrics = {

@@ -68,23 +68,24 @@ class GenerationInterface(ABC):
         """
         self._call_all("init_weight_transfer", init_info)
 
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        """Pause sampling and prepare for buckets. Requests in flight wait, then continue with the new weights.
+    def start_weight_update(self, *, clear_cache: bool = True) -> list[Any]:
+        """Begin to pause sampling and to prepare for buckets. Returns one future per replica, for `wait`.
 
-        With `clear_cache` their KV cache is recomputed with the new weights; otherwise they keep it. Requests that
-        begin after the update never use KV of the old weights.
+        Requests in flight wait, then continue with the new weights. With `clear_cache` their KV cache is recomputed
+        with the new weights; otherwise they keep it. Requests that begin after the update never use KV of the old
+        weights.
         """
-        self._call_all("start_weight_update", clear_cache=clear_cache)
+        return self._start_all("start_weight_update", clear_cache=clear_cache)
 
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
         """Begin to read one bucket on every replica. Returns one future per replica, for `wait`.
 
         `turn` counts the buckets of a sync from 0. Buckets are read in this order, even if calls arrive in another.
         """
-        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
+        return self._start_all("receive_bucket", info, turn=turn)
 
     def wait(self, futures: Sequence[Any]) -> None:
-        """Wait for futures of `receive_bucket_async`."""
+        """Wait for futures of `start_weight_update` or `receive_bucket_async`."""
         wait_groups(self._replicas, futures)
 
     def finish_weight_update(self, version: int) -> bool:
@@ -140,9 +141,11 @@ class GenerationInterface(ABC):
         for replica in self._replicas:
             replica.shutdown()
 
+    def _start_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
+
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        refs = [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
-        return wait_groups(self._replicas, refs)
+        return wait_groups(self._replicas, self._start_all(method, *args, **kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,7 @@ class Policy:
         self.accelerator, self.name_prefix = accelerator, settings.folder
         self._plan: BatchPlan | None = None
         self._samples: SampleSettings | None = None
+        self._writing: list[Any] = []  # the calls of `write_samples`
         sizes = training_sizes(config, cluster.world_size())
         sharding = sizes.sharding()
         self.data_parallel_size = sizes.data_parallel
@@ -112,6 +113,7 @@ class Policy:
             self.accelerator.release(awake)
         self.group = self._start()
         self.group.on_wait = self._on_wait
+        self._writing = []
         if self._samples is not None:
             self.group.call_all("keep_samples", self._samples)
         self.accelerator.rebuilt(self.name_prefix)
@@ -217,12 +219,14 @@ class Policy:
         self._samples = SampleSettings(folder=folder, max_tokens=max_tokens, decode=decode, anchor=anchor)
         self.group.call_all("keep_samples", self._samples)
 
-    def write_samples(self, step: int) -> list[str]:
-        """The workers write the reported rows of the loaded plan, with up to `max_tokens` tokens each, into the folder.
+    def write_samples(self, step: int) -> None:
+        """The workers begin to write the reported rows of the loaded plan into the folder, before their next call."""
+        self._writing = self.group.start_all("write_samples", step)
 
-        Returns the problems. Every `load` drops the rows of the last plan.
-        """
-        return [problem for problem in self.group.call_all("write_samples", step) if problem is not None]
+    def samples_written(self) -> list[str]:
+        """Wait for the end of `write_samples`. Returns the problems."""
+        writing, self._writing = self._writing, []
+        return [problem for problem in self.group.wait(writing) if problem is not None]
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`.

@@ -60,7 +60,8 @@ class Generation:
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
 
-    def start_weight_update(self, *, clear_cache: bool) -> None: ...
+    def start_weight_update(self, *, clear_cache: bool) -> list[int]:
+        return []
 
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[int]:
         return []

@@ -201,7 +201,7 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         refit.prepare()
         assert_synced(policy, generation, refit, 4)
 
-        generation.start_weight_update()
+        generation.wait(generation.start_weight_update())
         with pytest.raises(RuntimeError, match="no bucket has arrived since the start of the sync"):
             generation.finish_weight_update(5)
 

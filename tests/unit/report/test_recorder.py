@@ -27,6 +27,18 @@ def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
     return RunRecorder(ReportConfig(**keys), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text
 
 
+class FullDisk:
+    """A policy whose workers cannot write samples."""
+
+    num_writes = 0
+
+    def write_samples(self, step: int) -> None:
+        self.num_writes += 1
+
+    def samples_written(self) -> list[str]:
+        return ["no space left"] * self.num_writes
+
+
 def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_path):
     samples = [sample_meta("g/0", 1.0), sample_meta("g/1", 0.0, status=SampleStatus.FAILED), sample_meta("g/2", 0.25)]
     group, dropped = handle(*samples), handle(sample_meta("h/0", 1.0), name="h", prompt="p:2")
@@ -41,11 +53,27 @@ def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_
     assert line["groups"][1] == {"id": "g", "prompt": "p:1", "task": "math", "status": "cfc", **numbers}
     with own.phase("generation"), own.phase("inner"):
         pass
-    own.finish(1)
+    policy: Any = FullDisk()
+    own.finish(1, policy)
     lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
     inner, outer = json.loads(lines[0])["phases"]
     assert (inner[0], outer[0]) == ("inner", "generation")
     assert outer[1] <= inner[1] <= inner[2] <= outer[2]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path, is_last):
+    own, text = recorder(tmp_path)
+    policy: Any = FullDisk()
+    own.write_samples(1, policy)
+    assert policy.num_writes == 1 and text.getvalue() == ""
+    if is_last:
+        own.finish(1, policy)
+    else:
+        own.write_samples(2, policy)
+        own.write_samples(3, policy)
+    assert policy.num_writes == 1
+    assert text.getvalue().count("the report goes without samples: no space left") == 1
 
 
 def test_a_file_that_cannot_be_written_is_given_up_with_one_warning(tmp_path):

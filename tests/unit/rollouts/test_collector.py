@@ -13,6 +13,7 @@ from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
+from tests.fakes import handle, sample
 from tests.unit.rollouts.engines import group_request
 
 
@@ -174,3 +175,32 @@ def test_groups_are_held_as_long_as_anybody_has_their_handles():
     del kept
     collector.collect(requests(1))
     assert ("g2", "ref of g2") in collector._keeper.forgotten
+
+
+@pytest.mark.parametrize("death", ["none", "found while they are waited for", "found before"])
+def test_metrics_are_asked_for_before_they_are_waited_for_and_again_if_the_rollout_worker_died(death):
+    class Asked(FakeGroup):
+        def start_one(self, index: int, method: str, *args: Any) -> Any:
+            self.asked.append(method)
+            return method
+
+        def wait(self, refs: Sequence[str]) -> Any:
+            return [{"math/correct": 0.5}] if self.failures == {} else super().wait(refs)
+
+        def call_one(self, index: int, method: str, *args: Any) -> Any:
+            return {"math/correct": 0.5} if method == "with_groups" else super().call_one(index, method, *args)
+
+    class Collector(OverFakes):
+        def _restart(self) -> None:
+            self.group = Asked()
+            self.groups.append(self.group)
+
+    group = Asked(failures={0: error(WorkerDied, "rollout-0")} if death != "none" else {})
+    collector = Collector(group)
+    answer = collector.environment_metrics([handle(sample())])
+    assert group.asked == ["with_groups"]
+    if death == "found before":
+        with pytest.raises(WorkerDied):
+            collector.group.wait([])
+        collector._restart()
+    assert answer() == {"math/correct": 0.5} and len(collector.groups) == 1 + (death != "none")
