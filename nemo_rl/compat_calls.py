@@ -189,13 +189,13 @@ def masked_mean(
 
 
 class _Estimator:
-    """The advantage estimator `name` of `grpo.adv_estimator`. `compute_advantage` gives [B, S]."""
+    """An advantage estimator of `grpo.adv_estimator`. `compute_advantage` gives [B, S]."""
 
-    def __init__(
-        self, name: str, estimator_config: Mapping[str, Any], loss_config: Mapping[str, Any] | None = None
-    ) -> None:
-        given = {"normalize_rewards": True, "use_leave_one_out_baseline": True, **estimator_config, "name": name}
-        is_relative = name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
+    name = ""
+
+    def __init__(self, estimator_config: Mapping[str, Any], loss_config: Mapping[str, Any] | None = None) -> None:
+        given = {"normalize_rewards": True, "use_leave_one_out_baseline": True, **estimator_config, "name": self.name}
+        is_relative = self.name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
         self.cfg = AdvEstimatorConfig.model_validate({"std": "leave_one_out" if is_relative else "group", **given})
         if loss_config is not None and loss_config.get("use_kl_in_reward"):
             raise TypeError(
@@ -228,9 +228,17 @@ class _Estimator:
         return result[:, None].expand(mask.shape)
 
 
-GRPOAdvantageEstimator = partial(_Estimator, "grpo")
-GDPOAdvantageEstimator = partial(_Estimator, "gdpo")
-ReinforcePlusPlusAdvantageEstimator = partial(_Estimator, "reinforce_plus_plus")
+class GRPOAdvantageEstimator(_Estimator):
+    name = "grpo"
+
+
+class GDPOAdvantageEstimator(_Estimator):
+    name = "gdpo"
+
+
+class ReinforcePlusPlusAdvantageEstimator(_Estimator):
+    name = "reinforce_plus_plus"
+
 
 # Losses: theirs take whole rows and drop the first position, which no token predicts
 

@@ -24,6 +24,7 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentFailure,
     EnvironmentStep,
+    GenerateFn,
     GenerationRequest,
     GroupHandle,
     OnTokens,
@@ -74,9 +75,17 @@ class Environment(_HasMetrics, Protocol):
 class AgentEnvironment(_HasMetrics, Protocol):
     """Agents that own their loop, as the rollout worker uses them."""
 
-    @property
-    def play(self) -> Callable[..., Awaitable[Sample]]:
-        """Plays one episode to its end, with the arguments of `Agents.play` (`agents/play.py`)."""
+    async def play(
+        self,
+        prompt: Prompt,
+        datum: DatumSpec,
+        *,
+        sample_id: str,
+        generate: GenerateFn,
+        sampling: SamplingParams,
+        seed_of_turn: Callable[[int], int],
+    ) -> Sample:
+        """Play one episode to its end."""
         ...
 
 
