@@ -205,6 +205,11 @@ class DataConfig(DataSection):
         for index, dataset in enumerate(self.validation or []):
             if dataset.weight is not None:
                 yield f"validation.{index}.weight", "only data.train has weights; leave it out, or set repeat"
+            if dataset.split_validation_size > 0:
+                yield (
+                    f"validation.{index}.split_validation_size",
+                    "sets rows of training data aside, and these are to validate on; leave it out, or set max_samples",
+                )
 
 
 # -- Examples to learn from: conversations (SFT) and preferences (DPO, reward models).

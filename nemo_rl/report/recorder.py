@@ -263,7 +263,7 @@ def chosen_rows(planned: Sequence[PlannedSample], groups: Sequence[GroupHandle] 
     if groups is None:
         samples = sorted(sample.keys for sample in planned if sample.mask > 0)
         size = len(samples[0]) if samples else 1
-        return [key for keys in _spread(samples, limit // size) for key in keys]
+        return [key for keys in _spread(samples, min(limit, max(1, limit // size))) for key in keys]
     by_group: dict[int, list[int]] = {}
     for sample in planned:
         if 0 <= sample.index < len(groups[sample.group].samples):  # no other row, and no copy that fills up a step

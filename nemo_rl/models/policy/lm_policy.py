@@ -111,7 +111,8 @@ class Policy:
         awake = self.accelerator.awake
         if awake is not None and awake != self.name_prefix:
             self.accelerator.release(awake)
-        self.group = self._start()
+        num_bytes, self.group = self.group.controller_tensor_bytes, self._start()
+        self.group.controller_tensor_bytes += num_bytes
         self.group.on_wait = self._on_wait
         self._writing = []
         if self._samples is not None:

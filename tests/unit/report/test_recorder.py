@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.report.page import write_data
-from nemo_rl.report.recorder import RunRecorder, machine
+from nemo_rl.report.recorder import RunRecorder, chosen_rows, machine
 from nemo_rl.report.run_files import Run, status_of
 from nemo_rl.types import BatchPlan, PlannedSample, RankPlan, SampleStatus
 from nemo_rl.utils.config import ReportConfig
@@ -59,6 +59,11 @@ def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_
     inner, outer = json.loads(lines[0])["phases"]
     assert (inner[0], outer[0]) == ("inner", "generation")
     assert outer[1] <= inner[1] <= inner[2] <= outer[2]
+
+
+@pytest.mark.parametrize("limit, num_keys", [(0, 0), (1, 2), (3, 2), (4, 4)])
+def test_a_pair_is_reported_whole(limit, num_keys):
+    assert len(chosen_rows([planned(0, 0, num_rows=2), planned(1, 0, num_rows=2)], None, limit)) == num_keys
 
 
 @pytest.mark.parametrize("is_last", [False, True])
