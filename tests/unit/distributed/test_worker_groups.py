@@ -173,6 +173,7 @@ def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_
         assert time.monotonic() - start < 50
 
 
+@pytest.mark.over_20s("four calls that never end, and the questions to stuck workers, take 15 s on an idle machine")
 def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(cluster):
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy", timeout_s=2) as group:
         for method, args in (("wait_async", [(0.0,), (60.0,)]), ("sleep_on", [(1, 60), (1, 60)])):
