@@ -1,6 +1,6 @@
 """Configuration of the policy: model, tokenizer, batch sizes, optimizer, sharding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -443,7 +443,7 @@ class PolicyConfig(StrictModel):
                 f"{longest - left_over} and {longest - left_over + chunks} are",
             )
         if self.optimizer is not None and self.optimizer != OptimizerConfig():
-            yield "optimizer", "is for training with PyTorch; set it to null, and use {section}.megatron_cfg.optimizer"
+            yield "optimizer", f"is for training with PyTorch; set it to null{_as_megatron(self.optimizer.kwargs)}"
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)
@@ -459,6 +459,19 @@ class PolicyConfig(StrictModel):
         for values in milestones:
             if any(later <= earlier for earlier, later in pairwise(values)):
                 yield "scheduler", f"milestones must increase (got {values})"
+
+
+def _as_megatron(kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a PyTorch optimizer as keys of Megatron's, for an error message."""
+    section = "{section}.megatron_cfg.optimizer"
+    names = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps", "momentum": "sgd_momentum"}
+    values = {new: kwargs[old] for old, new in names.items() if old in kwargs}
+    match kwargs.get("betas"):
+        case (beta1, beta2):
+            values |= {"adam_beta1": beta1, "adam_beta2": beta2}
+    if not values:
+        return f", and use {section}"
+    return ", and carry its values over: " + " ".join(f"{section}.{name}={value}" for name, value in values.items())
 
 
 class SecondModelConfig(PolicyConfig):

@@ -240,6 +240,12 @@ def test_routing_replay_and_generation_by_megatron() -> None:
     assert config.policy.generation.mcore_generation_config.max_batch_size == 64
 
 
+def test_the_values_of_another_optimizer_are_carried_over() -> None:
+    said = problems_of(*ON[:2], "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}")
+    for value in ("lr=0.0003", "weight_decay=0.1", "adam_beta1=0.9", "adam_beta2=0.95", "adam_eps=0.5"):
+        assert f"policy.megatron_cfg.optimizer.{value}" in said
+
+
 @pytest.mark.parametrize(("name", "shards"), [("adam", True), ("sgd", False), ("muon", False), ("dist_muon", False)])
 def test_the_state_is_sharded_where_the_optimizer_can(name: str, shards: bool) -> None:
     chosen = f"policy.megatron_cfg.optimizer.optimizer={name}"
