@@ -173,7 +173,8 @@ def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path: Path) -> N
     )
     assert finished.status == 1, finished.output[-4000:]
     assert "environment 'mine' did not answer" in finished.output
-    assert "policy.nonfinite_action=skip" in finished.output and "loss nan" in finished.output
+    assert "sampled a token with the logprob nan or inf" in finished.output, "after the first update"
+    assert "gradient norm nan" in finished.output and "policy.nonfinite_action=skip" in finished.output
     assert list(tmp_path.glob("logs/exp_000/nonfinite_step_*.jsonl"))
 
 

@@ -165,8 +165,8 @@ def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp
     told = finished.curve("train/draft_acceptance")
     seen = finished.curve("train/generation/spec_acceptance_rate")
     print("acceptance told", told, "and seen", seen)
-    exact(finished.steps, 6)
-    assert told[-1] > told[0] + 0.05
+    assert finished.curve("train/token_mult_prob_error") == pytest.approx([1.0] * 6, abs=1e-5)
+    assert told[-1] > told[0] + 0.05, "the random policy earns no reward, so its head alone learns"
     assert all(abs(a - b) < 0.07 for a, b in zip(told, seen, strict=True))
 
 

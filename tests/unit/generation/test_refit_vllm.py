@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.distributed.errors import WorkerError
+from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
@@ -315,7 +315,9 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         policy.damage = kill
         with pytest.raises(WorkerError) as error:
             refit.sync(2)
-        assert error.value.engine_died and error.value.worker.startswith("generation-0")
+        # Either the engine's own death or an error of those that were connected with it is seen first.
+        assert error.value.engine_died or isinstance(error.value, WorkerDied)
+        assert error.value.worker.startswith("generation-0")
         policy.damage = None
         assert generation.dead_workers() == [0]
         generation.restart_worker(0)
