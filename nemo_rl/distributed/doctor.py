@@ -80,7 +80,7 @@ def examine_gpus(needed: int) -> Finding:
     if program is None:
         remedy = "install NVIDIA's driver, or start with --gpus-per-node 0"
         return judged(False, "GPUs", "there is no nvidia-smi", remedy)
-    command = [program, "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    command = [program, "--query-gpu=name,driver_version,memory.used", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         return judged(False, "GPUs", answer.stdout.strip() or answer.stderr.strip(), "restart the driver or the node")
@@ -91,7 +91,9 @@ def examine_gpus(needed: int) -> Finding:
         return judged(False, "GPUs", f"{text}, and torch cannot use them", remedy)
     if len(rows) < needed:
         return judged(False, "GPUs", text, f"set cluster.gpus_per_node to {len(rows)} at most")
-    used_gb = max(float(row[3]) for row in rows) / 1024
+    used_gb = max((float(row[2]) / 1024 for row in rows if row[2] != "[N/A]"), default=None)
+    if used_gb is None:  # so answer GPUs that share the host's memory
+        return good("GPUs", f"{text}, memory shared with the host")
     return judged(used_gb < 2, "GPUs", f"{text}, up to {used_gb:.1f} GB in use", "end what uses them", "remark")
 
 

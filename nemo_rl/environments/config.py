@@ -468,7 +468,7 @@ class RewardModelEnvironmentConfig(StrictModel):
     (`results/rm/step_100`)."""
 
     checkpoint_path: str | None = None
-    """A checkpoint (`step_N`) whose weights replace those of `model_name`; null: none."""
+    """A checkpoint (`step_N`) whose weights replace `model_name`'s; null: none."""
 
     tokenizer: TokenizerConfig
     """The tokenizer of the reward model; its chat template renders the conversations."""

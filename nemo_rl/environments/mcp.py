@@ -19,14 +19,14 @@ import asyncio
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import mcp
 from mcp.client.stdio import stdio_client
 from mcp.types import CallToolResult, TextContent
 
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, split_return
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, step_each
 from nemo_rl.environments.code.environment import shorten
 from nemo_rl.environments.code.tools import ToolCall, find_calls, numbered, problem_of
 from nemo_rl.environments.config import McpEnvironmentConfig, McpServerConfig
@@ -51,6 +51,7 @@ class McpEnvironment(EnvironmentInterface[Any]):
         """Connect to all servers. ValueError for one that cannot be reached, or two tools of the same name."""
         self.cfg = McpEnvironmentConfig.model_validate(cfg)
         self.environment = new_environment("environment", self.cfg.environment)
+        self._executor = ThreadPoolExecutor(1)  # of the environment
         self.servers = Servers(self.cfg.servers, self.cfg.timeout_s)
         self.num_calls = self.num_errors = 0
 
@@ -60,10 +61,11 @@ class McpEnvironment(EnvironmentInterface[Any]):
         is_ours = [any(call.name in self.servers.specs for call in of_turn) for of_turn in calls]
         limit, outcomes = self.cfg.max_calls_per_turn, dict[int, Outcome]()
         asked = {i: [self._start(call) for call in calls[i][:limit]] for i, ours in enumerate(is_ours) if ours}
-        if others := [i for i, ours in enumerate(is_ours) if not ours]:
-            given = self.environment.step([message_log_batch[i] for i in others], [metadata[i] for i in others])
-            steps = split_return(given, len(others), self.cfg.environment.type)
-            outcomes |= zip(others, steps, strict=True)
+        others = [i for i, ours in enumerate(is_ours) if not ours]
+        logs, rest = [message_log_batch[i] for i in others], [metadata[i] for i in others]
+        # A raise here would send the whole batch again, and its calls would run twice.
+        steps = step_each(self.environment, logs, rest, name=self.cfg.environment.type, executor=self._executor)
+        outcomes |= zip(others, steps, strict=True)
         for i, of_turn in asked.items():
             outcomes[i] = self._answer(of_turn, len(calls[i]), metadata[i])
         return as_return([outcomes[i] for i in range(len(calls))])

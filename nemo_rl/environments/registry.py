@@ -144,6 +144,6 @@ def _check_gpus(wanted: Mapping[str, int], free: float) -> None:
         asked = ", ".join(f"env.{name}.resources.gpus_per_node={number}" for name, number in wanted.items())
         first = next(iter(wanted))
         raise ValueError(
-            f"{asked}: {total:g} GPU(s) wanted beside those of cluster, {free:g} left; lower cluster.gpus_per_node by "
+            f"{asked}: {total:g} GPU(s) wanted beside the cluster's, {free:g} left; lower cluster.gpus_per_node by "
             f"{total - free:g}, or set env.{first}.resources.gpus_per_node=0 to score on the CPU"
         )

@@ -26,9 +26,8 @@ class Actors(BaseModel):
     """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
 
     py_executable: PyExecutable | None = None
-    """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
-    file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
-    """
+    """The Python of the actors, which alone import the environment: packages to add (a list, or a file of
+    requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's."""
 
 
 class ActorsConfig(Actors, StrictModel):

@@ -220,7 +220,7 @@ class CollectiveBuffer(TransferBuffer):
     Broadcasts run in the background. Every wait ends after the limit of the rendezvous, or when a member has left, with
     a ConnectionError. A member that ends breaks the group for all; a new sender makes a new group. NCCL does not notice
     an end: its kernels wait for ever. Each receiver therefore holds a TCP connection to the sender, which the kernel
-    closes when either process ends. A thread that watches it aborts the group, and so do those of the other members.
+    closes when either process ends. A thread that watches it aborts the group, as in the other members.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class RolloutWorkerSettings:
     process: Callable[[Prompt], DatumSpec]
     decode: Callable[[Sequence[int]], str]
     survives_text: Callable[[Sequence[int]], bool]  # whether tokens stay the same when decoded and tokenised again
-    # As `RenderFn`, with `pixels`, which takes those of new images. ValueError for an observation that cannot be shown.
+    # As `RenderFn`, with `pixels`, the pixels of new images. ValueError for an observation that cannot be shown.
     render: Callable[..., RenderedObservation]
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits

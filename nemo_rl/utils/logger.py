@@ -79,7 +79,7 @@ class Logger:
             raise ValueError(f"step_metric {step_metric!r} is not among the metrics: {', '.join(metrics)}")
         if self._step is not None and self._step != step:
             if step < self._step:
-                raise ValueError(f"metrics of step {step} come after those of step {self._step}, whose line has begun")
+                raise ValueError(f"metrics of step {step} come after step {self._step}, whose line has begun")
             self.finish_step(self._step)
         self._step = step
         for name, value in flatten_dict(metrics, "/").items():

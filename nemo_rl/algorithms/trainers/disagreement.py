@@ -178,7 +178,7 @@ def _in_weights(e: Evidence) -> _Explanations:
         )
     different = sorted(e.weights.different.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} (by up to {value:.3g})" for name, value in different[:5])
-    found = f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy"
+    found = f"{len(different)} of {e.weights.num_tensors} tensors of generation differ from the policy's"
     if len(different) > MOST * e.weights.num_tensors:
         yield (
             Cause.STALE_WEIGHTS,

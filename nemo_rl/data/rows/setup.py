@@ -66,7 +66,7 @@ class StreamedRows(StreamedTable):
     task_name: str
 
     def prompt(self, row: Row, number: int, idx: int) -> Prompt:
-        """The prompt of a stored row; `number` counts the rows of this stream, `idx` those of all streams."""
+        """The prompt of a stored row; `number` counts the rows of this stream, `idx` the rows of all streams."""
         prompt_id = f"{self.name}:{number}"
         return Prompt(prompt_id=prompt_id, row=self.convert(row), idx=idx, task_name=self.task_name)
 

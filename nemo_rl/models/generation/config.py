@@ -189,7 +189,7 @@ _OURS = (
 )
 _DECIDED = {
     **{key: f"{{section}}.{name} decides it; set that instead" for key, name in _DECIDED_BY.items()},
-    **dict.fromkeys(("model", "tokenizer", "seed"), "engines have those of the run; remove the key"),
+    **dict.fromkeys(("model", "tokenizer", "seed"), "the run sets it; remove the key"),
     **dict.fromkeys(_OURS, "the library decides it; remove the key"),
 }
 """Keys of `vllm_kwargs` that something else decides."""

@@ -113,7 +113,7 @@ class ExpertNames:
         one_more = own.fused_sources(name, (len(experts) + 1, *tensor.shape[1:]))[-1][0]
         if len(found) != len(experts) * len(experts[0]) or one_more in stored.names:
             raise ValueError(
-                f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "
+                f"{stored.model_path}: the tensors {experts[0][0]}, ... do not hold {tensor.shape[0]} experts, "
                 "which config.json says; the weights and config.json do not belong together"
             )
         own_experts, own_rows, own_columns = local_index(tensor) or (slice(0, 0),) * 3

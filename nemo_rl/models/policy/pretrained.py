@@ -269,7 +269,7 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
     if found and (missing or differing):
         lists = {"missing": missing, "of another shape": differing}
         raise ValueError(
-            f"{key}: the weights of {name!r} are not those of its config.json (with {overrides}):\n"
+            f"{key}: the weights of {name!r} do not match its config.json (with {overrides}):\n"
             + "\n".join(f"  {len(of)} tensors {what}: {some_of(of, 4)}" for what, of in lists.items() if of)
         )
 

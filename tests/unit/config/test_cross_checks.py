@@ -100,7 +100,7 @@ GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; u
 GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
-+GENERATION.vllm_kwargs.seed=1 -> engines have those of the run; remove the key
++GENERATION.vllm_kwargs.seed=1 -> the run sets it; remove the key
 +GENERATION.vllm_kwargs.load_format=auto -> the library decides it; remove the key
 HF & DTENSOR.context_parallel_size=2 -> sequences cut over ranks
 HF & DTENSOR.pipeline_parallel_size=2 -> pipeline stages

@@ -75,12 +75,18 @@ def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.examine_gpus(1).text == "there is no nvidia-smi"
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.10, 81559, 3'\n")
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.10, 3'\n")
     program.chmod(0o755)
     finding = doctor.examine_gpus(1)
     assert finding.level == "bad" and "1 x NVIDIA H100, driver 470.10" in finding.text and "driver" in finding.remedy
     program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     assert "version mismatch" in doctor.examine_gpus(1).text
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.95, 4096'\n")
+    finding = doctor.examine_gpus(1)
+    assert finding.level == "remark" and "up to 4.0 GB in use" in finding.text
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, 580.95, [N/A]'\n")
+    assert doctor.examine_gpus(1).level == "good"
     assert doctor.examine_gpus(0).level == "good"
 
 

@@ -294,7 +294,7 @@ def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_loca
     section, cluster = {"model_name": "rm", "tokenizer": {"name": "rm"}}, NotBookedYet([1])
     sections = ({**section, "resources": {"gpus_per_node": number}} for number in (1, 1, 0))
     env = dict(zip(("one", "two", "three"), map(RewardModelEnvironmentConfig.model_validate, sections), strict=True))
-    told = r"env\.one\.resources.*env\.two\.resources.*: 2 GPU\(s\) wanted beside those of cluster, 0 left"
+    told = r"env\.one\.resources.*env\.two\.resources.*: 2 GPU\(s\) wanted beside the cluster's, 0 left"
     with pytest.raises(ValueError, match=told):
         create_envs(env, cluster)
     assert cluster.num_booked == 1

@@ -193,6 +193,11 @@ def test_calls_are_answered_and_other_turns_go_to_the_environment():
         two = call("repeat", text="a", times=9000) + call("repeat", text="b", times=3)
         [long] = env.step([answered(two)], [truth]).observations
         assert "7000 characters left out" in long["content"] and long["content"].endswith("a\n[2] bbb")
+        # The environment's error fails the conversation that it refuses, and no call is made twice.
+        before = env.num_calls
+        mixed = env.step([answered(call("add", a=1, b=1)), answered("words"), answered("words")], [truth, {}, truth])
+        assert "KeyError" in str(mixed.failures[1]) and [mixed.failures[0], mixed.failures[2]] == [None, None]
+        assert mixed.observations[0]["content"] == "2" and env.num_calls == before + 1
     finally:
         env.shutdown()
 

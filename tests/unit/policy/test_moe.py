@@ -126,7 +126,7 @@ def test_weights_of_another_number_of_experts_are_refused(tmp_path: Path) -> Non
     for count, wrong in (("4", "3"), ("3", "5")):
         config = re.sub(rf'"(num_experts|num_local_experts)": {count}', rf'"\1": {wrong}', config)
         (tmp_path / "config.json").write_text(config)
-        with pytest.raises(ValueError, match=rf"gate_proj.weight, \.\.\. are not those of {wrong} experts"):
+        with pytest.raises(ValueError, match=rf"gate_proj.weight, \.\.\. do not hold {wrong} experts"):
             run_world(lambda rank, world: make_worker(tmp_path, policy_config()) and None, 1)
 
 

@@ -53,7 +53,7 @@ def test_mistakes_are_named(tmp_path):
         logger.log_metrics({"name": "x"}, 1, "train")
     logger.log_metrics({"loss": 2.0}, 2, "train")
     assert lines_of(tmp_path) == [{"step": 1, "train/loss": 1.0}], "a later step finishes the one before"
-    with pytest.raises(ValueError, match="step 1 come after those of step 2"):
+    with pytest.raises(ValueError, match="step 1 come after step 2"):
         logger.log_metrics({"accuracy": 2.0}, 1, "train")
 
 

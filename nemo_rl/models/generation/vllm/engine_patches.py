@@ -300,7 +300,7 @@ class RowInvariantLinear:
         RuntimeError: this machine's matrix product cannot guarantee this for the shape.
     """
 
-    _proven: ClassVar[dict[tuple[int, int, int], bool]] = {}  # (T, N, K) -> its bits are those of the smallest T
+    _proven: ClassVar[dict[tuple[int, int, int], bool]] = {}  # (T, N, K) -> its bits equal those at the smallest T
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.shape = (weight.shape[0], weight.shape[1])

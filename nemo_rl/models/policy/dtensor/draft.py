@@ -157,7 +157,7 @@ def _stored_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dic
     expected = set(DraftHead(LlamaConfig(**stored)).state_dict())
     if different := sorted(expected ^ set(_stored_tensors(folder))):
         raise ValueError(
-            f"{key}: the tensors of {name!r} are not those of a draft with the policy's embeddings and head: "
+            f"{key}: the tensors of {name!r} do not match a draft with the policy's embeddings and head: "
             f"{', '.join(different[:4])}; name a draft that this library saved, or null"
         )
     return stored

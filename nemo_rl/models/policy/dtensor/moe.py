@@ -60,7 +60,7 @@ def check_experts(config: PretrainedConfig, settings: DTensorConfig) -> None:
         raise ValueError(f"{key}: {model_type!r} is a dense model and has no experts to spread; set it to 1")
     if not ExpertNames(model_type).has_fused:
         raise ValueError(
-            f"{key}: the experts of {model_type!r} are not laid out as those of Qwen3-MoE, Mixtral or DeepSeek-V3, for "
+            f"{key}: the experts of {model_type!r} are not laid out as in Qwen3-MoE, Mixtral or DeepSeek-V3, for "
             "which expert parallelism is written; set it to 1"
         )
     if count % ep_size:

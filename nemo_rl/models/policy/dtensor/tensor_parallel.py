@@ -449,7 +449,7 @@ def user_plan(hf: PreTrainedModel, path: str, key: str) -> Mapping[str, str] | M
     unmatched = [pattern for pattern in plan if not any(matches(name, pattern) for name in names)]
     if unmatched:
         raise ValueError(
-            f"{key}={path!r}: {type(hf).__name__} has no modules {', '.join(unmatched)}; names are those of "
+            f"{key}={path!r}: {type(hf).__name__} has no modules {', '.join(unmatched)}; names come from "
             f"model.named_modules(), for example {names[-1]}"
         )
     return plan

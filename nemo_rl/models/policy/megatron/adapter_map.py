@@ -54,7 +54,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[AdaptedLayer]:
-    """The layers that `peft` names, in the order of the model; by default `LINEAR_LAYERS` except those of experts.
+    """The layers that `peft` names, in the order of the model; by default `LINEAR_LAYERS` without the experts.
 
     Raises:
         ValueError: a name matches no layer, a layer cannot be adapted, or the adapter's rank is above the full rank.

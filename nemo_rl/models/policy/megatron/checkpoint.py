@@ -146,7 +146,7 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
         check_optimizer(directory, counters, policy.optimizer_kind)
         _load_optimizer(policy, directory / "optimizer", counters)
     generators = directory / "generators"
-    # On another number of ranks there is no saved generator for each of them, so all keep those of the seed.
+    # On another number of ranks there is no saved generator for each of them, so all keep the generators of the seed.
     if len(list(generators.glob("*.safetensors"))) == dist.get_world_size():
         tracker: Any = get_cuda_rng_tracker()
         tracker.set_states(load_file(generators / f"{dist.get_rank()}.safetensors"))

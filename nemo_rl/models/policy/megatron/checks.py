@@ -154,7 +154,7 @@ def _foreign_names(names: Iterable[str]) -> str:
 
 
 def _check_local_layers(settings: MegatronConfig, text: PretrainedConfig) -> None:
-    """Whether a model with layers of this library is asked to have those of others."""
+    """Whether the configuration asks for other layers in a model that has layers of this library."""
     others = NEEDS_TRANSFORMER_ENGINE | {"bias_activation_fusion": "false"}
     for name, value, neutral in switched_on(settings, others) if FAMILIES[text.model_type].is_local else ():
         raise ValueError(

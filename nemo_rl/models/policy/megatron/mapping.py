@@ -192,7 +192,7 @@ class WeightMap:
         unknown = sorted(name for name in stored - used if not self.extra.search(name))
         if missing or unknown:
             raise ValueError(
-                f"the checkpoint's tensors are not those of a {self.model_type} model of this config.json: "
+                f"the checkpoint's tensors do not match a {self.model_type} model of this config.json: "
                 f"missing are {some_of(missing)}; unknown are {some_of(unknown)}"
             )
         return located
@@ -298,12 +298,12 @@ class Family:
 
     Attributes:
         has_output_gate: each feature of attention is multiplied by a gate, which the projection of queries computes.
-        has_mixers: layers of type "linear_attention" are those of transformers.
+        has_mixers: layers of type "linear_attention" come from transformers.
         body: the beginning of all names on disk except the head's.
         has_biases: attention, routers and experts have biases everywhere.
         has_sinks: every head of attention has a score for a key without a value.
         has_post_norms: the outputs of attention and feed-forward layers have a norm too.
-        is_local: it has layers of this library, which do not go with those of Transformer Engine.
+        is_local: it has layers of this library, which do not go with Transformer Engine's layers.
     """
 
     qkv_bias: bool | str = False

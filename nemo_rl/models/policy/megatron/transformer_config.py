@@ -277,7 +277,7 @@ def _latent_attention(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def set_frequencies(stage: Any, model: PretrainedConfig, device: torch.device) -> None:
-    """Replace the frequencies that Megatron computed in a stage (a GPTModel) by those of transformers."""
+    """Replace the frequencies that Megatron computed in a stage (a GPTModel) by transformers' frequencies."""
     is_latent = stage.config.multi_latent_attention
     rotated = stage.config.qk_pos_emb_head_dim if is_latent else stage.config.kv_channels
     frequencies = rope_of(model.get_text_config(), rotated)[0].to(device)

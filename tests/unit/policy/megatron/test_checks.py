@@ -164,7 +164,7 @@ def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
     checks.check_megatron(megatron_policy(), model, saved(tmp_path, model, names))
     renamed = [name.replace("layers.1.mlp.up_proj", "layers.1.mlp.w3") for name in names]
     assert refusal(model, saved(tmp_path, model, renamed)) == (
-        "policy.model_name='mine': the checkpoint's tensors are not those of a llama model of this config.json: "
+        "policy.model_name='mine': the checkpoint's tensors do not match a llama model of this config.json: "
         "missing are model.layers.1.mlp.up_proj.weight; unknown are model.layers.1.mlp.w3.weight"
     )
 
