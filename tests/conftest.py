@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+from nemo_rl.utils.registry import without_collections
 from tests.lanes import Lanes
 
 LONG_S = 20.0
@@ -86,6 +87,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     runs, ray, others = (list(found.values()) for found in units.values())
     Lanes(session, runs, [*ray, *others], config.stash[NUM_LANES]).run()
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with without_collections():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,8 +12,11 @@ def test_modules_load_without_collections_which_go_on_afterwards_if_they_did_bef
     for name in ("first", "second"):
         (tmp_path / f"module_{name}.py").write_text("import gc\nIS_ENABLED = gc.isenabled()\n")
     monkeypatch.syspath_prepend(tmp_path)
+    gc.unfreeze()
     assert import_object("module_first:IS_ENABLED", "module") is False
-    assert gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > 0  # modules stay: no collection looks at them
+    gc.unfreeze()
+    assert import_object("module_first:IS_ENABLED", "module") is False and gc.get_freeze_count() == 0
     with without_collections():
         assert import_object("module_second:IS_ENABLED", "module") is False
         assert not gc.isenabled()

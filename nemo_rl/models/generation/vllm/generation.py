@@ -24,7 +24,12 @@ WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
 # Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 # What the bits of a sample depend on; see `engine_patches`.
-ENGINE_ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # a second thread of n-gram drafts would only spin
+}
 
 
 class VllmGeneration(GenerationInterface):
