@@ -33,7 +33,10 @@ PPO = example("ppo", "ppo_math_cpu")
 DISTILLATION = example("distillation", "distillation_math_cpu")
 
 
-@pytest.mark.parametrize("recipe", GRPO, ids=lambda path: path.stem)
+TWINS = [path for path in GRPO if path.stem[-3:] not in ("-8k", "24k")]  # DeepScaleR's stages differ in length alone
+
+
+@pytest.mark.parametrize("recipe", TWINS, ids=lambda path: path.stem)
 def test_a_twin_runs_two_steps(recipe, tmp_path):
     config = tmp_path / "twin.yaml"
     config.write_text(yaml.safe_dump(twin(recipe)))

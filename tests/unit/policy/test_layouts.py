@@ -165,7 +165,7 @@ def computed_logprobs(rank: int, world: int, path: Path, config: PolicyConfig) -
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "world", "recomputes"),
-    [("llama", 1, False), ("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, True)],
+    [("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, False)],
 )
 def test_compiled_blocks_give_the_same_numbers(models, alone, family, world, recomputes):
     """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
