@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.vllm.generation import ENGINE_ENVIRONMENT
 from nemo_rl.types import GenerationRequest, SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
@@ -119,7 +120,7 @@ def in_process(args: argparse.Namespace, one: str, model: str, temperature: floa
     command = [sys.executable, __file__, "--one", one, "--model", model, "--temperature", str(temperature)]
     command += ["--requests", str(args.requests), "--tokens", str(args.tokens), "--rounds", str(args.rounds)]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as in a worker group
-    environment = {**os.environ, **alone, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    environment = {**os.environ, **ENGINE_ENVIRONMENT, **alone, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return json.loads(out.splitlines()[-1])
 

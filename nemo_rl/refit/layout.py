@@ -271,7 +271,7 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
             local = local.to(wanted)
         if (group := sharing_rows(tensor)) is not None:
             whole = local.new_empty(tensor.shape)
-            dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+            dist.all_gather_single(whole, local.contiguous(), group=group)
             return whole.to(wanted)
         shards = DTensor.from_local(
             local.contiguous(),

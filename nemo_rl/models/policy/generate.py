@@ -144,7 +144,7 @@ def _gather_columns(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     sizes = [int(width) for width in widths]
     padded = torch.nn.functional.pad(logits, (0, max(sizes) - logits.shape[1]))
     parts = padded.new_empty(group.size() * len(padded), padded.shape[1])
-    dist.all_gather_into_tensor(parts, padded, group=group)
+    dist.all_gather_single(parts, padded, group=group)
     columns = [part[:, :size] for part, size in zip(parts.view(-1, *padded.shape), sizes, strict=True)]
     return torch.cat(columns, dim=1)
 

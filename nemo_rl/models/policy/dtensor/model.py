@@ -308,7 +308,7 @@ class _SmallTensors:
             shards = [gathered(local_part(current().detach()), dtype) for current in self.current]
             own = torch.cat([shard.flatten() for shard in shards])
             ranks = own.new_empty(group.size() * len(own))
-            dist.all_gather_into_tensor(ranks, own, group=group)
+            dist.all_gather_single(ranks, own, group=group)
             parts = ranks.view(group.size(), -1).split([shard.numel() for shard in shards], dim=1)
             self._whole = {i: rows.reshape(-1, *shards[i].shape[1:]) for i, rows in enumerate(parts)}
         return self._whole.pop(number)

@@ -64,8 +64,8 @@ def topk_logits(
     if head.group is not None and len(states) > 0:
         shape = (head.group.size() * len(states), k)
         all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
-        dist.all_gather_into_tensor(all_values, values, group=head.group)
-        dist.all_gather_into_tensor(all_indices, indices, group=head.group)
+        dist.all_gather_single(all_values, values, group=head.group)
+        dist.all_gather_single(all_indices, indices, group=head.group)
         # Start over: the gathered logits include this rank's own. All ranks merge in the order of ranks, so that
         # they agree on ties.
         values.fill_(float("-inf"))

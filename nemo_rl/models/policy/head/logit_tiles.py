@@ -365,7 +365,7 @@ def _largest(logits: torch.Tensor, k: int, group: dist.ProcessGroup | None) -> t
         return best
     best = F.pad(best, (0, k - width), value=float("-inf"))  # shards of the vocabulary may be narrower than k
     gathered = best.new_empty(group.size() * len(best), k)
-    dist.all_gather_into_tensor(gathered, best.contiguous(), group=group)
+    dist.all_gather_single(gathered, best.contiguous(), group=group)
     return gathered.view(-1, *best.shape).transpose(0, 1).flatten(1).topk(k, dim=1).values
 
 
