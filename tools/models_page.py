@@ -31,14 +31,14 @@ Other causal language models of transformers train too, if they name their block
 MEANINGS = """
 | column | what was tried |
 |---|---|
-| load | logprobs equal those of transformers to 2e-5; exported weights have the names and the values of the files |
+| load | logprobs equal transformers' to 2e-5; exported weights have the names and the values of the files |
 | SFT | the loss after an optimizer step is the same with padded rows and with packed ones |
-| GRPO | steps of the clipped loss with reference logprobs on 2 FSDP ranks: logprobs, gradient norms and new weights are those of one rank, to 1e-5 |
-| packing | the same with several sequences in a row; a sequence's states are those of the sequence alone, whatever stands beside it |
+| GRPO | steps of the clipped loss with reference logprobs on 2 FSDP ranks: logprobs, gradient norms and new weights equal one rank's, to 1e-5 |
+| packing | the same with several sequences in a row; a sequence's states equal those that it has alone, whatever stands beside it |
 | TP, CP, EP, PP | the same with 2 ranks of tensor, context, expert or pipeline parallelism |
 | LoRA | the same with adapters on all linear layers that are wide enough, and every other weight frozen |
 | Megatron | the same with Megatron Core on one rank |
-| vLLM on CPU | after weight syncs into the real engine, logprobs of its samples equal the model's: to 1e-5, in bfloat16 as nearly as those of transformers |
+| vLLM on CPU | after weight syncs into the real engine, logprobs of its samples equal the model's: to 1e-5, in bfloat16 as nearly as transformers' |
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Nemotron-H) and the attention of Llama 4 read a row from its first token. In a packed row each
 sequence gets a row of its own inside these layers (`models/policy/token_mixers.py`), and tensor-parallel ranks compute them whole. GPT-OSS's experts are

@@ -108,7 +108,7 @@ SPOILT: dict[str, Callable[[Path], None]] = {
     "model.embed_tokens.weight [264, 128] instead of [100, 128]": edited("config.json", vocab_size=100),
     "6 tensors of another shape: ... gate_proj ... [256, 128] inst": edited("config.json", intermediate_size=192),
     "contradicts itself: ... num_hidden_layers ... (3) must be equal": edited("config.json", num_hidden_layers=3),
-    "not those of its config.json ... \n  1 tensors missing: model.norm.": without_tensor("model.norm.weight"),
+    "do not match its config.json ... \n  1 tensors missing: model.norm.": without_tensor("model.norm.weight"),
     "names 1 files, of which 1 are missing: model-00002-of-00002.safetensors; copy them too": shard_missing,
     "does not know ... tokenizer_config.json does not name": edited("tokenizer_config.json", pad_token=None),
 }
