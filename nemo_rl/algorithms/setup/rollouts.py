@@ -25,6 +25,7 @@ from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
@@ -151,23 +152,7 @@ def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: Inputs
         sampling=inputs.sampling,
         init_reference_model=rollout.uses_reference,
     )
-    settings = partial(
-        worker_settings,
-        inputs.process,
-        env=config.env,
-        limits=EpisodeLimits(
-            max_turns=rollout.max_rollout_turns,
-            max_total_tokens=sampled.vllm_cfg.max_model_len,
-            timeout_s=rollout.episode_timeout_s,
-            image_token_id=image_token_id(model.config),
-        ),
-        env_step_timeout_s=rollout.env_step_timeout_s,
-        worker_timeout_s=config.cluster.worker_timeout_s,
-        seed=rollout.seed,
-        model_name=config.policy.model_name,
-        vocab_size=model.config.get_text_config().vocab_size,
-        vllm=sampled.vllm_cfg,
-    )
+    settings = _settings_of_worker(config, inputs)
     timeout_s = config.cluster.worker_timeout_s
     if rollout.replay_from is not None:
         policy, generation = start_own_policy(), None
@@ -219,6 +204,28 @@ def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: Inputs
         flops=model.flops,
     )
     return RolloutSetup(stack=stack, inputs=inputs, parts=parts, training=training, generation=generation_on)
+
+
+def _settings_of_worker(config: RolloutMasterConfig, inputs: RolloutInputs) -> Callable[..., RolloutWorkerSettings]:
+    """The settings of a rollout worker, but for its `environments`."""
+    rollout, vllm, model = config.rollout, config.policy.generation.vllm_cfg, inputs.model.config
+    return partial(
+        worker_settings,
+        inputs.process,
+        env=config.env,
+        limits=EpisodeLimits(
+            max_turns=rollout.max_rollout_turns,
+            max_total_tokens=vllm.max_model_len,
+            timeout_s=rollout.episode_timeout_s,
+            image_token_id=image_token_id(model),
+        ),
+        env_step_timeout_s=rollout.env_step_timeout_s,
+        worker_timeout_s=config.cluster.worker_timeout_s,
+        seed=rollout.seed,
+        model_name=config.policy.model_name,
+        vocab_size=model.get_text_config().vocab_size,
+        vllm=vllm,
+    )
 
 
 def start_vllm_generation(
