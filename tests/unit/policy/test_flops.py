@@ -14,26 +14,13 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.data import tiny_model
 from nemo_rl.data.chat.images import process_image
 from nemo_rl.data.datasets.shapes import draw
+from nemo_rl.models.policy import flops as counts
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import frozen_parts
-from nemo_rl.models.policy.flops import (
-    EXPECTED,
-    GENERATION,
-    IDEAL,
-    LOGPROBS,
-    SYNC,
-    TRAINING,
-    Gpu,
-    Layout,
-    ModelFlops,
-    Work,
-    find_gpu,
-    predict,
-)
+from nemo_rl.models.policy.flops import GENERATION, LOGPROBS, SYNC, TRAINING, Gpu, Layout, ModelFlops, Work, predict
+from tests.unit.policy.models import SHAPE
 from tests.unit.policy.steps import policy_config
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 
 
@@ -42,14 +29,12 @@ def flops_of(model_type: str, **settings: Any) -> ModelFlops:
 
 
 def test_linear_layers_are_what_torch_counts() -> None:
-    config = AutoConfig.for_model("llama", **SHAPE)
+    config, length = AutoConfig.for_model("llama", **SHAPE), 24
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    length = 24
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, length, dtype=torch.int64), use_cache=False)
     counted = ModelFlops.of(config)
-    pairs = length * length  # torch computes, and counts, all pairs
-    attention = counted.per_pair * len(counted.windows) * pairs
+    attention = counted.per_pair * len(counted.windows) * length**2  # torch computes, and counts, all pairs
     assert counter.get_total_flops() == counted.per_token * length + attention
 
 
@@ -105,8 +90,8 @@ def test_only_the_experts_of_a_token_count() -> None:
         moe = EXPERTS | {"head_dim": 8, "num_local_experts": number, "num_experts_per_tok": chosen}
         return flops_of("qwen3_moe", **moe).per_token
 
-    assert per_token(16, 2) - per_token(8, 2) == 2 * 2 * 8 * 32, "the router"
-    assert per_token(8, 8) - per_token(8, 2) == 2 * 2 * 6 * 3 * 16 * 32
+    assert per_token(16, 2) - per_token(8, 2) == 2 * 2 * 8 * 64, "the router"
+    assert per_token(8, 8) - per_token(8, 2) == 2 * 2 * 6 * 3 * 16 * 64
 
 
 def test_sliding_windows_count_what_they_see() -> None:
@@ -129,7 +114,7 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
         ("ernie4_5_moe", {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("deepseek_v3", EXPERTS | {"n_routed_experts": 8}),
@@ -152,20 +137,15 @@ def test_linear_attention_has_no_pairs_and_its_convolution_counts(model_type: st
     assert flops.forward(9) - flops.forward(8) == flops.per_token + 9 * flops.per_pair
     config.linear_conv_kernel_dim += 1
     assert ModelFlops.of(config).per_token - flops.per_token == 2 * 3 * 16  # queries, keys and values of one layer
-
-
-def test_a_model_without_attention() -> None:
-    config = AutoConfig.for_model("mamba2", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8)
-    flops = ModelFlops.of(config)
-    assert (flops.windows, flops.quadratic_weight) == ((), 0)
-    assert flops.forward(8) == 8 * flops.per_token > 0
+    flops = ModelFlops.of(AutoConfig.for_model("mamba2", hidden_size=64, num_hidden_layers=2, num_heads=16, head_dim=8))
+    assert (flops.windows, flops.quadratic_weight) == ((), 0) and flops.forward(8) == 8 * flops.per_token > 0
 
 
 def test_devices() -> None:
     for name, flops in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA L40S", 362e12)):
-        gpu = find_gpu(name)
+        gpu = counts.find_gpu(name)
         assert gpu is not None and gpu.flops == flops
-    assert find_gpu("a CPU") is None
+    assert counts.find_gpu("a CPU") is None
 
 
 # -- seconds, against sums by hand, and in which direction each quantity moves them
@@ -183,7 +163,7 @@ WORK = Work(lengths=[1000] * 400, generated=[500] * 400, prompts=100, logprob_pa
 
 
 def ideal(layout: Layout = LAYOUT, work: Work = WORK, model: ModelFlops = MODEL) -> dict[str, float]:
-    return predict(model, GPU, layout, work, IDEAL)
+    return predict(model, GPU, layout, work, counts.IDEAL)
 
 
 def test_every_phase_is_the_sum_by_hand():
@@ -199,7 +179,7 @@ def test_every_phase_is_the_sum_by_hand():
 
 
 def test_what_a_phase_waits_for():
-    expected, best = predict(MODEL, GPU, LAYOUT, WORK, EXPECTED), ideal()
+    expected, best = predict(MODEL, GPU, LAYOUT, WORK, counts.EXPECTED), ideal()
     assert expected.keys() == best.keys() and all(expected[phase] > best[phase] for phase in best)
     slow = replace(LAYOUT, weight_passes=1000)
     assert ideal(slow)[TRAINING] == pytest.approx(0.75e6 * (4 * 1000 + 4) / 1e9 + 0.25e6 * 28 / 1e10)

@@ -1,7 +1,6 @@
 """Adapters: which layers, their values under every sharding, PEFT's format, and a worker that trains them."""
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
@@ -20,12 +19,11 @@ from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.dtensor.model import recompute_activations
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.weight_loading import copy_whole
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import Segment
 from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.models import edit_json
+from tests.unit.policy.models import SHAPE, edit_json
 from tests.unit.policy.steps import PACKED, load_step, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import PP, TP
 from tests.worlds import run_world
@@ -35,33 +33,25 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def qwen2_config(**settings: Any) -> Qwen2Config:
-    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
-    return Qwen2Config(**shape | settings)
+    return Qwen2Config(**SHAPE | settings)
 
 
-def qwen2(**settings: Any) -> Qwen2ForCausalLM:
+def qwen2() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(qwen2_config(**settings)).eval()
+    return Qwen2ForCausalLM(qwen2_config()).eval()
 
 
 def lora_config(**settings: Any) -> LoRAConfig:
     return LoRAConfig.model_validate({"enabled": True, "dim": RANK, "alpha": 7.0} | settings)
 
 
-def fill(hf: nn.Module, cfg: LoRAConfig) -> None:
-    """Adapters that change the model: B away from zero, the same for every sharding."""
-    lora.init_adapters(hf, cfg, seed=5)
-    for number, (_, module) in enumerate(lora.adapters(hf)):
-        whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number)) * 0.1
-        with torch.no_grad():
-            copy_whole(module.lora_B, whole)
-
-
-def adapted(cfg: LoRAConfig | None = None, **settings: Any) -> Qwen2ForCausalLM:
-    hf, cfg = qwen2(**settings), cfg or lora_config()
+def adapted(cfg: LoRAConfig) -> Qwen2ForCausalLM:
+    """By adapters that change the model: B is away from zero."""
+    hf = qwen2()
     apply_lora(hf, cfg)
-    fill(hf, cfg)
+    lora.init_adapters(hf, cfg, seed=5)
+    for _, module in lora.adapters(hf):
+        nn.init.normal_(module.lora_B, std=0.1)
     return hf
 
 
@@ -70,7 +60,7 @@ def logits(hf: Any) -> torch.Tensor:
 
 
 def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained() -> None:
-    hf = qwen2(tie_word_embeddings=False)
+    hf = qwen2()
     names = apply_lora(hf, lora_config())
     assert len(names) == 2 * len(PROJECTIONS)
     assert {name.rpartition(".")[2] for name in names} == set(PROJECTIONS)
@@ -78,12 +68,9 @@ def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained(
     trained = {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
     assert trained == {f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")}
     assert all(lora.is_adapter(name) == (name in trained) for name, _ in hf.named_parameters())
-    base = {name for name, _ in qwen2(tie_word_embeddings=False).named_parameters()}
-    assert {name for name, _ in hf.named_parameters()} - trained == base
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
-    with torch.device("meta"):
-        hf = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=4, num_hidden_layers=1))
-    assert {name.rpartition(".")[2] for name in apply_lora(hf, lora_config())} == set(PROJECTIONS[:4])
+    assert {name for name, _ in hf.named_parameters()} - trained == {name for name, _ in qwen2().named_parameters()}
+    hf = lora.adapted_model(Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_experts=4), lora_config())
+    assert {name.rpartition(".")[2] for name, _ in lora.adapters(hf)} == set(PROJECTIONS[:4])
     assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name), "experts stay frozen"
 
 
@@ -108,15 +95,14 @@ def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, A
         ({"target_modules": ["q_proj"], "exclude_modules": ["mpl.*"]}, "exclude_modules: 'mpl"),
         ({"target_modules": ["lm_head"]}, "output head, which cannot be adapted.*tied to the embeddings"),
         ({"target_modules": ["*"]}, "add lm_head to .*exclude_modules"),
-        ({"target_modules": ["k_proj"], "dim": 17}, "dim=17 is more than the full rank 16 of k_proj; set .*dim=16"),
+        ({"target_modules": ["k_proj"], "dim": 33}, "dim=33 is more than the full rank 32 of k_proj; set .*dim=32"),
         ({"match_all_linear": True, "exclude_modules": ["*_proj"]}, "leaves no layer to adapt"),
     ],
 )
 def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(settings, message):
+    cfg = lora_config(**{"match_all_linear": False} | settings)
     with pytest.raises(ValueError, match=message):
-        lora.adapted_model(
-            qwen2_config(tie_word_embeddings=True), lora_config(**{"match_all_linear": False} | settings)
-        )
+        lora.adapted_model(qwen2_config(tie_word_embeddings=True), cfg)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +140,7 @@ def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
     def run(rank: int, size: int) -> None:
         found = []
         for cast in (False, True):
-            hf = adapted()
+            hf = adapted(lora_config())
             for parameter in hf.parameters() if cast else ():
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.bfloat16()
@@ -185,16 +171,20 @@ def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
     torch.testing.assert_close(gradient("selective"), gradient(False), rtol=1e-5, atol=1e-5)
 
 
-def saved(directory: Path, cfg: LoRAConfig) -> None:
+def saved(directory: Path, **settings: Any) -> Path:
+    """The configuration of an adapter that is written to `directory`."""
+    cfg = lora_config(**settings)
     run_world(lambda rank, size: peft_format.save_peft([adapted(cfg)], cfg, directory, "models/tiny"), 1)
+    return directory / "adapter_config.json"
 
 
 def test_peft_and_we_compute_the_same_from_our_files_and_from_those_of_peft(tmp_path: Path) -> None:
-    cfg = lora_config(match_all_linear=False, target_modules=["model.layers.1.mlp.*", "q_proj"], alpha=0.5)
+    some = {"match_all_linear": False, "target_modules": ["model.layers.1.mlp.*", "q_proj"], "alpha": 0.5}
+    saved(tmp_path / "ours", **some)
+    cfg = lora_config(**some)
     config = LoraConfig(r=RANK, lora_alpha=7, target_modules=PROJECTIONS, init_lora_weights=False)
     theirs = get_peft_model(qwen2(), config).eval()
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    saved(tmp_path / "ours", cfg)
 
     def loaded(name: str, cfg: LoRAConfig) -> torch.Tensor:
         hf = qwen2()
@@ -208,77 +198,59 @@ def test_peft_and_we_compute_the_same_from_our_files_and_from_those_of_peft(tmp_
         torch.testing.assert_close(found, logits(adapted(cfg)), rtol=0, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("adapter")
-    saved(directory, lora_config())
-    return directory
-
-
-@pytest.fixture
-def adapter(of_this_run: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
-    return Path(shutil.copytree(of_this_run, tmp_path / "adapter"))
-
-
 def check(directory: Path, config: Qwen2Config | None = None, **settings: Any) -> None:
     cfg = lora_config(**settings)
     peft_format.check_peft_adapter(directory, lora.adapted_model(config or qwen2_config(), cfg), cfg, "hub/tiny")
 
 
-def test_an_adapter_of_this_run_passes_the_check(adapter: Path) -> None:
-    check(adapter)
-    harmless = {"peft_version": "0.99.0.dev0@abc", "lora_dropout": 0.3, "revision": "main"}
-    edit_json(adapter / "adapter_config.json", **harmless, base_model_name_or_path=None)
-    check(adapter)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_dora": True, "use_rslora": True}, r"use_dora=True is not implemented\n.*use_rslora=True"),
-        ({"bias": "lora_only"}, "bias='lora_only'"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
-        ({"something_new": {"x": 1}}, "something_new="),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base weights"),
-        ({"peft_version": "1.0.0"}, "peft_version=1.0.0 is newer"),
-        ({"peft_version": "new"}, "peft_version='new' is no version"),
-        ({"peft_type": "VERA"}, "peft_type='VERA' is not LORA"),
-        ({"r": None}, "r is missing"),
-        ({"base_model_name_or_path": "hub/other"}, "base model 'hub/other', model_name='hub/tiny'"),
-    ],
-)
-def test_adapters_that_would_compute_something_else_are_refused(settings, message, adapter):
-    edit_json(adapter / "adapter_config.json", **settings)
-    with pytest.raises(ValueError, match=message):
-        check(adapter)
+def test_an_adapter_of_this_run_passes_the_check_and_all_that_would_compute_something_else_is_told(tmp_path):
+    file = saved(tmp_path)
+    check(tmp_path)
+    edit_json(file, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
+    check(tmp_path)
+    edit_json(file, peft_version="new")
+    with pytest.raises(ValueError, match="peft_version='new' is no version"):
+        check(tmp_path)
+    edit_json(file, use_dora=True, use_rslora=True, bias="lora_only", rank_pattern={"q_proj": 4})
+    edit_json(file, something_new={"x": 1}, init_lora_weights="pissa", peft_version="1.0.0", peft_type="VERA", r=None)
+    with pytest.raises(ValueError) as raised:
+        check(tmp_path)
+    for part in (
+        *("bias='lora_only'", "rank_pattern=", "something_new=", "r is missing", "peft_type='VERA' is not LORA"),
+        *("use_dora=True is not implemented\n", "use_rslora=True", "peft_version=1.0.0 is newer"),
+        "init_lora_weights='pissa' changes the base weights",
+    ):
+        assert part in str(raised.value)
 
 
 def test_all_differences_from_the_run_are_listed(tmp_path: Path) -> None:
-    saved(tmp_path, lora_config(match_all_linear=False, target_modules=["q_proj", "k_proj"]))
+    file = saved(tmp_path, match_all_linear=False, target_modules=["q_proj", "k_proj"])
+    edit_json(file, base_model_name_or_path="hub/other")
     with pytest.raises(ValueError) as raised:
         check(tmp_path, dim=4, alpha=8.0, match_all_linear=False, target_modules=["q_proj", "v_proj"])
     for part in (
         "rank 3, policy.dtensor_cfg.lora_cfg.dim=4",
         "alpha 7, policy.dtensor_cfg.lora_cfg.alpha=8",
+        "base model 'hub/other', model_name='hub/tiny'",
         "2 layers without an adapter there: model.layers.0.self_attn.v_proj, model.layers.1",
         "2 layers without an adapter here: model.layers.0.self_attn.k_proj, model.layers.1",
     ):
         assert part in str(raised.value)
 
 
-def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gate_proj.lora_B.weight has shape \[48, 3\], the model needs \[80, 3\]"):
-        check(adapter, qwen2_config(intermediate_size=80))
+def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no adapter in PEFT's format: adapter_config.json is missing"):
         check(tmp_path)
-    weights = adapter / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="damaged adapter"):
-        check(adapter)
-    (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match="damaged adapter"):
-        check(adapter)
+    file = saved(tmp_path)
+    with pytest.raises(ValueError, match=r"gate_proj.lora_B.weight has shape \[96, 3\], the model needs \[80, 3\]"):
+        check(tmp_path, qwen2_config(intermediate_size=80))
+    weights = tmp_path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for damaged, half in ((weights, whole[:1000]), (file, b"{")):
+        damaged.write_bytes(half)
+        with pytest.raises(ValueError, match="damaged adapter"):
+            check(tmp_path)
+        weights.write_bytes(whole)
 
 
 # -- a worker: its reference, its checkpoints, where it begins, and what it sends
@@ -370,13 +342,13 @@ def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama, wor
         os.environ["LOCAL_RANK"] = str(rank)
         worker = make_worker(llama, config_of({"refit": "adapter"}, **directions))
         settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
-        description, own, receiver = worker.prepare_refit(settings), {}, None
-        layout = worker.sender.layout
+        description = worker.prepare_refit(settings)
+        layout, receiver = worker.sender.layout, None
         assert layout.num_base_buckets > 0
         if rank == 0:
             buffer = attach_buffer("packed_shm", description["endpoints"], worker.device)
             receiver = WeightReceiver(layout, "packed_shm", buffer)
-            own = {meta.name: torch.zeros(meta.shape) for meta in layout.weights}
+        own = {meta.name: torch.zeros(meta.shape) for meta in layout.weights}
         targets = [[Segment(tuple(tensor.shape), tensor.stride(), 0, tensor)] for tensor in own.values()]
         for first in (0, layout.num_base_buckets):
             train_step(worker)

@@ -11,16 +11,10 @@ import torch
 import transformers
 from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 
+from nemo_rl.data import tiny_model
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
-from nemo_rl.data.tiny_model import (
-    RECIPES,
-    VISION_TOKENS,
-    TinyVisionRecipe,
-    build_processor,
-    build_tiny_tokenizer,
-    build_untrained_model,
-)
+from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
 from nemo_rl.models.policy.attention import attention_implementation
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
@@ -43,26 +37,21 @@ def perturbed(kind: Any, config: Any) -> Any:
     return model
 
 
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+
+
 def qwen3_vl(recipe: TinyVisionRecipe, tokenizer) -> transformers.Qwen3VLForConditionalGeneration:
     """Like `tiny:shapes`, with features of two layers of its tower that join after layers of the language model."""
     ids = tokenizer.get_vocab()
     positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    text = {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32}
+    tower = {"depth": 3, "num_heads": 2, "patch_size": recipe.patch_size, "spatial_merge_size": recipe.merge_size}
+    tower |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     config = transformers.Qwen3VLConfig(
-        text_config={
-            **sizes,
-            **{"vocab_size": len(tokenizer), "num_hidden_layers": 3, "num_attention_heads": 2},
-            **{"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": positions},
-        },
-        vision_config={
-            **sizes,
-            **{"depth": 3, "num_heads": 2, "patch_size": recipe.patch_size, "spatial_merge_size": recipe.merge_size},
-            **{"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        text_config=SIZES | text | {"rope_parameters": positions},
+        vision_config=SIZES | tower,
+        **{f"{name}_token_id": ids[f"<|{name}_pad|>"] for name in ("image", "video")},
+        **{f"vision_{name}_token_id": ids[f"<|vision_{name}|>"] for name in ("start", "end")},
         tie_word_embeddings=True,
     )
     return perturbed(transformers.Qwen3VLForConditionalGeneration, config)
@@ -72,17 +61,13 @@ def gemma3(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3ForConditi
     """Images of 4 tokens, which see each other; a layer with a window of 8 tokens and one without."""
     tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])  # vLLM looks for them in the vocabulary
     ids = tokenizer.get_vocab()
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
+    text |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    text |= {"vocab_size": len(tokenizer), "pad_token_id": ids["<pad>"], "eos_token_id": ids["<eos>"]}
+    tower = {"num_hidden_layers": 2, "image_size": 32, "patch_size": recipe.patch_size, "vision_use_head": False}
     config = transformers.Gemma3Config(
-        text_config={
-            **sizes,
-            **text,
-            **{"vocab_size": len(tokenizer), "layer_types": ["sliding_attention", "full_attention"]},
-            "num_attention_heads": 4,
-            **{"pad_token_id": ids["<pad>"], "eos_token_id": ids["<eos>"], "bos_token_id": None},
-        },
-        vision_config={**sizes, "image_size": 32, "patch_size": recipe.patch_size, "vision_use_head": False},
+        text_config=SIZES | text | {"bos_token_id": None},
+        vision_config=SIZES | tower,
         mm_tokens_per_image=4,
         image_token_index=ids["<|image_pad|>"],
         boi_token_index=ids["<|vision_start|>"],
@@ -93,7 +78,7 @@ def gemma3(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3ForConditi
 
 
 def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3Processor:
-    begin, end, image, _ = VISION_TOKENS
+    begin, end, image, _ = tiny_model.VISION_TOKENS
     tokenizer._set_model_specific_special_tokens({"boi_token": begin, "eoi_token": end, "image_token": image})
     images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
     return transformers.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
@@ -106,7 +91,7 @@ def shapes() -> tuple[TinyVisionRecipe, Any]:
     return recipe, build_tiny_tokenizer(recipe)
 
 
-FAMILY_MODELS = {"qwen2_5_vl": build_untrained_model, "qwen3_vl": qwen3_vl, "gemma3": gemma3}
+FAMILY_MODELS = {"qwen2_5_vl": tiny_model.build_untrained_model, "qwen3_vl": qwen3_vl, "gemma3": gemma3}
 
 
 @pytest.fixture(scope="module", params=FAMILY_MODELS)
@@ -179,10 +164,6 @@ def theirs_on(model: Any, row: Row) -> Any:
     return model(input_ids=ids[None], **given)
 
 
-def expected_logprobs(model: Any, row: Row) -> torch.Tensor:
-    return theirs_on(model, row).logits[0, :-1].log_softmax(-1).gather(-1, row[0][1:, None])[:, 0]
-
-
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(tiny, rows, padding_free):
     """Of the tower and the projector too."""
@@ -190,8 +171,8 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(tiny, rows, pad
     ours.zero_grad()
     theirs.zero_grad()
     found = logprobs(ours, blank_of(tiny), rows, padding_free=padding_free)
-    expected = [expected_logprobs(theirs, row) for row in rows]
-    for own, want in zip(found, expected, strict=True):
+    for own, row in zip(found, rows, strict=True):
+        want = theirs_on(theirs, row).logits[0, :-1].log_softmax(-1).gather(-1, row[0][1:, None])[:, 0]
         torch.testing.assert_close(own, want, atol=2e-6, rtol=0)
         own.sum().backward(retain_graph=True)
         want.sum().backward()
@@ -224,17 +205,8 @@ def test_a_sampled_image_token_is_text(tiny, rows):
         [before] = logprobs(tiny[0], blank_of(tiny), [(ids, images)], padding_free=True)
     torch.testing.assert_close(found[: len(before)], before, atol=2e-6, rtol=0)
     assert found.isfinite().all()
-    inputs = VisionInputs(tiny[0].config, {})
-    positions = inputs.positions(len(longer), images)
+    positions = VisionInputs(tiny[0].config, {}).positions(len(longer), images)
     assert positions[-2:].tolist() == [[p] * 3 for p in (positions[-3, 0] + 1, positions[-3, 0] + 2)]
-
-
-def test_every_parameter_belongs_to_one_part(tiny):
-    model = tiny[0]
-    family = FAMILIES[model.config.model_type]
-    counts = Counter(part_of(name, family) for name, _ in model.named_parameters())
-    assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18, "gemma3": 2}[model.config.model_type]
-    assert counts.keys() == set(PARTS)
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
@@ -258,15 +230,17 @@ def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, paddi
     assert all(parameter.grad is not None for parameter in scorer.parameters())
 
 
-def test_tensor_parallelism_cuts_the_language_model_alone(tiny):
+def test_every_parameter_belongs_to_one_part_and_tensor_parallelism_cuts_the_language_model_alone(tiny):
     for hf in (tiny[0], smolvlm()):
+        kind = hf.config.model_type
+        counts = Counter(part_of(name, FAMILIES[kind]) for name, _ in hf.named_parameters())
+        assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18, "gemma3": 2, "smolvlm": 1}[kind]
+        assert counts.keys() == set(PARTS)
         cut = styles(build_on_meta(hf.config, torch.float32), DTensorConfig(tensor_parallel_size=2))
         linear = {name for name, module in hf.named_modules() if isinstance(module, torch.nn.Linear)}
-        tower = {name for name in linear if part_of(name, FAMILIES[hf.config.model_type]) != "language_model"}
-        assert tower and linear - tower == linear & {
-            name for name, style in cut.items() if isinstance(style, Colwise | Rowwise)
-        }
-        assert not tower & cut.keys()
+        tower = {name for name in linear if part_of(name, FAMILIES[kind]) != "language_model"}
+        shared_out = {name for name, style in cut.items() if isinstance(style, Colwise | Rowwise)}
+        assert tower and linear - tower == linear & shared_out and not tower & cut.keys()
 
 
 def test_a_value_model_that_sees_and_cutting_features_that_join_after_layers_by_position_are_refused(tiny):
@@ -281,16 +255,11 @@ def test_a_value_model_that_sees_and_cutting_features_that_join_after_layers_by_
 
 def smolvlm() -> transformers.SmolVLMForConditionalGeneration:
     """Its images are cut into tiles of 32 x 32 pixels, of 4 tokens each."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = SIZES | {"num_hidden_layers": 2}
     text = {"model_type": "llama", "vocab_size": 100, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
-    config = transformers.SmolVLMConfig(
-        text_config={**sizes, **text},
-        vision_config={**sizes, "image_size": 32, "patch_size": 8},
-        scale_factor=2,
-        image_token_id=99,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+    tokens = {"scale_factor": 2, "image_token_id": 99, "pad_token_id": 0, "tie_word_embeddings": False}
+    tower = sizes | {"image_size": 32, "patch_size": 8}
+    config = transformers.SmolVLMConfig(text_config=sizes | text, vision_config=tower, **tokens)
     return perturbed(transformers.SmolVLMForConditionalGeneration, config).eval()
 
 

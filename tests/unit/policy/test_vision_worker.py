@@ -14,35 +14,27 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
 from nemo_rl.data.tiny_model import build_processor, build_untrained_model
-from nemo_rl.models.policy.config import (
-    DTensorConfig,
-    DynamicBatchingConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-)
+from nemo_rl.models.policy.config import DynamicBatchingConfig, LoRAConfig, OptimizerConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.vision.families import FAMILIES, part_of
 from nemo_rl.types import ImageSpan, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, whole_weights, worker_settings
+from tests.unit.policy.steps import LOSS, PACKED, load_step, make_groups, policy_config, whole_weights, worker_settings
+from tests.unit.policy.test_layouts import ALIKE, cut
 from tests.unit.policy.test_vision import FAMILY_MODELS, gemma3_processor, shapes
 from tests.worlds import run_world
 
 SHARED_OUT = DynamicBatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=8)
-# DTensor takes seconds to plan the operators for lengths that it has not seen.
-TENSOR = {
-    "sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96),
-    "make_sequence_length_divisible_by": 96,
-}
 CUT_TOKENS: dict[str, Any] = {"tensor_parallel_size": 2, "sequence_parallel": True}
-SAMPLED_BEFORE = {"train_global_batch_size": 16, "train_micro_batch_size": 4}
+
+
+Model = tuple[Path, Any, int]  # directory of an untrained model, its processor, its token for images
+Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, norm of the gradient, weights after the step
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> "Model":
+def model(tmp_path_factory) -> Model:
     recipe, tokenizer = shapes()
     path = tmp_path_factory.mktemp("model")
     untrained = build_untrained_model(recipe, tokenizer)
@@ -70,10 +62,6 @@ def groups_with_images(processor: Any, token: int) -> Any:
     return handles, groups
 
 
-Model = tuple[Path, Any, int]  # directory of an untrained model, its processor, its token for images
-Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, norm of the gradient, weights after the step
-
-
 def assert_same(got: Step, want: Step, **of_loss: float) -> None:
     """`of_loss`: how near the losses are."""
     assert got[0] == pytest.approx(want[0], **of_loss)
@@ -81,11 +69,12 @@ def assert_same(got: Step, want: Step, **of_loss: float) -> None:
     torch.testing.assert_close(got[2], want[2], atol=2e-6, rtol=0)
 
 
-def taken(model: Model, config: PolicyConfig, folder: Path | None = None, resumes: bool = False) -> Step:
+def taken(model: Model, changes: dict[str, Any], folder: Path | None = None, resumes: bool = False) -> Step:
     """A step, from the checkpoint in `folder` if it `resumes`; else after a step and a checkpoint, if there is one."""
     path, processor, token = model
-    blank = process_image(processor, draw("red circle 0"))[0]
-    worker = DTensorPolicyWorker(config, worker_settings(path, blank_image=blank))
+    settings = worker_settings(path, blank_image=process_image(processor, draw("red circle 0"))[0])
+    config = policy_config(train_global_batch_size=16, **{"train_micro_batch_size": 4} | changes)
+    worker = DTensorPolicyWorker(config, settings)
 
     def train() -> TrainResult:
         load_step(worker, groups_with_images(processor, token))
@@ -102,19 +91,14 @@ def taken(model: Model, config: PolicyConfig, folder: Path | None = None, resume
 
 def steps(model: Model, world: int, *cases: dict[str, Any]) -> list[Step]:
     """A step of each case, all in one world."""
-    configs = [policy_config(**SAMPLED_BEFORE | changes) for changes in cases]
-    return run_world(lambda rank, world: [taken(model, config) for config in configs], world)[0]
-
-
-def cut(**settings: Any) -> dict[str, Any]:
-    return {"dtensor_cfg": DTensorConfig(**settings)}
+    return run_world(lambda rank, world: [taken(model, changes) for changes in cases], world)[0]
 
 
 ADAPTERS, OF_TOWER = LoRAConfig(enabled=True, dim=4), {"match_all_linear": False, "target_modules": ["*visual.blocks*"]}
 ALONE: dict[str, dict[str, Any]] = {
     "untrained": {"optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.0})},
     "padded": {"padding_free": False},
-    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=96)},
+    "packed": PACKED,
     "dynamic": {"dynamic_batching": SHARED_OUT, "padding_free": False},
     "frozen tower": {"freeze": ["vision_tower"]},
     "adapters": cut(lora_cfg=ADAPTERS),
@@ -137,7 +121,7 @@ def test_the_split_does_not_matter(model, alone):
 
 def test_tensor_parallel_ranks_share_the_language_model_and_its_adapters_and_have_the_tower_whole(model, alone):
     adapted = cut(tensor_parallel_size=2, lora_cfg=ADAPTERS)
-    trained, adapted = steps(model, 2, TENSOR | cut(**CUT_TOKENS), TENSOR | adapted)
+    trained, adapted = steps(model, 2, ALIKE | cut(**CUT_TOKENS), ALIKE | adapted)
     assert_same(trained, alone["padded"], abs=1e-6)
     assert_same(adapted, alone["adapters"], rel=1e-5)
 
@@ -158,7 +142,7 @@ def test_other_families_are_cut_too(model, tmp_path, family, sizes):
     FAMILY_MODELS[family](recipe, tokenizer).save_pretrained(tmp_path)
     processor = gemma3_processor(recipe, tokenizer) if family == "gemma3" else model[1]
     other = (tmp_path, processor, model[2])
-    [found] = steps(other, math.prod(sizes.values()), TENSOR | cut(**sizes))
+    [found] = steps(other, math.prod(sizes.values()), ALIKE | cut(**sizes))
     assert_same(found, steps(other, 1, {})[0], rel=1e-5)
 
 
@@ -175,8 +159,8 @@ def test_a_frozen_part_stays_as_it_is_and_adapters_on_a_part_change_it_alone(alo
 
 
 def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
-    config = policy_config(**SAMPLED_BEFORE | {"deterministic": True, "freeze": ["vision_tower"]})
-    both = run_world(lambda rank, world: [taken(model, config, tmp_path, resumes) for resumes in (False, True)], 2)
+    changes = {"deterministic": True, "freeze": ["vision_tower"]}
+    both = run_world(lambda rank, world: [taken(model, changes, tmp_path, resumes) for resumes in (False, True)], 2)
     want, got = both[0]
     assert got[:2] == want[:2]
     assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])

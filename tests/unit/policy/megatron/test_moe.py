@@ -1,6 +1,7 @@
 """Routers of Megatron's mixture-of-experts layers: what they choose, whether they learn, balance, report."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose
+from nemo_rl.types import Sample
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy import steps
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
@@ -26,16 +28,13 @@ from tests.unit.policy.models import VOCAB
 from tests.unit.policy.test_policy_worker import NanLoss
 from tests.worlds import run_world
 
+SAMPLES = 16
 PADDED = {"make_sequence_length_divisible_by": 8}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, cut("tp2 pp2")),
     (2, cut("cp2 ep2") | {"activation_checkpointing": True}),
     (2, cut("pp2") | selective("moe")),
 ]
-
-
-def of_routers(step: steps.Step) -> dict[str, float]:
-    return {name: value for name, value in step.result.metrics.items() if name.startswith("moe/")}
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
@@ -70,14 +69,11 @@ def test_given_experts_are_taken_and_their_scores_keep_the_gradient():
 
 
 def test_frozen_routers_stay_and_everything_else_learns(qwen_moe):
-    before = {name: tensor for name, tensor in stored(qwen_moe).items() if name.endswith("mlp.gate.weight")}
     [[step]] = steps_in_one_world(qwen_moe, [Layout(world=1, megatron={"freeze_moe_router": True})])
-    assert len(before) == 2
-    assert set(of_routers(step)) == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
-    for name, tensor in before.items():
-        assert torch.equal(step.weights[name], tensor), name
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    assert not torch.equal(step.weights[name], stored(qwen_moe)[name])
+    of_routers = {name for name in step.result.metrics if name.startswith("moe/")}
+    assert of_routers == {f"moe/{name}" for name in LOAD_METRICS}, "layers are not asked for"
+    kept = {name for name, tensor in stored(qwen_moe).items() if torch.equal(step.weights[name], tensor)}
+    assert kept == {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
 
 
 # -- the bias of experts
@@ -92,10 +88,10 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def moving(world: int = 1, more: dict[str, Any] | None = None, **megatron: Any) -> PolicyConfig:
+def moving(policy: dict[str, Any], **megatron: Any) -> PolicyConfig:
     """With one optimizer step a call."""
-    policy = {"train_global_batch_size": steps.NUM_GROUPS * steps.NUM_GENERATIONS} | (more or {})
-    return Layout(world=world, megatron={"moe_router_bias_update_rate": RATE} | megatron, policy=policy).config()
+    megatron, policy = megatron | {"moe_router_bias_update_rate": RATE}, policy | {"train_global_batch_size": SAMPLES}
+    return Layout(world=1, megatron=megatron, policy=policy).config()
 
 
 @pytest.mark.slow
@@ -108,14 +104,14 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
             hf(input_ids=torch.from_numpy(sample.token_ids)[None])
     load = torch.cat(chosen).flatten().bincount(minlength=NUM_EXPERTS).double()
     assert load.unique().numel() > 1
-    config = moving(2, PADDED, activation_checkpointing=True)
+    config = moving(PADDED, activation_checkpointing=True)
     want = stored(biased)[BIAS] + RATE * (load.mean() - load).sign().float()
     for step in run_world(lambda rank, world: steps.step_of(steps.make_worker(biased, config)), 2):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
 def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
-    config = moving(more={"nonfinite_action": "skip", "precision": "bfloat16"})
+    config = moving({"nonfinite_action": "skip", "precision": "bfloat16"})
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         worker = steps.make_worker(biased, config)
@@ -141,92 +137,81 @@ def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps
     assert not torch.equal(later, after) and torch.equal(loaded, after) and loaded.dtype == torch.float32
 
 
-def assert_same_load(got: dict[str, float], want: dict[str, float]) -> None:
-    assert set(got) >= {f"moe/{name}" for name in LOAD_METRICS} == set(want)
-    for name, value in want.items():
-        assert got[name] == pytest.approx(value, rel=1e-6), name
-        by_layer = [got[f"moe/layer_{layer}/{name.removeprefix('moe/')}"] for layer in range(2)]
-        assert sum(by_layer) / 2 == pytest.approx(value, rel=1e-6), name
-        assert by_layer[0] != by_layer[1] or name == "moe/dead_expert_fraction"
-
-
 @pytest.mark.parametrize(
     ("world", "megatron"), [(1, {}), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS)]
 )
 def test_the_load_of_experts_is_that_of_the_other_backend_in_every_layout(qwen_moe, world, megatron):
     layout = Layout(world=world, megatron={"moe_per_layer_logging": True} | megatron, policy=PADDED)
-    want = torch_step(qwen_moe, layout)
+    want = torch_step(qwen_moe, layout).result.metrics
+    assert {name for name in want if name.startswith("moe/")} == {f"moe/{name}" for name in LOAD_METRICS}
     for (step,) in zip(*steps_in_one_world(qwen_moe, [layout]), strict=True):
-        assert_same_load(of_routers(step), of_routers(want))
+        for name in LOAD_METRICS:
+            value, *by_layer = (step.result.metrics[f"moe/{of}{name}"] for of in ("", "layer_0/", "layer_1/"))
+            assert value == pytest.approx(want[f"moe/{name}"], rel=1e-6), name
+            assert sum(by_layer) / 2 == pytest.approx(value, rel=1e-6), name
+            assert by_layer[0] != by_layer[1] or name == "dead_expert_fraction"
 
 
 # -- replay of the experts that generation chose; transformers, forced, has the same
 
-LAYERS, EXPERTS, TOP_K = 2, 4, 2
-FAILED, UNRECORDED = "1/2", "3/0"
+LAYERS, TOP_K, UNRECORDED = 2, 2, "3/0"
 REPLAY = {"router_replay": RouterReplayConfig(enabled=True)}
 
 
-def random_experts(row: Row) -> torch.Tensor | None:
+def random_experts(row: Row | Sample) -> torch.Tensor | None:
     """Of all tokens but the last, whose state nobody needs; of one sample of none. uint8 [T - 1, LAYERS, TOP_K]."""
     if row.sample_id == UNRECORDED:
         return None
     generator = torch.Generator().manual_seed(crc32(row.sample_id.encode()))
-    scores = torch.rand(len(row.token_ids) - 1, LAYERS, EXPERTS, generator=generator)
+    scores = torch.rand(len(row.token_ids) - 1, LAYERS, NUM_EXPERTS, generator=generator)
     return scores.topk(TOP_K).indices.to(torch.uint8)
 
 
-def replayed(path: Path, layout: Layout) -> list[tuple[steps.Step, dict[str, Row]]]:
-    """The steps of every rank with `random_experts`, and the rows it had."""
+def replayed(path: Path, layout: Layout) -> list[steps.Step]:
+    """The steps of every rank with `random_experts`."""
     config = layout.config()
 
-    def on_rank(rank: int, world: int) -> tuple[steps.Step, dict[str, Row]]:
+    def on_rank(rank: int, world: int) -> steps.Step:
         worker = steps.make_worker(path, config)
         steps.load_step(worker)
         for row in worker.rows.values():
             row.routed_experts = random_experts(row)
         worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        logprobs = steps.logprobs_of(worker)
         result = worker.train(ClippedPGLoss(steps.LOSS), Logprobs())
-        step = steps.Step(result=result, weights=steps.whole_weights(worker), logprobs=logprobs)
-        return step, {row.sample_id: row for row in worker.rows.values()}
+        return steps.Step(result=result, weights=steps.whole_weights(worker), logprobs=steps.logprobs_of(worker))
 
     return run_world(on_rank, layout.world)
 
 
-def logprobs_of_transformers(path: Path, row: Row, experts: torch.Tensor | None) -> torch.Tensor:
-    """Of each token of the row, at the temperature of the tests, with `experts` forced upon the routers."""
+def logprobs_of_transformers(path: Path, samples: Sequence[Sample], *, forced: bool) -> dict[str, torch.Tensor]:
+    """`forced`: with `random_experts` in the place of those that the routers choose."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
 
-    def force(taken: torch.Tensor, router: Any, args: Any, output: Any) -> tuple[torch.Tensor, ...]:
-        logits, _, indices = output
-        indices = torch.cat([taken, indices[len(taken) :]])
+    def force(given: Iterator[torch.Tensor | None], layer: int, *call: Any) -> tuple[torch.Tensor, ...]:
+        logits, _, indices = call[2]
+        if (taken := next(given)) is not None:
+            indices = torch.cat([taken[:, layer].long(), indices[len(taken) :]])
         weights = logits.softmax(-1).gather(1, indices)
         return logits, weights / weights.sum(-1, keepdim=True), indices
 
-    for layer, taken in enumerate(() if experts is None else experts.long().unbind(1)):
-        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(partial(force, taken))
-    with torch.no_grad():
-        logits = model(input_ids=row.token_ids[None]).logits[0, :-1, :VOCAB] / 0.8
-    found = logits.log_softmax(-1).gather(1, row.token_ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), found]) * row.token_mask
+    for layer in range(LAYERS) if forced else ():
+        hook = partial(force, map(random_experts, samples), layer)
+        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(hook)
+    return steps.plain_logprobs(model)
 
 
 def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_own(qwen_moe):
-    [(step, rows)] = replayed(qwen_moe, Layout(world=1, policy=REPLAY, megatron={"moe_per_layer_logging": True}))
-    changed = 0.0
-    for sample_id in ("0/0", "2/1", FAILED, UNRECORDED):
-        row = rows[sample_id]
-        forced = logprobs_of_transformers(qwen_moe, row, random_experts(row))
-        own = logprobs_of_transformers(qwen_moe, row, None)
-        torch.testing.assert_close(step.logprobs[sample_id][0], forced, rtol=0, atol=1e-5)
-        torch.testing.assert_close(step.logprobs[sample_id][1], own, rtol=0, atol=1e-5)
-        changed = max(changed, float((forced - own).abs().max()))
-    assert changed > 0.1, "the experts make a difference"
+    [step] = replayed(qwen_moe, Layout(world=1, policy=REPLAY, megatron={"moe_per_layer_logging": True}))
+    samples = [sample for group in steps.make_groups()[1] for sample in group.samples]
+    wanted = [logprobs_of_transformers(qwen_moe, samples, forced=forced) for forced in (True, False)]
+    for number, want in enumerate(wanted):
+        found = {name: kinds[number] for name, kinds in step.logprobs.items()}
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    assert max((wanted[0][name] - own).abs().max() for name, own in wanted[1].items()) > 0.1, "experts matter"
     metrics = step.result.metrics
-    tokens = sum(len(row.token_ids) for row in rows.values())
-    recorded = sum(len(row.token_ids) - 1 for row in rows.values() if row.sample_id != UNRECORDED)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    recorded = sum(len(sample.token_ids) - 1 for sample in samples if sample.sample_id != UNRECORDED)
     # Two optimizer steps, each of which reports its own part of the tokens.
     assert metrics["moe/replayed_fraction"] == pytest.approx(recorded / tokens, abs=0.1)
     agreement = metrics["moe/replay_agreement"]
@@ -238,8 +223,8 @@ def test_logprobs_are_those_with_the_given_experts_and_the_reference_keeps_its_o
 @pytest.mark.parametrize(("world", "megatron"), LAYOUTS)
 def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomputed(qwen_moe, world, megatron):
     policy = REPLAY | PADDED
-    [(want, _)] = replayed(qwen_moe, Layout(world=1, policy=policy))
-    ranks = [step for step, _ in replayed(qwen_moe, Layout(world=world, megatron=megatron, policy=policy))]
+    [want] = replayed(qwen_moe, Layout(world=1, policy=policy))
+    ranks = replayed(qwen_moe, Layout(world=world, megatron=megatron, policy=policy))
     off = distances(ranks, want)
     assert max(off.logprobs, off.loss, off.grad_norm) <= 1e-5 and off.weights <= 1e-6, off
     for step in ranks:
@@ -249,7 +234,7 @@ def test_training_with_given_experts_is_the_same_in_every_layout_and_when_recomp
 
 # -- balancing losses: what they are, and that micro-batches and ranks do not change them
 
-LR, COEFF, SAMPLES = 0.1, 0.3, 16  # of gradient descent, of the loss, of the one optimizer step
+LR, COEFF = 0.1, 0.3  # of gradient descent, of the loss
 WHOLE: dict[str, Any] = {"train_micro_batch_size": SAMPLES, "logprob_batch_size": SAMPLES}
 ROUNDED: dict[str, Any] = PACKED | {"make_sequence_length_divisible_by": 20}
 
@@ -258,11 +243,9 @@ Weights = dict[str, torch.Tensor]
 
 def weights_after(path: Path, *cases: tuple[str, dict[str, Any], dict[str, Any]], world: int = 1) -> list[Weights]:
     """The model's weights after a step, for every (type of balancing, keys of megatron_cfg, batching)."""
-    policy = {"train_global_batch_size": SAMPLES, "max_grad_norm": None}
-    layouts = []
+    policy, layouts = {"train_global_batch_size": SAMPLES, "max_grad_norm": None}, []
     for kind, keys, batching in cases:
-        coeff = 0.0 if kind == "none" else COEFF
-        balancing = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coeff}
+        balancing = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFF * (kind != "none")}
         layouts.append(Layout(world=world, megatron=keys | balancing, policy=policy, batching=batching))
     return [ranks[0].weights for ranks in steps_in_one_world(path, layouts)]
 
@@ -271,16 +254,15 @@ def by_definition(path: Path, *, per_sequence: bool) -> Weights:
     """Gradients of COEFF times the balancing loss of all samples, by transformers and autograd alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     number, chosen = model.config.num_experts, model.config.num_experts_per_tok
-    sequences = [torch.from_numpy(sample.token_ids) for group in steps.make_groups()[1] for sample in group.samples]
-    logits = [
-        torch.stack(model(input_ids=ids[None], output_router_logits=True).router_logits, dim=1) for ids in sequences
-    ]  # [T, layers, E] of each
-    tokens = sum(len(ids) for ids in sequences)
-    loss = torch.zeros(())
-    for part in logits if per_sequence else [torch.cat(logits)]:
+    parts, loss = [], torch.zeros(())  # [T, layers, E] of each sequence
+    for sample in (sample for group in steps.make_groups()[1] for sample in group.samples):
+        routed = model(input_ids=torch.from_numpy(sample.token_ids)[None], output_router_logits=True).router_logits
+        parts.append(torch.stack(routed, dim=1))
+    for part in parts if per_sequence else [torch.cat(parts)]:
         scores = part.softmax(-1)
         picked = torch.zeros_like(scores).scatter(-1, scores.topk(chosen).indices, 1.0)
-        loss = loss + len(part) / tokens * number * (picked.mean(0) / chosen * scores.mean(0)).sum()
+        share = len(part) / sum(map(len, parts))
+        loss = loss + share * number * (picked.mean(0) / chosen * scores.mean(0)).sum()
     (COEFF * loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

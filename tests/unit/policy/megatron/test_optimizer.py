@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron import cpu_shim
-from nemo_rl.models.policy.megatron.optimizer import (
-    Muon,
-    ParameterState,
-    build_scheduler,
-    optimizer_config,
-    optimizers_by_main,
-    orthogonalized,
-    scaled,
-    set_steps_taken,
-    steps_taken,
-)
+from nemo_rl.models.policy.megatron import optimizer as ours
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.megatron.parity import cut
@@ -32,7 +23,6 @@ from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
 from tests.worlds import in_new_process, run_world
 
-LR = 1e-3
 ADAM = {"lr": 0.01, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-3}
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.3, "sgd_momentum": 0.5, "use_distributed_optimizer": False}
 
@@ -42,13 +32,6 @@ def policy_of(
 ) -> PolicyConfig:
     changes = {"precision": precision, "max_grad_norm": megatron.pop("max_grad_norm", None)}
     return megatron_policy(changes, optimizer=optimizer, scheduler=scheduler or {}, **megatron)
-
-
-class Groups:
-    """What a schedule needs of an optimizer."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "wd_mult": 0.0}]
 
 
 def test_every_value_reaches_megatron() -> None:
@@ -62,11 +45,12 @@ def test_every_value_reaches_megatron() -> None:
         "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "minus_sqrt",
         "start_weight_decay": 0.1, "end_weight_decay": 0.2, "weight_decay_incr_style": "cosine",
     }  # fmt: skip
-    policy, groups = policy_of(values, schedule, max_grad_norm=0.25), Groups()
-    built = vars(optimizer_config(policy))
+    policy = policy_of(values, schedule, max_grad_norm=0.25)
+    groups: Any = SimpleNamespace(param_groups=[{"params": []}, {"params": [], "wd_mult": 0.0}])
+    built = vars(ours.optimizer_config(policy))
     assert {name: built[name] for name in values} == values
     assert (built["clip_grad"], built["params_dtype"], built["bf16"]) == (0.25, torch.float32, False)
-    found = vars(build_scheduler(policy, groups))  # pyright: ignore[reportArgumentType]
+    found = vars(ours.build_scheduler(policy, groups))
     expected = {
         "lr_decay_style": "WSD", "lr_warmup_steps": 2, "init_lr": 1e-6, "max_lr": 1e-4, "min_lr": 1e-5,
         "lr_decay_steps": 9, "wsd_decay_steps": 4, "lr_wsd_decay_style": "minus_sqrt",
@@ -112,26 +96,22 @@ def held(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
 
 
-def reference_optimizer(settings: dict[str, Any], weights: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """Torch's, with weight decay of matrices alone."""
-    groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": settings["weight_decay"]},
-        {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
-    ]
-    if "sgd_momentum" in settings:
-        return torch.optim.SGD(groups, lr=settings["lr"], momentum=settings["sgd_momentum"])
-    betas = (settings["adam_beta1"], settings["adam_beta2"])
-    return torch.optim.AdamW(groups, lr=settings["lr"], betas=betas, eps=settings["adam_eps"])
-
-
-@pytest.mark.parametrize("settings", [ADAM, SGD], ids=["adam", "sgd"])
-def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(deep: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "torchs"),
+    [
+        (ADAM, partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), eps=1e-3)),
+        (SGD, partial(torch.optim.SGD, lr=0.01, momentum=0.5)),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(deep: Path, settings: dict[str, Any], torchs: Any) -> None:
     max_norm = 5.0
 
     def steps(rank: int, world: int) -> None:
         worker = make_worker(deep, policy_of(settings, max_grad_norm=max_norm))
         expected = {name: torch.nn.Parameter(weight) for name, weight in held(worker).items()}
-        reference = reference_optimizer(settings, list(expected.values()))
+        decayed = [{"params": [w], "weight_decay": 0.3 if w.ndim > 1 else 0.0} for w in expected.values()]
+        reference = torchs(decayed)
         for seed in range(3):
             gradients = set_gradients(worker, seed)
             if seed == 1:  # one that is not finite comes first, and is skipped
@@ -170,62 +150,55 @@ def test_bfloat16_weights_are_rounded_copies_of_float32_ones(deep: Path) -> None
 
 
 def test_learning_rate_is_that_of_the_step(deep: Path) -> None:
-    def trained(rank: int, world: int) -> tuple[list[float], float]:
-        rates = {"lr_warmup_iters": 4, "lr_decay_iters": 8, "lr_decay_style": "linear"}
-        settings = {**SGD, "lr": LR, "min_lr": 0.0, "sgd_momentum": 0.0, "weight_decay": 0.0}
-        worker = make_worker(deep, policy_of(settings, rates))
-        before = held(worker)
-        found = [rate for _ in range(2) for rate in train_step(worker).learning_rates]
-        return found, max((weight - before[name]).abs().max().item() for name, weight in held(worker).items())
+    rates = {"lr_warmup_iters": 4, "lr_decay_iters": 8, "lr_decay_style": "linear"}
+    config = policy_of({**SGD, "lr": 1e-3, "min_lr": 0.0}, rates)
 
-    ((rates, moved),) = run_world(trained, 1)
-    assert rates == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4])  # two optimizer steps in each call
-    assert moved > 0
+    def trained(rank: int, world: int) -> list[float]:
+        worker = make_worker(deep, config)
+        return [rate for _ in range(2) for rate in train_step(worker).learning_rates]  # two optimizer steps a call
+
+    assert run_world(trained, 1) == [pytest.approx([0, 0.25e-3, 0.5e-3, 0.75e-3])]
 
 
 def test_orthogonal_update() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((24, 64), (64, 24), (32, 32)):
         matrix = torch.randn(*shape, generator=generator)
-        update = orthogonalized(matrix, 5)
+        update = ours.orthogonalized(matrix, 5)
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
         aligned = u.mT @ update @ v.mT
         torch.testing.assert_close(aligned, torch.diag(aligned.diagonal()), rtol=0, atol=1e-4)
         theirs = torch.nn.Parameter(torch.zeros(shape))
         theirs.grad = matrix
         torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-        torch.testing.assert_close(-theirs.data, scaled(update, "shape_scaling"), rtol=0, atol=0.05)
+        torch.testing.assert_close(-theirs.data, ours.scaled(update, "shape_scaling"), rtol=0, atol=0.05)
 
 
 MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": False}
 
 
-def muon_steps(path: Path, world: int, name: str = "muon", **layout: Any) -> dict[str, torch.Tensor]:
-    def trained(rank: int, world: int) -> dict[str, torch.Tensor]:
-        worker = make_worker(path, policy_of({**MUON, "optimizer": name}, **layout))
-        train_step(worker)
-        return whole_weights(worker)
+def first_moves(path: Path) -> dict[str, torch.Tensor]:
+    """What a step of Muon takes from each weight, in units of the rate."""
 
-    ranks = run_world(trained, world)
-    for other in ranks[1:]:
-        assert all(torch.equal(other[name], weight) for name, weight in ranks[0].items())
-    return ranks[0]
-
-
-def test_muon_moves_matrices_alone(deep: Path) -> None:
-    def one(rank: int, world: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        worker = make_worker(deep, policy_of({**MUON, "weight_decay": 0.0}))
+    def one(rank: int, world: int) -> dict[str, torch.Tensor]:
+        worker = make_worker(path, policy_of({**MUON, "weight_decay": 0.0}))
         before = whole_weights(worker)
         set_gradients(worker, 0)
         step(worker)
-        return before, whole_weights(worker)
+        return {name: (before[name] - weight) / MUON["lr"] for name, weight in whole_weights(worker).items()}
 
-    ((before, after),) = run_world(one, 1)
-    for name, weight in after.items():
-        moved = (before[name] - weight) / MUON["lr"]
+    return run_world(one, 1)[0]
+
+
+def assert_orthogonal(moved: torch.Tensor, scale: float) -> None:
+    singular = torch.linalg.svdvals(moved) / scale**0.5
+    assert singular.max() < 1.3 and singular.median() > 0.6
+
+
+def test_muon_moves_matrices_alone(deep: Path) -> None:
+    for name, moved in first_moves(deep).items():
         if any(part in name for part in ("q_proj.w", "k_proj.w", "v_proj.w", "o_proj.w", "down_proj.w")):
-            singular = torch.linalg.svdvals(moved) / max(moved.shape) ** 0.5
-            assert singular.max() < 1.3 and singular.median() > 0.6, name
+            assert_orthogonal(moved, max(moved.shape))
         elif "gate_proj" not in name and "up_proj" not in name:  # Adam's first step
             torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
 
@@ -241,38 +214,34 @@ def test_the_parts_of_a_fused_projection_move_by_themselves_however_it_is_cut(wo
         own.grad, own.partition_dim, own.tensor_model_parallel = gradient.chunk(world)[rank], 0, True
         ranks: Any = dist.group.WORLD
         groups = [{"params": [own], "split_qkv": True}]
-        Muon(groups, config, qkv_rows=rows, tensor_group=ranks, expert_group=ranks).step()
+        ours.Muon(groups, config, qkv_rows=rows, tensor_group=ranks, expert_group=ranks).step()
         return -own.data
 
     updates = torch.cat(run_world(moved, world)).view(2, -1, 6).split(rows, dim=1)
     for update, part in zip(updates, gradient.view(2, -1, 6).split(rows, dim=1), strict=True):
-        expected = scaled(orthogonalized(part.flatten(0, 1), config.muon_num_ns_steps), "spectral")
+        expected = ours.scaled(ours.orthogonalized(part.flatten(0, 1), config.muon_num_ns_steps), "spectral")
         torch.testing.assert_close(update.flatten(0, 1), expected, rtol=0, atol=1e-4)
 
 
 def test_muon_moves_queries_and_their_gates_apart(tmp_path: Path) -> None:
     """On disk they alternate by head."""
     random_model("qwen3_5_text", vocab_size=VOCAB).save_pretrained(tmp_path)
-
-    def one(rank: int, world: int) -> torch.Tensor:
-        worker = make_worker(tmp_path, policy_of({**MUON, "weight_decay": 0.0}))
-        (name,) = (name for name in worker.weight_map.shapes if name.endswith("q_proj.weight"))
-        before = whole_weights(worker)[name]
-        set_gradients(worker, 0)
-        step(worker)
-        return (before - whole_weights(worker)[name]) / MUON["lr"]
-
-    (moved,) = run_world(one, 1)
+    (moved,) = (moved for name, moved in first_moves(tmp_path).items() if name.endswith("q_proj.weight"))
     for part in moved.view(4, 2, 16, -1).unbind(1):  # heads, query or gate, features
-        singular = torch.linalg.svdvals(part.flatten(0, 1)) / 64**0.5
-        assert singular.max() < 1.3 and singular.median() > 0.6
+        assert_orthogonal(part.flatten(0, 1), 64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [("muon", "pp2"), ("dist_muon", "tp2"), ("dist_muon", "")])
 def test_muon_on_every_layout(deep: Path, kind: str, sizes: str) -> None:
-    expected = muon_steps(deep, 1)
-    torch.testing.assert_close(muon_steps(deep, 2, kind, **cut(sizes)), expected, rtol=0, atol=2e-5)
+    def trained(rank: int, world: int, name: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+        worker = make_worker(deep, policy_of({**MUON, "optimizer": name}, **layout))
+        train_step(worker)
+        return whole_weights(worker)
+
+    one, other = run_world(trained, 2, kind, cut(sizes))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(one, run_world(trained, 1, "muon", {})[0], rtol=0, atol=2e-5)
 
 
 def steps_on_a_gpu(path: Path, more: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -303,34 +272,27 @@ def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> N
 
 # -- an optimizer that keeps a part of its state on the host, made of the optimizers it consists of
 
-
-SIZES = (5, 7)
 cpu_shim.install()
 
 
 def offloaded(values: list[torch.Tensor]) -> Any:
     """A leaf, as far as its state is asked for, whose parameters are all on the host."""
     groups = [{"params": [torch.nn.Parameter(value.clone())], "lr": 0.1} for value in values]
+    kinds: dict[str, Any] = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
     inner = HybridDeviceOptimizer(
-        groups,
-        offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        param_update_in_fp32=True,
-        overlap_cpu_optimizer_d2h_h2d=False,
+        groups, **kinds, offload_fraction=1.0, param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=False
     )
     inner.cpu_copys_map_gpu_param.update(inner.inner_param_to_orig_param)  # as if the parameters were on a GPU
     return SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
 
 
-def parts_of(leaf: Any) -> list[ParameterState]:
-    shards = [group["params"][0] for group in leaf.optimizer.param_groups]
-    mains = [leaf.optimizer.param_to_inner_param[shard] for shard in shards]
-    inner = optimizers_by_main(leaf.optimizer)
-    return [
-        ParameterState(owner=leaf, inner=inner[main], parameter=shard, main=main, flat=range(len(main)))
-        for shard, main in zip(shards, mains, strict=True)
-    ]
+def parts_of(leaf: Any) -> list[ours.ParameterState]:
+    inner, parts = ours.optimizers_by_main(leaf.optimizer), []
+    for shard in (group["params"][0] for group in leaf.optimizer.param_groups):
+        main = leaf.optimizer.param_to_inner_param[shard]
+        of = {"inner": inner[main], "parameter": shard, "main": main, "flat": range(len(main))}
+        parts.append(ours.ParameterState(owner=leaf, **of))
+    return parts
 
 
 def host_step(leaf: Any, seed: int) -> list[torch.Tensor]:
@@ -346,12 +308,12 @@ def host_step(leaf: Any, seed: int) -> list[torch.Tensor]:
 
 
 def test_a_loaded_optimizer_goes_on_where_the_saved_one_was() -> None:
-    start = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
+    start = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (5, 7)]
     saved, loaded = offloaded(start), offloaded(start)
-    assert steps_taken(saved) is None
+    assert ours.steps_taken(saved) is None
     for seed in range(3):
         host_step(saved, seed)
-    assert steps_taken(saved) == 3
+    assert ours.steps_taken(saved) == 3
     for source, target in zip(parts_of(saved), parts_of(loaded), strict=True):
         tensors = source.tensors()
         assert set(tensors) == {"main_param", "exp_avg", "exp_avg_sq"}
@@ -362,7 +324,7 @@ def test_a_loaded_optimizer_goes_on_where_the_saved_one_was() -> None:
             for key, value in into.items():
                 value.copy_(tensors[key])
         target.put(into)
-    set_steps_taken(loaded, steps_taken(saved))
-    assert steps_taken(loaded) == 3
+    ours.set_steps_taken(loaded, ours.steps_taken(saved))
+    assert ours.steps_taken(loaded) == 3
     assert all(len(loaded.optimizer.state[part.parameter]) == 4 for part in parts_of(loaded))  # and where it is moved
     torch.testing.assert_close(host_step(loaded, 3), host_step(saved, 3), rtol=0, atol=0)
