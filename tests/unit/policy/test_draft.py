@@ -28,14 +28,10 @@ from tests.worlds import run_world
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])
-def method(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory, method: str) -> Path:
-    path = tmp_path_factory.mktemp(method)
-    if method == "mtp":
+def model_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """In a directory that has the name of the method."""
+    path = tmp_path_factory.mktemp(request.param, numbered=False)
+    if request.param == "mtp":
         make_model_with_heads(path, "deepseek_v3")
     else:
         save_model("qwen2-tied", path)
@@ -88,9 +84,10 @@ class Alone(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def alone(model_path: Path, method: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+def alone(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     directory, whole = tmp_path_factory.mktemp("saved"), {"train_micro_batch_size": 8}
-    config, threes = with_draft(method, **whole), with_draft(method, train_micro_batch_size=3, padding_free=False)
+    config = with_draft(model_path.name, **whole)
+    threes = with_draft(model_path.name, train_micro_batch_size=3, padding_free=False)
 
     def rank_main(rank: int, world: int) -> Alone:
         plain = DTensorPolicyWorker(policy_config(**whole), worker_settings(model_path, init_reference_model=True))
@@ -109,8 +106,8 @@ def test_the_policy_trains_to_the_same_bits_with_a_draft(alone: Alone) -> None:
     assert all(torch.equal(alone.trained.policy[name], w) for name, w in alone.without_draft.policy.items())
 
 
-def test_it_learns_the_same_however_the_batch_is_split(model_path: Path, method: str, alone: Alone) -> None:
-    config = with_draft(method, train_micro_batch_size=2)
+def test_it_learns_the_same_however_the_batch_is_split(model_path: Path, alone: Alone) -> None:
+    config = with_draft(model_path.name, train_micro_batch_size=2)
     on_two = run_world(lambda rank, world: steps_of(drafting_worker(model_path, config), 2), 2)[0]
     for other in (alone.by_threes, on_two):
         for name in ("loss", "acceptance", "grad_norm"):
@@ -118,14 +115,13 @@ def test_it_learns_the_same_however_the_batch_is_split(model_path: Path, method:
     assert alone.trained.of_draft("loss")[-1] < alone.trained.of_draft("loss")[0]
 
 
-def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, alone, method, tmp_path):
+def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, alone, tmp_path):
     trained, _, _, resumed, directory = alone
     assert resumed.of_policy == trained.of_policy[1:] and resumed.of_draft("loss") == trained.of_draft("loss")[1:]
     assert all(torch.equal(trained.draft[name], weight) for name, weight in resumed.draft.items())
-    if method == "mtp":  # in the policy's own directory, which is a model with a prediction head again
+    if model_path.name == "mtp":  # in the policy's own directory, which is a model with a prediction head again
         [folder] = directory.glob("*/weights/consolidated")
-        config = with_draft(method)
-        begins = run_world(lambda rank, world: steps_of(drafting_worker(folder, config), 0), 1)[0].draft
+        begins = run_world(lambda *_: steps_of(drafting_worker(folder, with_draft("mtp")), 0), 1)[0].draft
         assert begins.keys() == trained.draft.keys() and len(begins) > 20
         saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         original = load_file(model_path / "model.safetensors")
@@ -137,8 +133,9 @@ def test_it_continues_from_a_checkpoint_to_the_same_bits(model_path, alone, meth
         return
     [folder] = directory.glob("*/draft/consolidated")
     again = with_draft("eagle3", {"model_name": str(folder)})
-    config = json.loads((folder / "config.json").read_text())
-    assert draft_config(again, AutoConfig.from_pretrained(model_path)) == config
+    assert draft_config(again, AutoConfig.from_pretrained(model_path)) == json.loads(
+        (folder / "config.json").read_text()
+    )
     with pytest.raises(ValueError, match="does not fit the policy: hidden_size=64, not 128"):
         draft_config(again, AutoConfig.from_pretrained(model_path, hidden_size=128))
     with pytest.raises(ValueError, match=r"layer_ids=\[0, 1, 2\], not increasing numbers up to 1, its blocks"):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.models.policy import peft_format
@@ -134,28 +132,6 @@ def test_dropout_acts_in_training_passes_only() -> None:
     assert not torch.equal(logits(hf), logits(hf))
     lora.set_adapter_dropout(hf, False)
     assert torch.equal(logits(hf), without)
-
-
-def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
-    def run(rank: int, size: int) -> None:
-        found = []
-        for cast in (False, True):
-            hf = adapted(lora_config())
-            for parameter in hf.parameters() if cast else ():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.bfloat16()
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fully_shard(hf, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
-            assert {p.dtype for p in hf.parameters() if p.requires_grad} == {torch.float32}
-            frozen = {p.dtype for p in hf.parameters() if not p.requires_grad}
-            assert frozen == {torch.bfloat16 if cast else torch.float32}
-            output = logits(hf)
-            output.float().square().sum().backward()
-            grads: list[Any] = [p.grad for p in hf.parameters() if p.grad is not None]
-            found.append([output.detach(), *(grad.full_tensor() for grad in grads)])
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-    run_world(run, 2)
 
 
 def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:

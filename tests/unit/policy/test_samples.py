@@ -81,8 +81,7 @@ def test_tokens_columns_and_what_is_known_of_a_sample_are_written(tmp_path):
     group.samples[1].images = [ImageSpan(digest=digest, start=0, length=1) for digest in "de"]
     group.samples[1].meta.own_reward = 0.0
     columns = {"advantages": torch.full((10,), 0.25), "values": torch.arange(10.0)}
-    train = torch.full((10,), -0.5)
-    train[9] = -1.5
+    train = torch.tensor([-0.5] * 9 + [-1.5])
     assert write(tmp_path, step=5, group=group, key=(3, 1), outputs=train, **columns) is None
     (sample,) = written(tmp_path)
     assert (sample["step"], sample["id"], sample["prompt"], sample["reward"]) == (5, "1/0/p:7/1", "p:7", 1.0)

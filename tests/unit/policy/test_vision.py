@@ -1,8 +1,11 @@
-"""A vision-language model on micro-batches: against transformers' own forward pass of each sequence alone."""
+"""A vision-language model: micro-batches against transformers' own pass of each sequence, and steps in any layout."""
 
+import math
 import random
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,22 +14,27 @@ import torch
 import transformers
 from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 
-from nemo_rl.data import tiny_model
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.data.chat.images import image_digest, process_image
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import RECIPES, VISION_TOKENS, TinyVisionRecipe, build_processor, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import build_untrained_model as qwen2_5_vl
 from nemo_rl.models.policy.attention import attention_implementation
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.tensor_parallel import Colwise, Rowwise, styles
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, scalar_config
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
 from nemo_rl.models.policy.vision.families import FAMILIES, PARTS, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
-from nemo_rl.types import ImageSpan, Pixels, SamplingParams
+from nemo_rl.types import ImageSpan, Pixels, SamplingParams, TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import perturb
-from tests.unit.policy.steps import policy_config
+from tests.unit.policy.steps import LOSS, PACKED, load_step, make_groups, policy_config, whole_weights, worker_settings
+from tests.unit.policy.test_layouts import ALIKE, cut
+from tests.worlds import run_world
 
 
 def perturbed(kind: Any, config: Any) -> Any:
@@ -78,7 +86,7 @@ def gemma3(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3ForConditi
 
 
 def gemma3_processor(recipe: TinyVisionRecipe, tokenizer) -> transformers.Gemma3Processor:
-    begin, end, image, _ = tiny_model.VISION_TOKENS
+    begin, end, image, _ = VISION_TOKENS
     tokenizer._set_model_specific_special_tokens({"boi_token": begin, "eoi_token": end, "image_token": image})
     images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
     return transformers.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
@@ -91,7 +99,7 @@ def shapes() -> tuple[TinyVisionRecipe, Any]:
     return recipe, build_tiny_tokenizer(recipe)
 
 
-FAMILY_MODELS = {"qwen2_5_vl": tiny_model.build_untrained_model, "qwen3_vl": qwen3_vl, "gemma3": gemma3}
+FAMILY_MODELS = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "gemma3": gemma3}
 
 
 @pytest.fixture(scope="module", params=FAMILY_MODELS)
@@ -212,7 +220,7 @@ def test_a_sampled_image_token_is_text(tiny, rows):
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_a_reward_model_scores_the_last_state_of_each_sequence(tiny, rows, padding_free):
     """The last state of its language model, times the weights of its head; gradients reach the tower."""
-    settings = policy_config(reward_model_cfg=RewardModelConfig(enabled=True))
+    settings = policy_config(reward_model_cfg={"enabled": True})
     config = scalar_config(tiny[1].config, settings)
     scorer = auto_class(config).from_config(config, attn_implementation=attention_implementation(config)).eval()
     assert is_scalar(config) and type(scorer).__name__ == config.architectures[0]
@@ -236,15 +244,15 @@ def test_every_parameter_belongs_to_one_part_and_tensor_parallelism_cuts_the_lan
         counts = Counter(part_of(name, FAMILIES[kind]) for name, _ in hf.named_parameters())
         assert counts["projector"] == {"qwen2_5_vl": 5, "qwen3_vl": 18, "gemma3": 2, "smolvlm": 1}[kind]
         assert counts.keys() == set(PARTS)
-        cut = styles(build_on_meta(hf.config, torch.float32), DTensorConfig(tensor_parallel_size=2))
+        plan = styles(build_on_meta(hf.config, torch.float32), DTensorConfig(tensor_parallel_size=2))
         linear = {name for name, module in hf.named_modules() if isinstance(module, torch.nn.Linear)}
         tower = {name for name in linear if part_of(name, FAMILIES[kind]) != "language_model"}
-        shared_out = {name for name, style in cut.items() if isinstance(style, Colwise | Rowwise)}
-        assert tower and linear - tower == linear & shared_out and not tower & cut.keys()
+        shared_out = {name for name, style in plan.items() if isinstance(style, Colwise | Rowwise)}
+        assert tower and linear - tower == linear & shared_out and not tower & plan.keys()
 
 
 def test_a_value_model_that_sees_and_cutting_features_that_join_after_layers_by_position_are_refused(tiny):
-    policy = policy_config(reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type="regression"))
+    policy = policy_config(reward_model_cfg={"enabled": True, "reward_model_type": "regression"})
     with pytest.raises(ValueError, match="reward_model_type=regression: not with"):
         check_vision_model(policy, tiny[0].config)
     by_position = policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=2, sequence_parallel=True))
@@ -289,3 +297,146 @@ def test_tiles_of_images_give_the_logprobs_of_transformers(padding_free):
                 given[name] = torch.from_numpy(np.concatenate([pixels[name] for _, pixels in spans], axis=1))
             expected = theirs(input_ids=ids[None], **given).logits[0, :-1].log_softmax(-1)
             torch.testing.assert_close(own, expected.gather(-1, ids[1:, None])[:, 0], atol=2e-6, rtol=0)
+
+
+# -- a training step: the same on any number of ranks, packed or padded; frozen parts
+
+SHARED_OUT = {"enabled": True, "train_mb_tokens": 96, "logprob_mb_tokens": 96, "sequence_length_round": 8}
+CUT_TOKENS: dict[str, Any] = {"tensor_parallel_size": 2, "sequence_parallel": True}
+
+
+Model = tuple[Path, Any, int]  # directory of an untrained model, its processor, its token for images
+Step = tuple[float, float, dict[str, torch.Tensor]]  # loss, norm of the gradient, weights after the step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    recipe, tokenizer = shapes()
+    path = tmp_path_factory.mktemp("model")
+    untrained = qwen2_5_vl(recipe, tokenizer)
+    untrained.save_pretrained(path)
+    return path, build_processor(recipe, tokenizer), untrained.config.image_token_id
+
+
+def groups_with_images(processor: Any, token: int) -> Any:
+    """`make_groups`, in which groups 0 and 3 begin with an image; the others have none."""
+    handles, groups = make_groups()
+    rng = random.Random(0)
+    for number in (0, 3):
+        image = draw(describe(draw_shapes(rng, 3)))
+        pixels, expansion = process_image(processor, image)
+        span = ImageSpan(digest=image_digest(image), start=1, length=expansion.count("<|image_pad|>"))
+        groups[number].pixels = {span.digest: pixels}
+        before = np.concatenate([[7], np.full(span.length, token), [8]])
+        for sample in groups[number].samples:
+            sample.token_ids = np.concatenate([before, sample.token_ids])
+            sample.token_mask = np.pad(sample.token_mask, (len(before), 0))
+            sample.generation_logprobs = np.pad(sample.generation_logprobs, (len(before), 0))
+            sample.meta = replace(sample.meta, length=sample.meta.length + len(before))
+            sample.images = [span]
+        handles[number] = replace(handles[number], samples=[sample.meta for sample in groups[number].samples])
+    return handles, groups
+
+
+def assert_same(got: Step, want: Step, **of_loss: float) -> None:
+    """`of_loss`: how near the losses are."""
+    assert got[0] == pytest.approx(want[0], **of_loss)
+    assert got[1] == pytest.approx(want[1], rel=1e-5)
+    torch.testing.assert_close(got[2], want[2], atol=2e-6, rtol=0)
+
+
+def taken(model: Model, changes: dict[str, Any], folder: Path | None = None, resumes: bool = False) -> Step:
+    """A step, from the checkpoint in `folder` if it `resumes`; else after a step and a checkpoint, if there is one."""
+    path, processor, token = model
+    settings = worker_settings(path, blank_image=process_image(processor, draw("red circle 0"))[0])
+    config = policy_config(train_global_batch_size=16, **{"train_micro_batch_size": 4} | changes)
+    worker = DTensorPolicyWorker(config, settings)
+
+    def train() -> TrainResult:
+        load_step(worker, groups_with_images(processor, token))
+        return worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
+
+    if folder is not None and resumes:
+        worker.load_checkpoint(folder, load_optimizer=True)
+    elif folder is not None:
+        train()
+        worker.save_checkpoint(folder, SaveRequest(model_save_format="safetensors"))
+    result = train()
+    return result.losses[0], result.grad_norms[0], whole_weights(worker)
+
+
+def steps(model: Model, world: int, *cases: dict[str, Any]) -> list[Step]:
+    """A step of each case, all in one world."""
+    return run_world(lambda rank, world: [taken(model, changes) for changes in cases], world)[0]
+
+
+ADAPTERS, OF_TOWER = LoRAConfig(enabled=True, dim=4), {"match_all_linear": False, "target_modules": ["*visual.blocks*"]}
+ALONE: dict[str, dict[str, Any]] = {
+    "untrained": {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.0}}},
+    "padded": {"padding_free": False},
+    "packed": PACKED,
+    "dynamic": {"dynamic_batching": SHARED_OUT, "padding_free": False},
+    "frozen tower": {"freeze": ["vision_tower"]},
+    "adapters": cut(lora_cfg=ADAPTERS),
+    "adapted tower": cut(lora_cfg=ADAPTERS.model_copy(update=OF_TOWER)),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> dict[str, Step]:
+    """Steps on one rank."""
+    return dict(zip(ALONE, steps(model, 1, *ALONE.values()), strict=True))
+
+
+def test_the_split_does_not_matter(model, alone):
+    one_by_one = {"train_micro_batch_size": 1, "padding_free": False}  # most micro-batches have no image
+    cases = steps(model, 2, one_by_one, {"dynamic_batching": SHARED_OUT}, cut(context_parallel_size=2))
+    for case in (alone["packed"], alone["dynamic"], *cases):
+        assert_same(case, alone["padded"], abs=1e-6)
+
+
+def test_tensor_parallel_ranks_share_the_language_model_and_its_adapters_and_have_the_tower_whole(model, alone):
+    adapted = cut(tensor_parallel_size=2, lora_cfg=ADAPTERS)
+    trained, adapted = steps(model, 2, ALIKE | cut(**CUT_TOKENS), ALIKE | adapted)
+    assert_same(trained, alone["padded"], abs=1e-6)
+    assert_same(adapted, alone["adapters"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, sizes",
+    [
+        ("qwen3_vl", {"tensor_parallel_size": 2}),
+        ("qwen3_vl", {"context_parallel_size": 2}),
+        ("gemma3", CUT_TOKENS),
+        ("gemma3", {"tensor_parallel_size": 2, "context_parallel_size": 2}),
+    ],
+)
+def test_other_families_are_cut_too(model, tmp_path, family, sizes):
+    """Qwen3-VL has features that join after layers and norms of heads. Images of Gemma 3 see tokens of other ranks."""
+    recipe, tokenizer = shapes()
+    FAMILY_MODELS[family](recipe, tokenizer).save_pretrained(tmp_path)
+    processor = gemma3_processor(recipe, tokenizer) if family == "gemma3" else model[1]
+    other = (tmp_path, processor, model[2])
+    [found] = steps(other, math.prod(sizes.values()), ALIKE | cut(**sizes))
+    assert_same(found, steps(other, 1, {})[0], rel=1e-5)
+
+
+def test_a_frozen_part_stays_as_it_is_and_adapters_on_a_part_change_it_alone(alone):
+    untrained, trained, frozen = (alone[name][2] for name in ("untrained", "padded", "frozen tower"))
+    tower = [name for name in frozen if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]
+    assert tower and all(torch.equal(frozen[name], untrained[name]) for name in tower)
+    assert not any(torch.equal(trained[name], untrained[name]) for name in tower if name.endswith(".qkv.weight"))
+    assert not torch.equal(frozen["model.visual.merger.mlp.0.weight"], untrained["model.visual.merger.mlp.0.weight"])
+    loss, _, weights = alone["adapted tower"]
+    assert loss == pytest.approx(alone["padded"][0], abs=1e-6)  # new adapters change nothing
+    changed = {name for name in weights if not torch.equal(weights[name], untrained[name])}
+    assert changed and {part_of(name, FAMILIES["qwen2_5_vl"]) for name in changed} == {"vision_tower"}
+
+
+def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
+    changes = {"deterministic": True, "freeze": ["vision_tower"]}
+    both = run_world(lambda rank, world: [taken(model, changes, tmp_path, resumes) for resumes in (False, True)], 2)
+    want, got = both[0]
+    assert got[:2] == want[:2]
+    assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])

@@ -44,7 +44,6 @@ class Layout:
 
 def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
     """Steps by layout and rank, one layout after the other. All layouts have the same number of ranks."""
-
     configs = [layout.config() for layout in layouts]
 
     def on_rank(rank: int, world: int) -> list[Step]:
@@ -79,20 +78,17 @@ def distances(ranks: Sequence[Step], want: Step) -> Distances:
     """Over all ranks of a layout. Every sample must be on one of them, and every rank must know all weights."""
     assert {name for step in ranks for name in step.logprobs} == want.logprobs.keys()
     assert all(step.weights.keys() == want.weights.keys() for step in ranks)
-    assert all(w.isfinite().all() for step in ranks for w in step.weights.values()), "which no maximum would show"
-    assert all(kind.isfinite().all() for step in ranks for kinds in step.logprobs.values() for kind in kinds)
+    logprobs = [
+        pair
+        for step in ranks
+        for name, kinds in step.logprobs.items()
+        for pair in zip(kinds, want.logprobs[name], strict=True)
+    ]
+    weights = [(weight, want.weights[name]) for step in ranks for name, weight in step.weights.items()]
+    assert all(own.isfinite().all() for own, _ in logprobs + weights), "which no maximum would show"
     return Distances(
-        logprobs=max(
-            float((own - other).abs().max())
-            for step in ranks
-            for name, kinds in step.logprobs.items()
-            for own, other in zip(kinds, want.logprobs[name], strict=True)
-        ),
-        weights=max(
-            float((weight.float() - want.weights[name].float()).abs().max())
-            for step in ranks
-            for name, weight in step.weights.items()
-        ),
+        logprobs=max(float((own - other).abs().max()) for own, other in logprobs),
+        weights=max(float((own.float() - other.float()).abs().max()) for own, other in weights),
         loss=max(_relative(step.result.losses, want.result.losses) for step in ranks),
         grad_norm=max(_relative(step.result.grad_norms, want.result.grad_norms) for step in ranks),
     )

@@ -120,14 +120,6 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
     return stage_layers(MegatronConfig(enabled=True, **settings), num_layers)
 
 
-def test_layers_of_stages() -> None:
-    assert stages_of(3) == [[range(3)]]
-    interleaved = stages_of(8, **{STAGES: 2}, virtual_pipeline_model_parallel_size=2)
-    assert interleaved == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
-    uneven = stages_of(61, **{STAGES: 16, FIRST: 2, LAST: 3})
-    assert [len(piece) for (piece,) in uneven] == [2] + [4] * 14 + [3]
-
-
 @pytest.mark.parametrize(
     ("num_layers", "settings", "message"),
     [
@@ -142,7 +134,12 @@ def test_layers_that_do_not_split(num_layers: int, settings: dict[str, Any], mes
         stages_of(num_layers, **settings)
 
 
-def test_what_is_proposed_works() -> None:
+def test_layers_of_stages_and_what_is_proposed_works() -> None:
+    assert stages_of(3) == [[range(3)]]
+    interleaved = stages_of(8, **{STAGES: 2}, virtual_pipeline_model_parallel_size=2)
+    assert interleaved == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    uneven = stages_of(61, **{STAGES: 16, FIRST: 2, LAST: 3})
+    assert [len(piece) for (piece,) in uneven] == [2] + [4] * 14 + [3]
     for num_layers in range(2, 33):
         for size in (size for size in range(2, num_layers + 1) if num_layers % size):
             with pytest.raises(ValueError, match="uneven ones") as error:
@@ -158,7 +155,7 @@ def saved(folder: Path, model: PretrainedConfig, names: list[str]) -> str:
     return str(folder)
 
 
-def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
+def test_names_that_do_not_match_are_listed_and_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     model = config_of("llama")
     names = list(weight_map(model).shapes)
     checks.check_megatron(megatron_policy(), model, saved(tmp_path, model, names))
@@ -167,9 +164,6 @@ def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
         "policy.model_name='mine': the checkpoint's tensors do not match a llama model of this config.json: "
         "missing are model.layers.1.mlp.up_proj.weight; unknown are model.layers.1.mlp.w3.weight"
     )
-
-
-def test_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight", "model.norm.weight"]
     model = AutoConfig.for_model("gpt2")
     message = refusal(model, saved(tmp_path, model, names))
@@ -189,36 +183,28 @@ def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-LACKING = """
+FP8 = "fp8_cfg: {enabled: true, fp8_recipe: RECIPE} -> policy.megatron_cfg.fp8_cfg.fp8_recipe=RECIPE needs GPUs of ... "
+LACKING = f"""
 apply_rope_fusion: true -> policy.megatron_cfg.apply_rope_fusion=true needs ... set it to false
 transformer_impl: transformer_engine -> policy.megatron_cfg.transformer_impl=transformer_engine ... set it to local
-fp8_cfg: {enabled: true}
+fp8_cfg: {{enabled: true}}
     -> policy.megatron_cfg.fp8_cfg.enabled=true needs Transformer Engine, which is not installed; start the run with
     ... `uv run --extra mcore --extra te ...`, or set it to false
+{FP8.replace("RECIPE", "blockwise")}these have 8.9; set fp8_recipe to tensorwise or delayed
+{FP8.replace("RECIPE", "mxfp8")}these have 9.0; set fp8_recipe to tensorwise or delayed or blockwise
+{FP8.replace("RECIPE", "tensorwise")}these have 8.0; set enabled=false
 """
 
 
 @pytest.mark.parametrize(("settings", "said"), lines(LACKING))
-def test_transformer_engine_that_is_not_installed(settings: str, said: str) -> None:
-    with pytest.raises(ValueError, match=pattern(said)):
-        checks.check_packages(MegatronConfig(enabled=True, **keys(settings)), installed={"megatron"}, capability=None)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "works"),
-    [
-        ("blockwise", (8, 9), "set fp8_recipe to tensorwise or delayed"),
-        ("mxfp8", (9, 0), "set fp8_recipe to tensorwise or delayed or blockwise"),
-        ("tensorwise", (8, 0), "set enabled=false"),
-    ],
-)
-def test_fp8_that_the_gpus_cannot_do(recipe: str, capability: tuple[int, int], works: str) -> None:
-    settings = MegatronConfig(enabled=True, **keys(f"fp8_cfg: {{enabled: true, fp8_recipe: {recipe}}}"))
-    installed, has = {"megatron", "transformer_engine"}, f"{capability[0]}.{capability[1]}"
-    with pytest.raises(ValueError, match=rf"fp8_recipe={recipe} needs GPUs of .* these have {has}; {works}$"):
-        checks.check_packages(settings, installed=installed, capability=capability)
-    for able in ((10, 0), None):
-        checks.check_packages(settings, installed=installed, capability=able)
+def test_packages_that_are_not_installed_and_fp8_that_the_gpus_cannot_do(settings: str, said: str) -> None:
+    config, has = MegatronConfig(enabled=True, **keys(settings)), re.search(r"have (\d)\.(\d);", said)
+    installed = {"megatron", "transformer_engine"} if has else {"megatron"}
+    capability = (int(has[1]), int(has[2])) if has else None
+    with pytest.raises(ValueError, match=f"{pattern(said)}$"):
+        checks.check_packages(config, installed=installed, capability=capability)
+    for able in ((10, 0), None) if has else ():
+        checks.check_packages(config, installed=installed, capability=able)
 
 
 def test_what_runs_on_gpus_only_is_refused_without() -> None:

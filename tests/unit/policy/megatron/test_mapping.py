@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, ParallelRanks, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, ParallelRanks, WeightMap, weight_map
 from tests.unit.policy.megatron.hf_models import FAMILIES, NUM_EXPERTS, config_of, full_name, random_model
 
 
@@ -25,10 +25,6 @@ def stored(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 
 def mapped(name: str, *, use_transformer_engine: bool = False) -> WeightMap:
     return weight_map(config_of(name), use_transformer_engine=use_transformer_engine)
-
-
-def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
-    return mapping.on_rank(ParallelRanks(**place))[name]
 
 
 @pytest.mark.parametrize("use_transformer_engine", [False, True])
@@ -55,11 +51,10 @@ def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bi
 
 
 def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(stored):
-    entry = entry_of(mapped("llama"), "embedding.word_embeddings.weight")
+    entry = mapped("llama").on_rank(ParallelRanks())["embedding.word_embeddings.weight"]
     embedding = stored["llama"]["model.embed_tokens.weight"]
     last = entry.shard([embedding], 3, 4)
-    assert torch.equal(last[:13], embedding[48:])
-    assert torch.count_nonzero(last[13:]) == 0
+    assert torch.equal(last[:13], embedding[48:]) and torch.count_nonzero(last[13:]) == 0
     with pytest.raises(ValueError, match=r"5 tokens leaves the last of 4 .* lower .*tensor_model_parallel_size"):
         weight_map(config_of("llama", vocab_size=5)).on_rank(ParallelRanks())[OUTPUT_LAYER].shard_shape(4)
 
@@ -68,9 +63,8 @@ def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(
 def test_experts_are_numbered_per_rank(name, theirs):
     for is_grouped, ours in ((False, "local_experts.1.linear_fc1.weight"), (True, "linear_fc1.weight1")):
         mapping = weight_map(config_of(name), use_transformer_engine=True, grouped_experts=is_grouped)
-        entry = entry_of(mapping, f"decoder.layers.1.mlp.experts.{ours}", ep_rank=1, ep_size=2)
-        assert entry.expert == 3
-        assert entry.sources[0].name.endswith(f".experts.3.{theirs}.weight")
+        entry = mapping.on_rank(ParallelRanks(ep_rank=1, ep_size=2))[f"decoder.layers.1.mlp.experts.{ours}"]
+        assert entry.expert == 3 and entry.sources[0].name.endswith(f".experts.3.{theirs}.weight")
 
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
@@ -97,6 +91,6 @@ def test_what_has_no_mapping_or_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match="attention_bias: True of a llama model"):
         weight_map(LlamaConfig(attention_bias=True))
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
-        entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
+        mapped("llama").on_rank(ParallelRanks())["decoder.layers.0.self_attention.linear_qkv.weight"].shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):
         mapped("mixtral").on_rank(ParallelRanks(ep_size=3))

@@ -21,10 +21,9 @@ from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose
 from nemo_rl.types import Sample
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy import steps
-from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
+from tests.unit.policy.megatron.hf_models import NUM_EXPERTS
 from tests.unit.policy.megatron.parity import Layout, cut, distances, selective, steps_in_one_world, torch_step
 from tests.unit.policy.megatron.test_parity import ONE_BY_ONE, PACKED, RECOMPUTED
-from tests.unit.policy.models import VOCAB
 from tests.unit.policy.test_policy_worker import NanLoss
 from tests.worlds import run_world
 
@@ -81,13 +80,6 @@ def test_frozen_routers_stay_and_everything_else_learns(qwen_moe):
 BIAS, RATE = "model.layers.1.mlp.gate.e_score_correction_bias", 2.0**-6
 
 
-@pytest.fixture(scope="module")
-def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deepseek_v3")
-    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(path)
-    return path
-
-
 def moving(policy: dict[str, Any], **megatron: Any) -> PolicyConfig:
     """With one optimizer step a call."""
     megatron, policy = megatron | {"moe_router_bias_update_rate": RATE}, policy | {"train_global_batch_size": SAMPLES}
@@ -95,7 +87,8 @@ def moving(policy: dict[str, Any], **megatron: Any) -> PolicyConfig:
 
 
 @pytest.mark.slow
-def test_it_moves_towards_those_with_fewer_tokens(biased):
+def test_it_moves_towards_those_with_fewer_tokens(models):
+    biased = models["deepseek_v3"]
     hf: Any = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     hf.get_submodule("model.layers.1.mlp.gate").register_forward_hook(lambda *call: chosen.append(call[2][2]))
@@ -110,8 +103,8 @@ def test_it_moves_towards_those_with_fewer_tokens(biased):
         torch.testing.assert_close(step.weights[BIAS], want, rtol=0, atol=1e-6)
 
 
-def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(biased, tmp_path):
-    config = moving({"nonfinite_action": "skip", "precision": "bfloat16"})
+def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(models, tmp_path):
+    biased, config = models["deepseek_v3"], moving({"nonfinite_action": "skip", "precision": "bfloat16"})
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         worker = steps.make_worker(biased, config)
