@@ -15,24 +15,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_rl.models.policy.attention import ATTENTION, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor.checks import check_policy
 from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.token_mixers import isolate_sequences
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy import family_cells
+from tests.unit.policy import test_attention as attention
 from tests.unit.policy.families import FAMILIES, family_config, random_model
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.models import edit_json
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
-from tests.unit.policy.test_attention import (
-    assert_same_gradients,
-    gradients,
-    packed,
-    sequences,
-    states_alone,
-    states_together,
-)
 from tests.worlds import run_world
 from tools import models_page
 
@@ -62,8 +55,10 @@ def test_states_are_those_of_each_sequence_alone(family: str, lengths: list[int]
     alone, ours = models(family)
     lengths = [2, *lengths]  # the first has a token to predict
     with torch.no_grad():
-        expected = states_alone(alone, lengths)
-        actual = states_together(ours, RowLayout(padding_free=padding_free, divisible_by=16).build(sequences(lengths)))
+        expected = attention.states_alone(alone, lengths)
+        actual = attention.states_together(
+            ours, RowLayout(padding_free=padding_free, divisible_by=16).build(attention.sequences(lengths))
+        )
     assert (actual - expected).abs().max() < 1e-6 * expected.abs().max()  # norms and delta nets are float32
 
 
@@ -72,10 +67,10 @@ def test_gradients_are_those_of_each_sequence_alone_and_would_show_a_leak(family
     lengths = [19, 1, 2, 70, 7, 7, 30]
     alone, ours = models(family)
     assert unpackable_reason(family_config(family)) is None
-    expected = states_alone(alone, lengths)
-    actual = states_together(ours, packed(lengths, divisible_by=16))
-    assert_same_gradients(gradients(ours, actual), gradients(alone, expected))
-    leaked = states_together(ours, packed(lengths), drop_segments=True)
+    expected = attention.states_alone(alone, lengths)
+    actual = attention.states_together(ours, attention.packed(lengths, divisible_by=16))
+    attention.assert_same_gradients(attention.gradients(ours, actual), attention.gradients(alone, expected))
+    leaked = attention.states_together(ours, attention.packed(lengths), drop_segments=True)
     assert (leaked - expected)[lengths[0] :].abs().max() > 0.01
 
 
@@ -93,30 +88,23 @@ def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_pa
         want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         assert want[name].shape == (experts, rows, columns)
     model.config.save_pretrained(tmp_path)
-    how = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    edit_json(tmp_path / "config.json", quantization_config=how)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
     save_file(state | packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = policy_config(model_name=str(tmp_path))
     assert not hasattr(read_model_config(config, str(tmp_path)), "quantization_config")
 
-    def on_rank(rank: int, world: int, config: PolicyConfig) -> dict[str, torch.Tensor]:
-        return whole_weights(make_worker(tmp_path, config))
-
     megatron = Layout(world=1, policy={"model_name": str(tmp_path)}).config()
-    for found in run_world(on_rank, 2, config) + run_world(on_rank, 1, megatron):
-        for name, expected in (want | state).items():
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
+    for world, policy in ((2, config), (1, megatron)):
+        for found in run_world(lambda *_, policy=policy: whole_weights(make_worker(tmp_path, policy)), world):
+            torch.testing.assert_close(found, want | state, rtol=0, atol=0)
 
 
-def test_other_quantised_models_are_refused_by_the_method(tmp_path: Path):
+def test_other_quantised_models_and_decoding_of_layers_with_a_state_are_refused(tmp_path: Path):
     config = family_config("llama")
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"policy.model_name: .* is quantised \(fp8\)"):
         read_model_config(policy_config(model_name=str(tmp_path)), str(tmp_path))
-
-
-def test_layers_with_a_state_are_not_decoded_from_prompts_padded_on_the_left():
     generation = generation_config().model_copy(update={"backend": "hf"})
     config = RolloutPolicyConfig(**dict(policy_config()), generation=generation)
     with pytest.raises(ValueError, match="backend=hf: prompts are padded on the left"):

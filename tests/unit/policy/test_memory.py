@@ -25,8 +25,7 @@ from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, p
 from tests.unit.policy.families import family_config
 
 CONFIGS = Path("examples/configs")
-SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def test_every_parameter_is_counted_once_those_of_a_tower_too():
@@ -67,6 +66,10 @@ def test_what_a_layer_saves_is_what_autograd_keeps():
     assert predicted == pytest.approx(sum(kept.values()), rel=0.15)
 
 
+def sizes_of(phase: Any) -> dict[str, float]:
+    return {part.name: part.num_bytes for part in phase.parts}
+
+
 def config(*overrides: str, name: str = "grpo_math_1B.yaml") -> GRPOMasterConfig:
     return load_config(GRPOMasterConfig, CONFIGS / name, list(overrides))
 
@@ -82,20 +85,17 @@ def seven_billion(tmp_path: Path) -> Path:
 def test_ranks_share_weights_and_each_kind_of_device_has_a_peak_that_names_a_key(seven_billion):
     model = ModelShape.of(setup.local_config(config(f"policy.model_name={seven_billion}").policy))
     assert model.parameters == pytest.approx(7.62e9, rel=0.01)
-    machine = Machine(is_gpu=True, memory=80e9)
-    peaks = {}
+    machine, peaks = Machine(is_gpu=True, memory=80e9), {}
     for gpus in (1, 8):
         phases = setup.phases_of(config(f"cluster.gpus_per_node={gpus}"), model, machine)
-        train = next(phase for phase in phases if phase.name == "train")
-        parts = {part.name: part.num_bytes for part in train.parts}
+        [parts] = [sizes_of(phase) for phase in phases if phase.name == "train"]
         assert parts["parameters"] == 4 * model.parameters / gpus
         assert parts["optimizer state"] == 8 * model.parameters / gpus
         peaks[gpus] = describe_memory(phases, machine)[-1]
     assert "IT DOES NOT FIT, in train; most of it is optimizer state: lower it with more training ranks" in peaks[1]
     assert "IT DOES NOT FIT" not in peaks[8]
     own = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4}}"
-    apart = setup.phases_of(config(own, "cluster.gpus_per_node=8"), model, machine)
-    lines = describe_memory(apart, machine)
+    lines = describe_memory(setup.phases_of(config(own, "cluster.gpus_per_node=8"), model, machine), machine)
     assert [line.split("  ")[0] for line in lines[-2:]] == ["peak of training", "peak of generation"]
 
 
@@ -144,15 +144,11 @@ def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
     def parts_of(master: Any, name: str, *overrides: str) -> dict[str, float]:
         """Of a training rank on a CPU."""
         cfg = load_config(master, CONFIGS / name, ["policy.sequence_packing.enabled=false", *overrides])
-        train = setup.phases_of(cfg, ModelShape.of(setup.local_config(cfg.policy)), Machine(is_gpu=False))[1]
-        return {part.name: part.num_bytes for part in train.parts}
+        return sizes_of(setup.phases_of(cfg, ModelShape.of(setup.local_config(cfg.policy)), Machine(is_gpu=False))[1])
 
-    found = {
-        ahead: parts_of(DPOMasterConfig, "dpo_cpu.yaml", f"dpo.precompute_reference_logprobs={ahead}")
-        for ahead in ("true", "false")
-    }
-    assert found["false"].pop("reference weights") == found["false"]["parameters"]
-    assert found["false"] == found["true"]
+    key = "dpo.precompute_reference_logprobs"
+    ahead, later = (parts_of(DPOMasterConfig, "dpo_cpu.yaml", f"{key}={value}") for value in ("true", "false"))
+    assert later.pop("reference weights") == later["parameters"] and later == ahead
     parts = parts_of(RMMasterConfig, "rm_cpu.yaml")
     assert "logit tiles" not in parts, "a reward model has no vocabulary"
     assert parts["activations"] > 0
@@ -171,7 +167,7 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
         number = sum(p.numel() for p in draft.parameters())
         phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1)
         for phase in phases[1], phases[-1]:
-            parts = {part.name: part.num_bytes for part in phase.parts}
+            parts = sizes_of(phase)
             assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import shutil
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.converters import convert_megatron_to_hf
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
+from nemo_rl.models.policy.megatron.checkpoint import _rectangles
 from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, refuse_megatron_checkpoint
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
@@ -77,8 +80,8 @@ def cannot_write(path: Path, directory: Path) -> list[str]:
 
 def assert_same(got: Any, want: Any, *, to_the_bit: bool) -> None:
     """Losses and weights."""
-    assert got[0] == pytest.approx(want[0], rel=0, abs=0 if to_the_bit else 1e-5)
-    rtol, atol = (0, 0) if to_the_bit else (1e-3, 1e-4)
+    of_loss, rtol, atol = (0, 0, 0) if to_the_bit else (1e-5, 1e-3, 1e-4)
+    assert got[0] == pytest.approx(want[0], rel=0, abs=of_loss)
     torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=atol)
 
 
@@ -109,8 +112,7 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
     model = AutoModelForCausalLM.from_pretrained(consolidated).state_dict()
     arguments = ["--megatron-ckpt-path", str(step), "--hf-ckpt-path", str(tmp_path / "hf")]
     assert convert_megatron_to_hf.main(arguments) == 0
-    want = load_file(consolidated / "model-00001.safetensors")
-    got = load_file(tmp_path / "hf" / "model-00001.safetensors")
+    want, got = (load_file(folder / "model-00001.safetensors") for folder in (consolidated, tmp_path / "hf"))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) and torch.equal(model[name], want[name]) for name in want)
     convert_checkpoint(step, tmp_path / "half", "bfloat16")  # what evaluation calls
@@ -134,14 +136,24 @@ def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
     check_checkpoint(foreign, policy, model)  # damaged: left to the run, which falls back
     assert "is damaged" in caplog.text
     shutil.copy(step / "policy" / MARKER, foreign)
-    header = (foreign / "weights" / ".metadata").read_bytes()
-    (foreign / "weights" / ".metadata").write_bytes(pickle.dumps(os.getenv))
+    metadata = foreign / "weights" / ".metadata"
+    metadata.write_bytes(pickle.dumps(os.getenv))
     check_checkpoint(foreign, policy, model)
     assert "it asks for os.getenv, which no checkpoint needs" in caplog.text
-    (foreign / "weights" / ".metadata").write_bytes(header)
+    shutil.copy(step / "policy" / "weights" / ".metadata", metadata)
     (foreign / MARKER).unlink()
     with pytest.raises(CheckpointError, match=r"was not saved by megatron_cfg.*convert_dcp_to_hf"):
         check_checkpoint(foreign, policy, model)
+
+
+def test_any_range_of_a_flat_tensor_is_made_of_rectangles():
+    for shape in ((5,), (3, 2, 4), (5, 1, 3)):
+        flat = torch.arange(1.0, math.prod(shape) + 1)
+        for start, stop in combinations(range(len(flat) + 1), 2):
+            whole = torch.zeros(shape)
+            for at, view in _rectangles(shape, flat[start:stop], range(start, stop)):
+                whole[tuple(slice(low, low + size) for low, size in zip(at, view.shape, strict=True))] += view
+            assert torch.equal(whole.flatten()[start:stop], flat[start:stop]) and whole.sum() == flat[start:stop].sum()
 
 
 @pytest.mark.slow

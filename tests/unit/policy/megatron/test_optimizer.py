@@ -115,9 +115,8 @@ def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(deep: Path, settings:
         for seed in range(3):
             gradients = set_gradients(worker, seed)
             if seed == 1:  # one that is not finite comes first, and is skipped
-                before, poisoned = held(worker), set_gradients(worker, 99)
-                a_weight: Any = worker.parameters[next(iter(poisoned))]
-                a_weight.main_grad.view(-1)[7] = math.nan
+                before, weight = held(worker), next(iter(worker.parameters.values()))
+                weight.main_grad.view(-1)[7] = math.nan
                 assert not math.isfinite(worker._clip())
                 worker._zero_gradients()
                 assert all(torch.equal(before[name], weight) for name, weight in held(worker).items())
@@ -275,30 +274,25 @@ def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> N
 cpu_shim.install()
 
 
-def offloaded(values: list[torch.Tensor]) -> Any:
-    """A leaf, as far as its state is asked for, whose parameters are all on the host."""
+def offloaded(values: list[torch.Tensor]) -> tuple[Any, list[ours.ParameterState]]:
+    """A leaf, as far as its state is asked for, whose parameters are all on the host; and their states."""
     groups = [{"params": [torch.nn.Parameter(value.clone())], "lr": 0.1} for value in values]
     kinds: dict[str, Any] = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
     inner = HybridDeviceOptimizer(
         groups, **kinds, offload_fraction=1.0, param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=False
     )
     inner.cpu_copys_map_gpu_param.update(inner.inner_param_to_orig_param)  # as if the parameters were on a GPU
-    return SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
-
-
-def parts_of(leaf: Any) -> list[ours.ParameterState]:
-    inner, parts = ours.optimizers_by_main(leaf.optimizer), []
-    for shard in (group["params"][0] for group in leaf.optimizer.param_groups):
-        main = leaf.optimizer.param_to_inner_param[shard]
-        of = {"inner": inner[main], "parameter": shard, "main": main, "flat": range(len(main))}
+    leaf, by_main, parts = SimpleNamespace(optimizer=inner, is_stub_optimizer=False), ours.optimizers_by_main(inner), []
+    for shard in (group["params"][0] for group in inner.param_groups):
+        main = inner.param_to_inner_param[shard]
+        of: dict[str, Any] = {"inner": by_main[main], "parameter": shard, "main": main, "flat": range(len(main))}
         parts.append(ours.ParameterState(owner=leaf, **of))
-    return parts
+    return leaf, parts
 
 
-def host_step(leaf: Any, seed: int) -> list[torch.Tensor]:
+def host_step(leaf: Any, parts: list[ours.ParameterState], seed: int) -> list[torch.Tensor]:
     """Gradients come from a GPU in a run, so the optimizers are called themselves; the main parameters after it."""
     generator = torch.Generator().manual_seed(seed)
-    parts = parts_of(leaf)
     for part in parts:
         part.main.grad = torch.randn(part.main.shape, generator=generator)
     for optimizer in leaf.optimizer.sub_optimizers:
@@ -309,12 +303,12 @@ def host_step(leaf: Any, seed: int) -> list[torch.Tensor]:
 
 def test_a_loaded_optimizer_goes_on_where_the_saved_one_was() -> None:
     start = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (5, 7)]
-    saved, loaded = offloaded(start), offloaded(start)
+    (saved, sources), (loaded, targets) = offloaded(start), offloaded(start)
     assert ours.steps_taken(saved) is None
     for seed in range(3):
-        host_step(saved, seed)
+        host_step(saved, sources, seed)
     assert ours.steps_taken(saved) == 3
-    for source, target in zip(parts_of(saved), parts_of(loaded), strict=True):
+    for source, target in zip(sources, targets, strict=True):
         tensors = source.tensors()
         assert set(tensors) == {"main_param", "exp_avg", "exp_avg_sq"}
         assert all(value.dtype == torch.float32 for value in tensors.values())
@@ -324,7 +318,7 @@ def test_a_loaded_optimizer_goes_on_where_the_saved_one_was() -> None:
             for key, value in into.items():
                 value.copy_(tensors[key])
         target.put(into)
-    ours.set_steps_taken(loaded, ours.steps_taken(saved))
+    ours.set_steps_taken(loaded, 3)
     assert ours.steps_taken(loaded) == 3
-    assert all(len(loaded.optimizer.state[part.parameter]) == 4 for part in parts_of(loaded))  # and where it is moved
-    torch.testing.assert_close(host_step(loaded, 3), host_step(saved, 3), rtol=0, atol=0)
+    assert all(len(loaded.optimizer.state[part.parameter]) == 4 for part in targets)  # and where it is moved
+    torch.testing.assert_close(host_step(loaded, targets, 3), host_step(saved, sources, 3), rtol=0, atol=0)
