@@ -124,7 +124,7 @@ def test_initial_values_follow_their_distribution_seed_and_name(init: str, devia
     assert not torch.equal(drawn, draw("one", 2))
 
 
-def test_dropout_acts_in_training_passes_only() -> None:
+def test_dropout_acts_in_training_passes_only_and_recomputed_activations_see_that_of_the_first() -> None:
     hf = adapted(lora_config(dropout=0.5))
     without = logits(hf)
     assert torch.equal(logits(hf.train()), without)
@@ -133,8 +133,6 @@ def test_dropout_acts_in_training_passes_only() -> None:
     lora.set_adapter_dropout(hf, False)
     assert torch.equal(logits(hf), without)
 
-
-def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
     def gradient(mode: bool | str) -> torch.Tensor:
         hf = adapted(lora_config(dropout=0.5))
         recompute_activations(hf, mode)
@@ -143,8 +141,8 @@ def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
         logits(hf).square().sum().backward()
         return torch.cat([p.grad.flatten() for p in hf.parameters() if p.grad is not None])
 
-    torch.testing.assert_close(gradient("full"), gradient(False), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient("selective"), gradient(False), rtol=1e-5, atol=1e-5)
+    for mode in ("full", "selective"):
+        torch.testing.assert_close(gradient(mode), gradient(False), rtol=1e-5, atol=1e-5)
 
 
 def saved(directory: Path, **settings: Any) -> Path:
@@ -233,16 +231,13 @@ def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(tmp_path
 
 
 Weights = dict[str, torch.Tensor]
+assert_near = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
 
 
-def config_of(lora: dict[str, Any] | None = None, **directions: Any) -> PolicyConfig:
-    lora_cfg = LoRAConfig.model_validate({"enabled": True, "dim": 4, "alpha": 8.0} | (lora or {}))
-    return policy_config(
-        dtensor_cfg=DTensorConfig(lora_cfg=lora_cfg, **directions),
-        optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
-        **PACKED,
-        train_micro_batch_size=2,
-    )
+def config_of(adapters: dict[str, Any] | None = None, **directions: Any) -> PolicyConfig:
+    dtensor_cfg = DTensorConfig(lora_cfg=lora_config(**{"dim": 4, "alpha": 8.0} | (adapters or {})), **directions)
+    optimizer = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+    return policy_config(dtensor_cfg=dtensor_cfg, optimizer=optimizer, **PACKED, train_micro_batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +253,6 @@ def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         return whole_weights(worker)
 
     return directory, run_world(two_calls, 2)[0]
-
-
-assert_near = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
 
 
 def test_the_reference_is_the_model_it_began_with(llama, trained):

@@ -90,21 +90,18 @@ class CountedActivations(Activations):
 
 
 def test_messages_are_freed_during_the_step(deep: Path) -> None:
-    def rank_main(rank: int, world: int) -> tuple[int, int, int]:
+    def rank_main(rank: int, world: int) -> None:
         worker, batches = worker_and_batches(deep, 12)
-        runner = worker.runner
-        counted = CountedActivations(64, torch.float32, torch.device("cpu"))
+        worker.runner.activations = counted = CountedActivations(64, torch.float32, torch.device("cpu"))
         counted.alive, counted.most = [], 0
-        runner.activations = counted
-        runner.train(batches, loss_of, Logprobs())
-        most, counted.most = counted.most, 0
+        worker.runner.train(batches, loss_of, Logprobs())
         gc.collect()
-        left = sum(not one.expired() for one in counted.alive)
-        list(runner.forward(batches, Logprobs()))
-        return most, left, counted.most
+        assert counted.most <= 3 and all(one.expired() for one in counted.alive)
+        counted.most = 0
+        list(worker.runner.forward(batches, Logprobs()))
+        assert counted.most <= 2
 
-    for most, left, most_of_logprobs in run_world(rank_main, 2):
-        assert most <= 3 and left == 0 and most_of_logprobs <= 2
+    run_world(rank_main, 2)
 
 
 @given(st.integers(1, 12), st.integers(0, 40))

@@ -44,43 +44,36 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def check(name: str, path: Path, world: int, layout: dict[str, Any]) -> None:
-    """One step of both backends, from the same weights, on the same rollouts."""
-    family, changes = MODELS[name]
-    random_model(family, vocab_size=VOCAB, **changes).save_pretrained(path)
-    assert_equal(path, [Layout(world=world, megatron=layout)], grad_norm=1e-4)
-
-
+TWO_RANKS = [
+    ("deepseek_v2", cut("tp2")),
+    ("deepseek_v3", cut("pp2")),
+    ("deepseek_v3", cut("cp2")),
+    ("window-by-layer", cut("tp2")),
+    ("window-by-layer", cut("pp2")),
+    ("deepseek_v2-groups", cut("ep2")),
+    ("deepseek_v3-groups", cut("tp2 ep2")),
+    ("mixtral", cut("tp2 etp2")),
+    ("latent-dense", cut("tp2") | {"sequence_parallel": False}),
+    ("yarn", cut("tp2") | {"sequence_parallel": False}),
+    ("gemma3_text", cut("tp2")),
+    ("gemma3_text", cut("cp2")),
+    ("gpt_oss", cut("tp2 ep2")),
+    ("gpt_oss", cut("cp2")),
+    ("qwen3_next", cut("tp2 ep2")),
+    ("qwen3_next", cut("pp2")),
+    ("glm4_moe", cut("tp2 ep2")),
+]
 DEFAULT = ("deepseek_v3-groups", "mixtral", "window-by-layer")
 
 
-@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_one_rank(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, 1, {})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("deepseek_v2", cut("tp2")),
-        ("deepseek_v3", cut("pp2")),
-        ("deepseek_v3", cut("cp2")),
-        ("window-by-layer", cut("tp2")),
-        ("window-by-layer", cut("pp2")),
-        ("deepseek_v2-groups", cut("ep2")),
-        ("deepseek_v3-groups", cut("tp2 ep2")),
-        ("mixtral", cut("tp2 etp2")),
-        ("latent-dense", cut("tp2") | {"sequence_parallel": False}),
-        ("yarn", cut("tp2") | {"sequence_parallel": False}),
-        ("gemma3_text", cut("tp2")),
-        ("gemma3_text", cut("cp2")),
-        ("gpt_oss", cut("tp2 ep2")),
-        ("gpt_oss", cut("cp2")),
-        ("qwen3_next", cut("tp2 ep2")),
-        ("qwen3_next", cut("pp2")),
-        ("glm4_moe", cut("tp2 ep2")),
-    ],
+    ("name", "world", "layout"),
+    [(name, 1, {}) for name in DEFAULT]
+    + [pytest.param(name, 1, {}, marks=pytest.mark.slow) for name in MODELS if name not in DEFAULT]
+    + [pytest.param(name, 2, layout, marks=pytest.mark.slow) for name, layout in TWO_RANKS],
 )
-def test_two_ranks(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    check(name, tmp_path, 2, layout)
+def test_a_step_is_that_of_the_other_backend(name: str, world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """From the same weights, on the same rollouts."""
+    family, changes = MODELS[name]
+    random_model(family, vocab_size=VOCAB, **changes).save_pretrained(tmp_path)
+    assert_equal(tmp_path, [Layout(world=world, megatron=layout)], grad_norm=1e-4)

@@ -59,10 +59,9 @@ def on_disk(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_tied_output_layer_on_a_stage_of_its_own_is_read_from_the_embedding(saved):
-    parameters = loaded(saved["qwen2"], TP2[1], stage=1)
+    head = loaded(saved["qwen2"], TP2[1], stage=1)["output_layer.weight"]
     embedding = on_disk(saved["qwen2"])["model.embed_tokens.weight"]
-    assert torch.equal(parameters["output_layer.weight"][:30], embedding[31:])
-    assert torch.count_nonzero(parameters["output_layer.weight"][30:]) == 0
+    assert torch.equal(head[:30], embedding[31:]) and torch.count_nonzero(head[30:]) == 0
 
 
 @pytest.mark.parametrize("name", MOE)
@@ -103,9 +102,8 @@ def gathered(held: dict[str, torch.Tensor], directory: Path, place: ParallelRank
     mapping = mapped(directory)
     tensors = export_weights(local_shards(held, mapping, place, CPU), mapping, CPU)
     whole = {tensor.name: tensor.gather(None) for tensor in tensors}
-    assert len(whole) == len(tensors)
-    for tensor in tensors:
-        assert tuple(whole[tensor.name].shape) == tensor.shape and whole[tensor.name].is_contiguous()
+    assert [tuple(found.shape) for found in whole.values()] == [tensor.shape for tensor in tensors]
+    assert all(found.is_contiguous() for found in whole.values())
     return whole
 
 
