@@ -9,6 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.models.policy import peft_format
@@ -143,6 +145,27 @@ def test_dropout_acts_in_training_passes_only_and_recomputed_activations_see_tha
 
     for mode in ("full", "selective"):
         torch.testing.assert_close(gradient(mode), gradient(False), rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
+    def run(rank: int, size: int) -> None:
+        found = []
+        for kept in (torch.float32, torch.bfloat16):
+            hf = adapted(lora_config())
+            for parameter in hf.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(kept)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(hf, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+            dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in hf.parameters()}
+            assert dtypes == {(True, torch.float32), (False, kept)}
+            output = logits(hf)
+            output.float().square().sum().backward()
+            grads: list[Any] = [p.grad for p in hf.parameters() if p.grad is not None]
+            found.append([output.detach(), *(grad.full_tensor() for grad in grads)])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+    run_world(run, 2)
 
 
 def saved(directory: Path, **settings: Any) -> Path:
