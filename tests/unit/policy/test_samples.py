@@ -25,15 +25,12 @@ def decode(ids: list[int]) -> str:
 
 
 def writer(run: Path, **more: Any) -> SampleWriter:
-    return SampleWriter(settings(run, **more), "policy-0")
-
-
-def settings(run: Path, **more: Any) -> SampleSettings:
-    return SampleSettings(**{"folder": run / "samples", "max_tokens": 100, "decode": decode, "anchor": 0, **more})
+    how = {"folder": run / "samples", "max_tokens": 100, "decode": decode, "anchor": 0, **more}
+    return SampleWriter(SampleSettings(**how), "policy-0")
 
 
 def test_single_tokens_keep_their_space_and_parts_of_a_character_are_joined(tmp_path):
-    texts = TokenTexts(settings(tmp_path))
+    texts = TokenTexts(SampleSettings(folder=tmp_path, max_tokens=100, decode=decode, anchor=0))
     assert texts([1, 2, 1]) == [" the", " dog", " the"]
     euro = [1000 + byte for byte in "€".encode()]
     assert texts([1, *euro, 2]) == [" the", "€", "", "", " dog"]

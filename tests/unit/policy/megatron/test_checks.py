@@ -120,18 +120,15 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
     return stage_layers(MegatronConfig(enabled=True, **settings), num_layers)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "settings", "message"),
-    [
+def test_layers_that_do_not_split() -> None:
+    for num_layers, settings, message in (
         (61, {STAGES: 16}, f"{STAGES}=16 does not divide the 61 .* of 1, 61; uneven ones: {FIRST}=2 and {LAST}=3"),
         (61, {STAGES: 4, FIRST: 20}, f"{FIRST}=20 leaves 41 of the model's 61 layers to 3 .*{FIRST}=14 and"),
         (8, {STAGES: 2, FIRST: 3, LAST: 4}, f"{LAST}=4 holds 7 of the 8 layers .* of 1, 2, 4, 8, with both .* null"),
         (8, {STAGES: 2, "virtual_pipeline_model_parallel_size": 3}, "the 4 layers of a .* would: 1, 2, 4$"),
-    ],
-)
-def test_layers_that_do_not_split(num_layers: int, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stages_of(num_layers, **settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            stages_of(num_layers, **settings)
 
 
 def test_layers_of_stages_and_what_is_proposed_works() -> None:
