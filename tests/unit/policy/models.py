@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 97  # odd: shards are uneven
@@ -65,6 +66,14 @@ def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.rand_like(buffer) * 0.2)
     model.save_pretrained(directory)
+
+
+def as_torch_file(directory: Path) -> dict[str, torch.Tensor]:
+    """Write the weights in the format of torch in place of safetensors. Returns them."""
+    tensors = load_file(directory / "model.safetensors")
+    torch.save(tensors, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    return tensors
 
 
 def edit_json(file: Path, **changes: Any) -> None:

@@ -1,7 +1,7 @@
 """Training steps of a policy worker on made-up rollouts: what the tests of layouts, batching and exactness share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
-from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
+from nemo_rl.types import GroupHandle, RolloutGroup, RowKey, Sample, SampleStatus, SamplingParams, TrainResult
+from tests import fakes
 from tests.unit.policy.models import VOCAB
 
 Worker = Any  # of either backend
@@ -66,18 +67,11 @@ def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> P
 
 def make_sample(name: str, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
     """Random tokens, of which those in `mask` were sampled, with logprobs of 0."""
-    length = len(mask)
+    length, generated = len(mask), int(mask.sum())
+    reward, status = float(generator.integers(0, 2)), SampleStatus.FAILED if failed else SampleStatus.COMPLETED
+    parts = {"prompt": min(4, length - 1), "generated": generated, "env": length - min(4, length - 1) - generated}
     return Sample(
-        meta=SampleMeta(
-            sample_id=name,
-            status=SampleStatus.FAILED if failed else SampleStatus.COMPLETED,
-            length=length,
-            num_prompt_tokens=min(4, length - 1),
-            num_generated_tokens=int(mask.sum()),
-            num_turns=1,
-            reward=float(generator.integers(0, 2)),
-            weight_version=0,
-        ),
+        meta=fakes.sample(reward, status, sample_id=name, **parts),
         token_ids=generator.integers(2, VOCAB, length),
         token_mask=mask,
         generation_logprobs=np.zeros(length, dtype=np.float32),
@@ -88,9 +82,8 @@ def in_groups(samples: Sequence[Sample]) -> Rollouts:
     groups, handles = [], []
     for g in range(NUM_GROUPS):
         own = list(samples[NUM_GENERATIONS * g :][:NUM_GENERATIONS])
-        metas = [sample.meta for sample in own]
         groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=own))
-        handles.append(GroupHandle(group_id=str(g), prompt_id="p", task_name="t", ref=g, samples=metas))
+        handles.append(fakes.handle(*(sample.meta for sample in own), name=str(g), prompt="p", task="t", ref=g))
     return handles, groups
 
 
@@ -133,8 +126,8 @@ def make_worker(path: Path, config: PolicyConfig, **settings: Any) -> Any:
     return DTensorPolicyWorker(config, how)
 
 
-def load_step(worker: Worker, rollouts: Rollouts | None = None) -> None:
-    """This rank's part of the rollouts, of `make_groups` if none are given."""
+def load_step(worker: Worker, rollouts: Rollouts | None = None, reported: Collection[RowKey] = ()) -> None:
+    """This rank's part of the rollouts, of `make_groups` if none are given; rows in `reported` go into the report."""
     handles, groups = make_groups() if rollouts is None else rollouts
     plan = plan_batch(
         handles,
@@ -144,7 +137,9 @@ def load_step(worker: Worker, rollouts: Rollouts | None = None) -> None:
         global_batch_size=worker.config.train_global_batch_size,
         batching=Batching.of(worker.config, quadratic_weight=0.001),
     )
-    worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(NUM_GROUPS)}, groups)
+    own = plan.ranks[worker.mesh.data_rank]
+    own.reported = [key for batch in own.logprobs for planned in batch for key in planned.keys if key in reported]
+    worker.load(own, {n: (0, n) for n in range(NUM_GROUPS)}, groups)
 
 
 def train_step(worker: Worker) -> TrainResult:

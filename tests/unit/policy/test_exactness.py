@@ -7,8 +7,8 @@ is computed (ranks, micro-batches) is said apart from it, and must not matter.
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.weight_loading import hf_name, local_part
 from nemo_rl.refit.layout import gathered
-from nemo_rl.types import LossFunction, PolicyGradientInputs, SamplingParams, TrainResult
+from nemo_rl.types import PolicyGradientInputs, SamplingParams, TrainResult
 from tests.unit.policy import steps
 from tests.unit.policy.filter_reference import filter_logits
 from tests.worlds import run_world
@@ -59,16 +59,11 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "kl-in-reward": ClippedPGLossConfig(**_KL, use_kl_in_reward=True),
 }
 
-SAMPLINGS = tuple(
+_SAMPLINGS = (1.0, None, 1.0), (0.7, None, 1.0), (1.0, 20, 1.0), (0.9, None, 0.9), (1.2, 40, 0.8)
+SAMPLINGS = [
     SamplingParams(max_new_tokens=16, temperature=temperature, top_k=top_k, top_p=top_p)
-    for temperature, top_k, top_p in (
-        (1.0, None, 1.0),
-        (0.7, None, 1.0),
-        (1.0, 20, 1.0),
-        (0.9, None, 0.9),
-        (1.2, 40, 0.8),
-    )
-)
+    for temperature, top_k, top_p in _SAMPLINGS
+]
 
 _LENGTHS = {"one": 1, "two": 2, "three": 3}
 
@@ -92,22 +87,6 @@ def draw_rollouts(kinds: Sequence[str]) -> steps.Rollouts:
     return steps.in_groups(samples)
 
 
-def as_generated(rollouts: steps.Rollouts, logprobs: dict[str, torch.Tensor], seed: int) -> steps.Rollouts:
-    """With generation logprobs that are somewhat off the policy's own `logprobs`, by sample."""
-    generator = np.random.default_rng(seed)
-    handles, groups = rollouts
-    noisy = []
-    for group in groups:
-        samples = []
-        for sample in group.samples:
-            off = generator.normal(scale=0.3, size=len(sample.token_ids))
-            values = logprobs[sample.meta.sample_id].numpy() + off
-            values = np.where(sample.token_mask, values, 0.0).astype(np.float32)
-            samples.append(replace(sample, generation_logprobs=values))
-        noisy.append(replace(group, samples=samples))
-    return handles, noisy
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What an answer depends on."""
@@ -116,10 +95,6 @@ class Case:
     sampling: int  # of SAMPLINGS
     samples_per_step: int
     max_grad_norm: float | None
-
-    @property
-    def loss_fn(self) -> LossFunction:
-        return ClippedPGLoss(LOSSES[self.loss])
 
 
 _PACKED = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 80}
@@ -200,7 +175,7 @@ class Bench:
             worker.compute_reference_logprobs()
         if loss.use_kl_in_reward:
             worker.set_token_advantages(KLInReward(loss, eps=1e-6))
-        result = worker.train(case.loss_fn, Logprobs())
+        result = worker.train(ClippedPGLoss(loss), Logprobs())
         gradients = [
             {name: grad for name, grad in zip(self.names, step, strict=True) if grad is not None}
             for step in worker.optimizer.gradients
@@ -212,41 +187,42 @@ OF_SINGLE_LOGPROBS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clampe
 OF_SINGLE_LOGPROBS |= {"sampling_importance_ratio"}
 
 
-def distances(got: Outcome, want: Outcome) -> dict[str, float]:
-    """Largest difference of each kind, of what `got` has, in units of what it is measured by.
+TOLERANCE = 1e-6
 
-    Everything is a sum of terms of size 1 that may cancel, so the unit is 1, or the value where that is above 1: of an
-    element of a gradient the norm of the whole. But for the ratio of a single token, or of a whole sequence, it is the
-    largest logprob that enters: exp(a - b) has the absolute error of a and b, and float32 holds a number of size 8 to
-    5e-7. In the mean over many tokens that is lost.
+
+def largest_of(logprobs: Iterable[torch.Tensor]) -> float:
+    return max((float(values.abs().max()) for values in logprobs), default=1.0)
+
+
+def assert_same_result(
+    got: TrainResult, want: TrainResult, largest_logprob: float, tolerance: float = TOLERANCE
+) -> None:
+    """To `tolerance`, in units of what each number is measured by.
+
+    Everything is a sum of terms of size 1 that may cancel, so the unit is 1, or the value where that is above 1. But
+    for the ratio of a single token, or of a whole sequence, it is the largest logprob that enters: exp(a - b) has the
+    absolute error of a and b, and float32 holds a number of size 8 to 5e-7. In the mean over many tokens that is lost.
     """
-    assert got.result.metrics.keys() == want.result.metrics.keys() and len(got.gradients) == len(want.gradients)
-    of_logprobs = max((float(values.abs().max()) for values in want.logprobs.values()), default=1.0)
-    found = {
-        "loss": max(_distance(a, b) for a, b in zip(got.result.losses, want.result.losses, strict=True)),
-        "grad norm": max(_distance(a, b) for a, b in zip(got.result.grad_norms, want.result.grad_norms, strict=True)),
-        "logprobs": max((_apart(got.logprobs[name], want.logprobs[name]) for name in got.logprobs), default=0.0),
-        "gradients": 0.0,
-    }
-    for name, value in got.result.metrics.items():
-        unit = of_logprobs if name in OF_SINGLE_LOGPROBS else 1.0
-        found[f"metric {name}"] = _distance(value, want.result.metrics[name], at_least=unit)
+    near = {"rel": tolerance, "abs": tolerance}
+    assert got.losses == pytest.approx(want.losses, **near)
+    assert got.grad_norms == pytest.approx(want.grad_norms, **near)
+    assert got.metrics.keys() == want.metrics.keys()
+    for name, value in want.metrics.items():
+        unit = largest_logprob if name in OF_SINGLE_LOGPROBS else 1.0
+        assert got.metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance * unit), name
+
+
+def assert_same(got: Outcome, want: Outcome) -> None:
+    """Of what `got` has; an element of a gradient in units of the norm of the whole."""
+    assert_same_result(got.result, want.result, largest_of(want.logprobs.values()))
+    for name, logprobs in got.logprobs.items():
+        assert logprobs.numpy() == pytest.approx(want.logprobs[name].numpy(), rel=TOLERANCE, abs=TOLERANCE), name
     for ours, theirs in zip(got.gradients, want.gradients, strict=True):
         size = max(1.0, math.sqrt(sum(float(grad.double().square().sum()) for grad in theirs.values())))
-        errors = [float((grad - theirs[name]).abs().max()) / size for name, grad in ours.items()]
-        found["gradients"] = max([found["gradients"], *errors])
-    return found
+        for name, grad in ours.items():
+            assert float((grad - theirs[name]).abs().max()) <= TOLERANCE * size, name
 
 
-def _distance(got: float, want: float, *, at_least: float = 1.0) -> float:
-    return 0.0 if got == want else abs(got - want) / max(at_least, abs(want))
-
-
-def _apart(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got - want).abs() / want.abs().clamp(min=1.0)).max())
-
-
-TOLERANCE = 1e-6
 UNCUT = "one rank"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     UNCUT: (1, {}),
@@ -295,41 +271,37 @@ class Expected:
 
     @classmethod
     def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
-        base, bench, rollouts = draw_rollouts(kinds), Bench(path), []
+        bench, rollouts = Bench(path), []
         for sampling in range(len(SAMPLINGS)):
             case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
-            bench.load(case, WHOLE, base)
-            rollouts.append(as_generated(base, bench.logprobs(), seed=sampling))
+            drawn, generator = draw_rollouts(kinds), np.random.default_rng(sampling)
+            bench.load(case, WHOLE, drawn)
+            logprobs = bench.logprobs()
+            for sample in (sample for group in drawn[1] for sample in group.samples):
+                # Those of generation are somewhat off the policy's own.
+                values = logprobs[sample.sample_id].numpy() + generator.normal(scale=0.3, size=len(sample.token_ids))
+                sample.generation_logprobs = np.where(sample.token_mask, values, 0.0).astype(np.float32)
+            rollouts.append(drawn)
         outcomes = {case: bench.step(case, WHOLE, rollouts[case.sampling]) for case in cases}
         return cls(path=path, rollouts=rollouts, outcomes=outcomes)
 
-    def distances(self, layout: str, draws: list[tuple[Case, str]]) -> dict[tuple[Case, str], dict[str, float]]:
-        """Of every case and batching in `draws`: the worst rank's of `layout`."""
+    def assert_same_on(self, layout: str, draws: list[tuple[Case, str]]) -> None:
+        """Every case and batching in `draws`, on every rank of `layout`."""
         world, settings = LAYOUTS[layout]
 
-        def on_rank(rank: int, world: int) -> tuple[list[dict[str, float]], set[str]]:
-            bench, found = Bench(self.path, **settings), []
+        def on_rank(rank: int, world: int) -> list[str]:
+            bench = Bench(self.path, **settings)
             for case, batching in draws:
-                how = BATCHINGS[batching] | ALIKE.get(layout, {})
-                got = bench.step(case, how, self.rollouts[case.sampling])
-                found.append(distances(got, self.outcomes[case]))
-            return found, set(bench.names)
+                got = bench.step(case, BATCHINGS[batching] | ALIKE.get(layout, {}), self.rollouts[case.sampling])
+                try:
+                    assert_same(got, self.outcomes[case])
+                except AssertionError as error:
+                    error.add_note(f"{case}, {batching}")
+                    raise
+            return bench.names
 
-        ranks = run_world(on_rank, world, timeout=300)
-        assert set.union(*(names for _, names in ranks)) == set(next(iter(self.outcomes.values())).gradients[0])
-        found = zip(*(found for found, _ in ranks), strict=True)
-        worst = [{kind: max(each[kind] for each in of_ranks) for kind in of_ranks[0]} for of_ranks in found]
-        return dict(zip(draws, worst, strict=True))
-
-
-def assert_equal(found: dict[tuple[Case, str], dict[str, float]]) -> None:
-    off = {
-        f"{case.loss}, {batching}, {kind}": distance
-        for (case, batching), kinds in found.items()
-        for kind, distance in kinds.items()
-        if not distance <= TOLERANCE
-    }
-    assert not off
+        names = set().union(*run_world(on_rank, world, timeout=300))
+        assert names == set(next(iter(self.outcomes.values())).gradients[0])
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +326,7 @@ def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
 @pytest.mark.parametrize("layout", [UNCUT, *CUT])
 def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) -> None:
     draws = [(CASES[loss], batching) for loss, batching in dealt(layout)]
-    assert_equal(expected.distances(layout, draws))
+    expected.assert_same_on(layout, draws)
 
 
 # Nothing to score on a rank, in a micro-batch, in an optimizer step; fewer tokens than chunks.
@@ -375,7 +347,7 @@ def test_samples_with_little_or_nothing_to_score(llama: Path, kind: str, layout:
     ]
     odd = Expected.of(llama, cases, ODD[kind])
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
-    assert_equal(odd.distances(layout, list(zip(odd.outcomes, batchings, strict=True))))
+    odd.assert_same_on(layout, list(zip(odd.outcomes, batchings, strict=True)))
 
 
 def plain_step(path: Path, case: Case, rollouts: steps.Rollouts) -> tuple[float, dict[str, torch.Tensor]]:
@@ -406,7 +378,7 @@ def plain_step(path: Path, case: Case, rollouts: steps.Rollouts) -> tuple[float,
         generation_logprobs=pad([torch.from_numpy(s.generation_logprobs) for s in samples]).double(),
         reference_policy_logprobs=pad(unfiltered),
     )
-    loss, _ = case.loss_fn(logprobs, inputs, sample_mask.sum(), (mask * sample_mask[:, None]).sum())
+    loss, _ = ClippedPGLoss(LOSSES[case.loss])(logprobs, inputs, sample_mask.sum(), (mask * sample_mask[:, None]).sum())
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -11,18 +11,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens
-from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.filter_reference import filter_logits
-from tests.unit.policy.megatron.parity import Layout
+from tests.unit.policy.megatron.parity import SGD
 from tests.unit.policy.models import VOCAB, Models
-from tests.unit.policy.steps import LOSS, load_step, megatron_policy, policy_config, whole_weights, worker_settings
+from tests.unit.policy.steps import megatron_policy, policy_config, train_step, whole_weights, worker_settings
 from tests.worlds import run_world
 
 SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=30, top_p=0.9)
@@ -52,12 +49,13 @@ def make_requests(
     ]
 
 
-def make_worker(path: Path, how: GenerationSettings, **dtensor: Any) -> GeneratingPolicyWorker:
-    worker = GeneratingPolicyWorker(
-        policy_config(dtensor_cfg=DTensorConfig(**dtensor)),
-        worker_settings(path, sampling=SamplingParams(max_new_tokens=10, temperature=0.8)),
-    )
-    worker.prepare_generation(how)
+def make_worker(
+    path: Path, config: PolicyConfig | None = None, how: GenerationSettings | None = None, *, trains: bool = True
+) -> Any:
+    config = config or policy_config()
+    kind = MegatronGeneratingWorker if config.megatron_cfg.enabled else GeneratingPolicyWorker
+    worker = kind(config, worker_settings(path, init_optimizer=trains, init_reference_model=trains))
+    worker.prepare_generation(how or settings())
     return worker
 
 
@@ -71,17 +69,24 @@ def generate(
     requests: Sequence[GenerationRequest],
     *,
     world: int = 1,
+    config: PolicyConfig | None = None,
     how: GenerationSettings | None = None,
-    **dtensor: Any,
 ) -> dict[str, Completion]:
     """Completions by request id; data-parallel ranks take requests in turn."""
-    num_shares = world // dtensor.get("tensor_parallel_size", 1)
 
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        worker = make_worker(path, how or settings(), **dtensor)
-        return complete(worker, requests[worker.mesh.data_rank :: num_shares])
+        worker = make_worker(path, config, how)
+        return complete(worker, requests[worker.mesh.data_rank :: worker.mesh.sizes.data_parallel])
 
     return {key: value for part in run_world(rank_main, world) for key, value in part.items()}
+
+
+def assert_same(found: dict[str, Completion], expected: dict[str, Completion]) -> None:
+    assert found.keys() == expected.keys()
+    for name, completion in expected.items():
+        assert list(found[name].token_ids) == list(completion.token_ids)
+        assert list(found[name].logprobs) == pytest.approx(list(completion.logprobs), abs=2e-5)
+        assert found[name].stop_reason is completion.stop_reason
 
 
 def drawn_by_a_full_pass(model: Any, request: GenerationRequest, found: Completion) -> tuple[list[int], list[float]]:
@@ -110,7 +115,7 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
     paths = {family: models[family] for family in FAMILIES}
 
     def rank_main(rank: int, _: int) -> dict[str, dict[str, Completion]]:
-        return {family: complete(make_worker(path, settings()), requests) for family, path in paths.items()}
+        return {family: complete(make_worker(path), requests) for family, path in paths.items()}
 
     [found] = run_world(rank_main, 1)
     for family in FAMILIES:
@@ -129,10 +134,9 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
 def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
     requests = make_requests(num_each=3)
     alone = generate(models["qwen2-tied"], requests, how=settings(max_batch_size=1))
-    for tensor in (1, 2):
-        found = generate(models["qwen2-tied"], requests[::-1], world=2, tensor_parallel_size=tensor)
-        assert found.keys() == alone.keys()
-        assert all(found[key].token_ids == completion.token_ids for key, completion in alone.items())
+    for size in (1, 2):
+        cut = policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=size))
+        assert_same(generate(models["qwen2-tied"], requests[::-1], world=2, config=cut), alone)
 
 
 def test_what_ends_a_completion_is_its_last_token(models):
@@ -140,7 +144,7 @@ def test_what_ends_a_completion_is_its_last_token(models):
     [request] = make_requests(SamplingParams(max_new_tokens=12), num_prompts=1, num_each=1)
 
     def rank_main(rank: int, world: int) -> None:
-        worker = make_worker(path, settings())
+        worker = make_worker(path)
         free = complete(worker, [request])["0/0"]
         assert free.stop_reason is StopReason.LENGTH and len(free.token_ids) == 12
         fifth, text = free.token_ids[4], decode(free.token_ids[3:6])
@@ -155,33 +159,10 @@ def test_what_ends_a_completion_is_its_last_token(models):
         assert {completion.stop_reason for completion in found.values()} == {StopReason.STOP}
         full = replace(request, prompt_token_ids=request.prompt_token_ids * 7)
         assert len(complete(worker, [full])["0/0"].token_ids) == MAX_MODEL_LEN - 21
-        end = complete(make_worker(path, settings(end_token_id=fifth)), [request])["0/0"]
+        end = complete(make_worker(path, how=settings(end_token_id=fifth)), [request])["0/0"]
         assert end.token_ids == free.token_ids[:5] and end.stop_reason is StopReason.STOP
 
     run_world(rank_main, 1)
-
-
-def test_training_goes_on_as_if_nothing_had_been_generated(models):
-    path = models["qwen2-tied"]
-
-    def rank_main(rank: int, world: int) -> tuple[list[list[float]], list[dict[str, Completion]]]:
-        norms: list[list[float]] = [[], []]
-        drawn = []
-        for generates in (False, True):
-            worker = make_worker(path, settings())
-            for _ in range(2):
-                if generates:
-                    drawn.append(complete(worker, make_requests() if rank == 0 else []))
-                load_step(worker)
-                worker.compute(Logprobs(), "prev_logprobs")
-                worker.compute(Logprobs(), "reference_policy_logprobs")
-                norms[generates] += worker.train(ClippedPGLoss(LOSS), Logprobs()).grad_norms
-        return norms, drawn
-
-    [((plain, generating), (first, second)), _] = run_world(rank_main, 2)
-    assert generating == plain
-    before, after = (sum(completions["0/0"].logprobs) for completions in (first, second))
-    assert after != pytest.approx(before, abs=1e-3), "with the weights of now"
 
 
 def test_every_token_gets_its_share_of_the_random_numbers():
@@ -200,65 +181,52 @@ def test_every_token_gets_its_share_of_the_random_numbers():
     assert draw_tokens(none, replace(SAMPLING, top_k=None, top_p=1.0), edge)[0].tolist() == [300, 400]
 
 
-# -- of Megatron, against those that the model of transformers draws with the same seeds
+# -- of Megatron, against those that the model of transformers draws with the same seeds; and of both while they train
 
 
 REQUESTS = make_requests(replace(SAMPLING, stop_token_ids=tuple(range(2, 14))))  # rows end at different steps
+SLOW = ("mistral", 1), ("qwen2-tied", 2), ("qwen3-moe", 2)
 
 
-def megatron_worker(path: Path, config: PolicyConfig, *, init_optimizer: bool = False) -> MegatronGeneratingWorker:
-    sampling = SamplingParams(max_new_tokens=10, temperature=0.8)
-    worker = MegatronGeneratingWorker(config, worker_settings(path, sampling=sampling, init_optimizer=init_optimizer))
-    worker.prepare_generation(settings())
-    return worker
+@pytest.mark.parametrize(
+    ("family", "world"), [("qwen2-tied", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_megatron_has_the_completions_of_the_model_of_transformers(models: Models, family: str, world: int) -> None:
+    path, config = models[family], megatron_policy(tensor_model_parallel_size=world)
 
-
-def by_megatron(path: Path, world: int = 1, **megatron: Any) -> dict[str, Completion]:
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        worker = megatron_worker(path, megatron_policy(**megatron))
+        worker = make_worker(path, config, trains=False)
         assert not any(chunk.buffers for chunk in worker.chunks), "without an optimizer no gradients are kept"
         worker.residency.offload()
         worker.residency.onload(with_optimizer=False)
         return complete(worker, REQUESTS)
 
-    return run_world(rank_main, world)[0]
-
-
-def assert_same(found: dict[str, Completion], expected: dict[str, Completion]) -> None:
-    assert found.keys() == expected.keys()
-    for name, completion in expected.items():
-        assert list(found[name].token_ids) == list(completion.token_ids)
-        assert list(found[name].logprobs) == pytest.approx(list(completion.logprobs), abs=2e-5)
-        assert found[name].stop_reason is completion.stop_reason
-
-
-@pytest.mark.parametrize(
-    ("family", "world"),
-    [
-        ("qwen2-tied", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mistral", 1), ("qwen2-tied", 2), ("qwen3-moe", 2))
-        ),
-    ],
-)
-def test_megatron_has_the_completions_of_the_model_of_transformers(models: Models, family: str, world: int) -> None:
-    expected = generate(models[family], REQUESTS)
+    expected = generate(path, REQUESTS)
     assert len({len(completion.token_ids) for completion in expected.values()}) > 1
-    assert_same(by_megatron(models[family], world, tensor_model_parallel_size=world), expected)
+    assert_same(run_world(rank_main, world)[0], expected)
 
 
-def test_what_megatron_trained_generates_with_its_new_weights(qwen: Path, tmp_path: Path) -> None:
-    def rank_main(rank: int, _: int) -> tuple[dict[str, Completion], dict[str, Completion]]:
-        worker = megatron_worker(qwen, Layout(world=1).config(), init_optimizer=True)
-        first = complete(worker, REQUESTS)
-        load_step(worker)
-        worker.compute(Logprobs(), "prev_logprobs")
-        worker.train(ClippedPGLoss(ClippedPGLossConfig()), Logprobs())
-        save_file(whole_weights(worker), tmp_path / "model.safetensors", metadata={"format": "pt"})
-        return first, complete(worker, REQUESTS)
+@pytest.mark.parametrize(("world", "config"), [(2, policy_config()), (1, megatron_policy(optimizer=SGD))])
+def test_training_goes_on_as_if_nothing_had_been_generated_and_the_next_are_of_its_weights(
+    qwen: Path, tmp_path: Path, world: int, config: PolicyConfig
+) -> None:
+    def rank_main(rank: int, _: int) -> list[dict[str, Completion]]:
+        trained, drawn = [], []
+        for generates in (False, True):
+            worker = make_worker(qwen, config)
+            for _ in range(2):
+                weights = whole_weights(worker)
+                if generates:
+                    drawn.append(complete(worker, REQUESTS if rank == 0 else []))
+                trained.append(train_step(worker))
+            if config.megatron_cfg.enabled:
+                worker.mesh.close()
+        assert trained[:2] == trained[2:]
+        if rank == 0:
+            save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return drawn
 
-    [(first, second)] = run_world(rank_main, 1)
+    first, second = run_world(rank_main, world)[0]
     shutil.copy(qwen / "config.json", tmp_path)
     assert_same(second, generate(tmp_path, REQUESTS))
     assert any(second[name].logprobs != completion.logprobs for name, completion in first.items())

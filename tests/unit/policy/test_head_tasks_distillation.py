@@ -42,9 +42,7 @@ class Found(NamedTuple):
     trained: list[float]  # losses and norms of gradients
 
 
-def distill(
-    rank: int, world: int, config: PolicyConfig, teacher_path: Path, student_path: Path, with_training: bool = True
-) -> Found:
+def distill(config: PolicyConfig, teacher_path: Path, student_path: Path, *, with_training: bool) -> Found:
     is_megatron = config.megatron_cfg.enabled
     how = {"init_reference_model": False, "init_optimizer": not is_megatron}
     teacher = make_worker(teacher_path, config, **how)
@@ -80,12 +78,14 @@ def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[s
         for sample in group.samples:
             ids = torch.from_numpy(sample.token_ids)[None]
             with torch.no_grad():
-                logits, own = (model(ids).logits[0, :-1] / TEMPERATURE for model in (teacher, student))
+                states = teacher.base_model(ids).last_hidden_state[0, :-1]
+                logits, own = teacher.lm_head(states) / TEMPERATURE, student(ids).logits[0, :-1] / TEMPERATURE
             top = logits[:, :COMMON].topk(K, dim=-1)
             log_p = own.log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
             p, q = own[:, :COMMON].log_softmax(-1), logits[:, :COMMON].log_softmax(-1)
             columns = {
+                "teacher_states": states,
                 "teacher_topk": torch.cat([top.values, top.indices.double()], dim=-1),
                 "topk": torch.cat([log_p.gather(-1, top.indices), entropy], dim=-1),
                 "kl": torch.stack([(q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)], dim=-1),
@@ -98,7 +98,6 @@ def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[s
 
 
 LAYOUTS: dict[str, tuple[int, str, PolicyConfig]] = {
-    "one": (1, "tied", policy_config()),
     "tp": (2, "tied", policy_config(**ALIKE | cut(**{TP: 2}))),
     "cp": (2, "tied", policy_config(**PACKED | cut(**{CP: 2}))),
     "pp": (2, "untied", policy_config(**PACKED | cut(**{PP: 2}))),
@@ -110,47 +109,46 @@ SLOW = ("megatron pp", "megatron cp")
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Found]:
+def trained_alone(folder: Path) -> dict[str, list[float]]:
     """By teacher, what one process finds."""
-    return {
-        teacher: run_world(distill, 1, policy_config(), folder / teacher, folder / "student")[0]
-        for teacher in ("tied", "untied")
-    }
 
+    def rank_main(rank: int, world: int) -> dict[str, list[float]]:
+        student, config = folder / "student", policy_config()
+        return {
+            name: distill(config, folder / name, student, with_training=True).trained for name in ("tied", "untied")
+        }
 
-def assert_rounded(found: dict[str, dict[str, torch.Tensor]], exact: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Half-precision states pass from all ranks to a student."""
-    for name, columns in found.items():
-        assert columns["teacher_states"].dtype == torch.int32
-        states, wanted = columns["teacher_states"].view(torch.bfloat16).float(), exact[name]["teacher_states"]
-        assert (states - wanted).norm() <= 0.02 * wanted.norm()
-        assert (columns["kl"] - exact[name]["kl"]).norm() <= 0.03 * exact[name]["kl"].norm()
+    return run_world(rank_main, 1)[0]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
-def test_every_layout_says_what_whole_logits_say(layout: str, folder: Path, whole: dict[str, Found]) -> None:
+def test_every_layout_says_what_whole_logits_say(
+    layout: str, folder: Path, trained_alone: dict[str, list[float]]
+) -> None:
+    """And half-precision states pass from all ranks to a student."""
     world, teacher, config = LAYOUTS[layout]
-    want, reference, results = expected_columns(folder / teacher, folder / "student"), whole[teacher], [whole[teacher]]
-    with_training = not config.megatron_cfg.enabled
-    if layout != "one":
-        paths, half = (folder / teacher, folder / "student"), config.model_copy(update={"precision": "bfloat16"})
+    paths, with_training = (folder / teacher, folder / "student"), not config.megatron_cfg.enabled
+    want, half = expected_columns(*paths), config.model_copy(update={"precision": "bfloat16"})
 
-        def rank_main(rank: int, world: int) -> tuple[Found, Found | None]:
-            found = distill(rank, world, config, *paths, with_training)
-            return found, distill(rank, world, half, *paths, False) if layout in ("pp", "cp") else None
+    def rank_main(rank: int, world: int) -> tuple[Found, Found | None]:
+        found = distill(config, *paths, with_training=with_training)
+        return found, distill(half, *paths, with_training=False) if layout in ("pp", "cp") else None
 
-        results, rounded = zip(*run_world(rank_main, world), strict=True)
-        for found in filter(None, rounded):
-            assert_rounded(found.columns, reference.columns)
-    for result in results:
-        for sample_id, columns in result.columns.items():
+    ranks = run_world(rank_main, world)
+    assert set().union(*(found.columns for found, _ in ranks)) == set(want)
+    for found, rounded in ranks:
+        for sample_id, columns in found.columns.items():
             for name, values in want[sample_id].items():
                 assert columns[name].dtype == torch.float32
                 assert (columns[name] - values).abs().max() < (1e-5 if with_training else 2e-5), (name, sample_id)
-            assert columns["teacher_states"].shape[1:] == (HIDDEN,)
         if with_training:
-            assert result.trained == pytest.approx(reference.trained, rel=1e-5)
-    assert set().union(*(result.columns for result in results)) == set(want)
+            assert found.trained == pytest.approx(trained_alone[teacher], rel=1e-5)
+        for sample_id, columns in rounded.columns.items() if rounded else ():
+            exact = want[sample_id]
+            assert columns["teacher_states"].dtype == torch.int32
+            states = columns["teacher_states"].view(torch.bfloat16).float()
+            assert (states - exact["teacher_states"]).norm() <= 0.02 * exact["teacher_states"].norm()
+            assert (columns["kl"] - exact["kl"]).norm() <= 0.03 * exact["kl"].norm()
 
 
 def test_a_teacher_without_safetensors_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.plan.batch import plan_batch
-from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
@@ -61,11 +59,8 @@ def test_small_weights_travel_together_and_adam_moves_them_together(qwen: Path) 
         alone, shared = (AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32) for _ in range(2))
         fully_shard(shared)
         reference = torch.optim.AdamW(alone.parameters(), lr=0.1, foreach=False)
-        optimizer = build_optimizer(
-            steps.policy_config(optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.1})),
-            shared.parameters(),
-        )
-        exported = list(exported_of(shared))
+        config = steps.policy_config(optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.1}))
+        optimizer, exported = build_optimizer(config, shared.parameters()), list(exported_of(shared))
         assert optimizer.param_groups[0]["foreach"]
         for _ in range(3):
             alone(torch.arange(2, 26).view(2, 12)).logits.square().mean().backward()
@@ -168,21 +163,13 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> N
 
 def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_path):
     """Once each, with the logprobs of the training pass itself; and rows that are not reported are not kept."""
-    size = steps.NUM_GROUPS * steps.NUM_GENERATIONS
 
     def written(stages: int) -> tuple[int, str | None]:
         cut = DTensorConfig(pipeline_parallel_size=stages)
-        config = steps.policy_config(train_global_batch_size=size, train_micro_batch_size=2, dtensor_cfg=cut)
+        config = steps.policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=cut)
         worker, folder = steps.make_worker(qwen, config), tmp_path / f"stages_{stages}"
         worker.keep_samples(SampleSettings(folder=folder, max_tokens=99, decode=str, anchor=0))
-        handles, groups = steps.make_groups()
-        ones = [[1.0] * steps.NUM_GENERATIONS] * steps.NUM_GROUPS
-        ranks, batching = worker.mesh.sizes.data_parallel, Batching.of(config, quadratic_weight=0.001)
-        plan = plan_batch(handles, ones, ones, num_ranks=ranks, global_batch_size=size, batching=batching)
-        for of_rank in plan.ranks:
-            own = {key for batch in of_rank.logprobs for planned in batch for key in planned.keys}
-            of_rank.reported = sorted(own & {(0, 0), (0, 3), (1, 0)})
-        worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(steps.NUM_GROUPS)}, groups)
+        steps.load_step(worker, reported={(0, 0), (0, 3), (1, 0)})
         worker.train(ClippedPGLoss(steps.LOSS), Logprobs())
         return len(worker.outputs), worker.write_samples(1)
 
@@ -197,18 +184,15 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
+    ("name", "kwargs", "message"),
     [
-        ({"name": "torch.optim.AdamZ"}, r"policy\.optimizer\.name 'torch\.optim\.AdamZ': module"),
-        (
-            {"name": "torch.optim.SGD", "kwargs": {"learning_rate": 1.0}},
-            r"policy\.optimizer\.kwargs: SGD does not take learning_rate; it takes: lr",
-        ),
-        ({"name": "torch.nn.Linear", "kwargs": {}}, r"is not a torch\.optim\.optimizer\.Optimizer"),
+        ("torch.optim.AdamZ", {}, r"policy\.optimizer\.name 'torch\.optim\.AdamZ': module"),
+        ("torch.optim.SGD", {"rate": 1.0}, r"policy\.optimizer\.kwargs: SGD does not take rate; it takes: lr"),
+        ("torch.nn.Linear", {}, r"is not a torch\.optim\.optimizer\.Optimizer"),
     ],
 )
-def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(optimizer, message):
-    config = steps.policy_config(optimizer=OptimizerConfig(**optimizer))
+def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(name, kwargs, message):
+    config = steps.policy_config(optimizer=OptimizerConfig(name=name, kwargs=kwargs))
     with pytest.raises(ValueError, match=message):
         build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
 

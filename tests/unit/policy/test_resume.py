@@ -12,14 +12,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_consolidated_tensors, save_model_files
+from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_model_files
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
-from nemo_rl.refit.layout import exported
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from nemo_rl.utils.config import CheckpointingConfig
+from tests.fakes import checkpoints_in
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP
 from tests.worlds import run_world
@@ -142,28 +141,21 @@ def save_step(folder: Path, base: Path, step: int, *, consolidated: bool = False
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight[5] += step  # every step is another model
+    lora = {"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(2, 2)}
+    state = PolicyState.of(lora if adapter else policy_tensors([model]), None, None)
 
     def write(directory: Path) -> None:
         policy = directory / "policy"
-
-        def rank_main(rank: int, world: int) -> None:
-            tensors = policy_tensors([model])
-            saved = tensors if adapter is None else {"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(2, 2)}
-            PolicyState.of(saved, None, None).save(policy, "torch_save")
-            save_model_files(model, policy)
-            if consolidated:
-                whole = [exported(name, lambda tensor=tensor: tensor) for name, tensor in tensors.items()]
-                save_model_files(model, policy / "weights" / "consolidated")
-                save_consolidated_tensors(whole, policy / "weights" / "consolidated")
-
-        run_world(rank_main, 1)
-        if adapter is not None:
+        run_world(lambda rank, world: state.save(policy, "torch_save"), 1)
+        save_model_files(model, policy)
+        if consolidated:
+            model.save_pretrained(policy / "weights" / "consolidated")
+        if adapter:
             shutil.copytree(adapter, policy / "adapter")
         (policy / "tokenizer").mkdir()
         (policy / "tokenizer" / "tokenizer_config.json").write_text("{}")
 
-    config = CheckpointingConfig(checkpoint_dir=str(folder), metric_name=None)
-    return CheckpointManager(config).start_save(step, write, {}, "", {}).finish()
+    return CheckpointManager(checkpoints_in(folder)).start_save(step, write, {}, "", {}).finish()
 
 
 def taken(path: Path, tmp_path: Path, dtype: str = "float32") -> CheckpointModel:
@@ -172,46 +164,46 @@ def taken(path: Path, tmp_path: Path, dtype: str = "float32") -> CheckpointModel
 
 def test_the_newest_sound_checkpoint_is_converted_once(tmp_path, llama):
     for step in (1, 9, 10):
-        save_step(tmp_path / "run", llama, step)
-    (tmp_path / "run" / "tmp_step_11").mkdir()
-    assert is_checkpoint(tmp_path / "run") and is_checkpoint(tmp_path / "run" / "step_9") and not is_checkpoint(llama)
-    found = taken(tmp_path / "run", tmp_path)
-    assert found.step == tmp_path / "run" / "step_10"
-    assert found.model.parent == tmp_path / "run" / "converted"
+        save_step(tmp_path, llama, step)
+    (tmp_path / "c" / "tmp_step_11").mkdir()
+    assert is_checkpoint(tmp_path / "c") and is_checkpoint(tmp_path / "c" / "step_9") and not is_checkpoint(llama)
+    found = taken(tmp_path / "c", tmp_path)
+    assert found.step == tmp_path / "c" / "step_10"
+    assert found.model.parent == tmp_path / "c" / "converted"
     assert {"config.json", "tokenizer_config.json"} <= {file.name for file in found.model.iterdir()}
     embeddings = AutoModelForCausalLM.from_pretrained(found.model).get_input_embeddings().weight
     before = AutoModelForCausalLM.from_pretrained(llama).get_input_embeddings().weight
     torch.testing.assert_close(embeddings[5], before[5] + 10)
     stamp = (found.model / "config.json").stat().st_mtime_ns
-    assert taken(tmp_path / "run", tmp_path) == found
+    assert taken(tmp_path / "c", tmp_path) == found
     assert (found.model / "config.json").stat().st_mtime_ns == stamp, "nothing was converted again"
-    half = taken(tmp_path / "run", tmp_path, "bfloat16")
+    half = taken(tmp_path / "c", tmp_path, "bfloat16")
     assert half.model != found.model and half.digest == found.digest
     assert AutoModelForCausalLM.from_pretrained(half.model, dtype="auto").dtype == torch.bfloat16
     shutil.rmtree(found.model)
     left = found.model.with_name(f"{found.model.name}.partial-abc")  # by a killed process
     left.mkdir()
-    assert taken(tmp_path / "run", tmp_path).model.is_dir() and not left.exists()
+    assert taken(tmp_path / "c", tmp_path).model.is_dir() and not left.exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_in_a_folder_and_refused_by_name(tmp_path, llama):
-    good, bad = save_step(tmp_path / "run", llama, 1), save_step(tmp_path / "run", llama, 2)
+    good, bad = save_step(tmp_path, llama, 1), save_step(tmp_path, llama, 2)
     shard = next((bad / "policy" / "weights").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert taken(tmp_path / "run", tmp_path).step == good
+    assert taken(tmp_path / "c", tmp_path).step == good
     with pytest.raises(ValueError, match=rf"step_2 is damaged: policy/weights/{shard.name} has \d+ bytes instead of"):
         taken(bad, tmp_path)
     shutil.rmtree(good)
     with pytest.raises(CheckpointError, match=r"holds 1 checkpoints and none is sound:\n  step_2: policy/weights/"):
-        taken(tmp_path / "run", tmp_path)
+        taken(tmp_path / "c", tmp_path)
 
 
 def test_a_consolidated_checkpoint_is_linked_with_its_tokenizer(tmp_path, llama):
-    step = save_step(tmp_path / "run", llama, 3, consolidated=True)
+    step = save_step(tmp_path, llama, 3, consolidated=True)
     found = taken(step, tmp_path)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    model = tmp_path / "moved" / found.model.relative_to(tmp_path / "run")
-    weights = model / "model-00001.safetensors"
+    (tmp_path / "c").rename(tmp_path / "moved")
+    model = tmp_path / "moved" / found.model.relative_to(tmp_path / "c")
+    weights = model / "model.safetensors"
     assert weights.is_symlink() and (model / "tokenizer_config.json").is_file()
     assert taken(tmp_path / "moved", tmp_path).model == model
     want = logits_of(tmp_path / "moved" / "step_3" / "policy" / "weights" / "consolidated")
@@ -225,7 +217,7 @@ def test_adapters_are_merged_into_their_base_model(tmp_path, llama):
     adapted.save_pretrained(str(tmp_path / "adapter"))
     with torch.no_grad():
         want = adapted(input_ids=IDS).logits
-    step = save_step(tmp_path / "run", llama, 1, adapter=tmp_path / "adapter")
+    step = save_step(tmp_path, llama, 1, adapter=tmp_path / "adapter")
     config = json.loads((step / "policy" / "config.json").read_text())
     found = taken(step, tmp_path)
     torch.testing.assert_close(logits_of(found.model), want, rtol=0, atol=1e-5)

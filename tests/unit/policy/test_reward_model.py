@@ -24,9 +24,9 @@ from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy import steps
 from tests.unit.policy.megatron.parity import SGD
-from tests.unit.policy.models import VOCAB, edit_json, save_model
-from tests.unit.policy.steps import make_worker as worker_of
+from tests.unit.policy.models import VOCAB, as_torch_file, edit_json, save_model
 from tests.unit.policy.steps import megatron_policy, policy_config, whole_weights
 from tests.worlds import run_world
 
@@ -43,24 +43,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def save_reward_model(family: str, directory: Path) -> None:
-    save_model(family, directory / "lm")
-    model = AutoModelForSequenceClassification.from_pretrained(directory / "lm", num_labels=1, dtype=torch.float32)
-    with torch.no_grad():
-        model.score.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 0.3)
-    model.save_pretrained(directory)
-
-
 def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(2, VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> DTensorPolicyWorker:
+def settings_of(path: Path, kind: Any = "bradley_terry") -> dict[str, Any]:
     reward = RewardModelConfig(enabled=True, reward_model_type=kind)
-    config = policy_config(model_name=str(path), reward_model_cfg=reward, dtensor_cfg=DTensorConfig(**cut))
-    sampling = SamplingParams(max_new_tokens=1)
-    return worker_of(path, config, sampling=sampling, pad_token_id=0, init_reference_model=False)
+    return {"model_name": str(path), "reward_model_cfg": reward, "max_grad_norm": None}
+
+
+def worker_of(config: PolicyConfig) -> Any:
+    settings = {"sampling": SamplingParams(max_new_tokens=1), "seed": 5, "pad_token_id": 0}
+    return steps.make_worker(Path(config.model_name), config, **settings, init_reference_model=False)
+
+
+def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> DTensorPolicyWorker:
+    return worker_of(policy_config(**settings_of(path, kind), dtensor_cfg=DTensorConfig(**cut)))
 
 
 def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
@@ -110,7 +109,11 @@ def reference(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directories = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, directory in directories.items():
-        save_reward_model(family, directory)
+        save_model(family, directory / "lm")
+        model = AutoModelForSequenceClassification.from_pretrained(directory / "lm", num_labels=1, dtype=torch.float32)
+        with torch.no_grad():
+            model.score.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 0.3)
+        model.save_pretrained(directory)
     return directories
 
 
@@ -156,22 +159,18 @@ def test_the_last_token_is_found_as_transformers_finds_it() -> None:
 def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, caplog):
     for folder in ("safetensors", "bin"):
         save_model("qwen2-tied", tmp_path / folder)
-    torch.save(load_file(tmp_path / "bin" / "model.safetensors"), tmp_path / "bin" / "pytorch_model.bin")
-    (tmp_path / "bin" / "model.safetensors").unlink()
+    as_torch_file(tmp_path / "bin")
 
     def rank_main(rank: int, world: int, cuts: list[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
         caplog.set_level(logging.INFO)
-        heads = []
-        for folder, cut in itertools.product(("safetensors", "bin"), cuts):
-            worker = make_worker(tmp_path / folder, **cut)
-            tensors = dict(named_tensors(worker.stages[-1].hf))
-            heads += [gathered(head.detach(), None) for name, head in tensors.items() if name == HEAD_WEIGHT]
-        return heads, [r.getMessage() for r in caplog.records if "drawn from seed 0" in r.getMessage()]
+        paths = itertools.product((tmp_path / "safetensors", tmp_path / "bin"), cuts)
+        heads = [whole_weights(make_worker(path, **cut))[HEAD_WEIGHT] for path, cut in paths]
+        return heads, [r.getMessage() for r in caplog.records if "drawn from seed 5" in r.getMessage()]
 
     results = run_world(rank_main, 1, [{}])
     results += run_world(rank_main, 2, [LAYOUTS[name][1] for name in ("fsdp2", "tp2", "pp2")])
     heads, told = ([one for result in results for one in result[part]] for part in (0, 1))
-    assert len(heads) == 2 * (1 + 2 + 2 + 1) and all(torch.equal(head, heads[0]) for head in heads)
+    assert len(heads) == 2 * (1 + 3 * 2) and all(torch.equal(head, heads[0]) for head in heads)
     assert heads[0].std().item() == pytest.approx(0.02, rel=0.4)
     assert len(told) == 2 * 4 and all("has no score.weight" in message for message in told)
 
@@ -258,13 +257,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
 
 
 def megatron_config(path: Path, **layout: Any) -> PolicyConfig:
-    changes = {"model_name": str(path), "reward_model_cfg": RewardModelConfig(enabled=True), "max_grad_norm": None}
-    return megatron_policy(changes, optimizer=SGD, **layout)
-
-
-def megatron_worker(config: PolicyConfig) -> Any:
-    settings = {"sampling": SamplingParams(max_new_tokens=1), "seed": 5, "pad_token_id": 0}
-    return worker_of(Path(config.model_name), config, **settings, init_reference_model=False)
+    return megatron_policy(settings_of(path), optimizer=SGD, **layout)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +270,7 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
     parts, config = [[0, 1], [2, 3]], megatron_config(path, **MEGATRON[layout])
 
     def rank_main(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-        worker = megatron_worker(config)
+        worker = worker_of(config)
         outputs = worker.runner.forward(batches_of(worker, parts), Scalars())
         scores = [values.sum().item() for out in outputs for values in out]
         train(worker, parts)
@@ -295,20 +288,18 @@ def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models
 def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(reward_models, tmp_path):
     """Training begins from torch files of a language model: the score is in no other file."""
     path, checkpoint = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "lm")), tmp_path / "step_1"
-    stored = load_file(path / "model.safetensors")
-    torch.save(stored, path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
+    stored = as_torch_file(path)
     checkpoint.mkdir()
     of_two = megatron_config(path, **MEGATRON["tp2, by position"])
     of_one = megatron_config(reward_models["qwen2-tied"])
 
     def saved(rank: int, world: int) -> dict[str, torch.Tensor]:
-        worker = megatron_worker(of_two)
+        worker = worker_of(of_two)
         worker.save_checkpoint(checkpoint, SaveRequest(save_consolidated=True))
         return whole_weights(worker)
 
     def resumed(rank: int, world: int) -> dict[str, torch.Tensor]:
-        worker = megatron_worker(of_one)
+        worker = worker_of(of_one)
         worker.load_checkpoint(checkpoint, load_optimizer=True)
         return whole_weights(worker)
 
@@ -339,7 +330,7 @@ UNMARKED, TAGGER = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["
 def test_a_reward_checkpoint_with_the_wrong_head_is_refused(reward_models, tmp_path, changes, heads, message):
     """`heads`: tensors in place of the score."""
     directory = Path(shutil.copytree(reward_models["qwen3"], tmp_path / "model", ignore=lambda *_: ["lm"]))
-    config = policy_config(model_name=str(directory), reward_model_cfg=RewardModelConfig(enabled=True))
+    config = policy_config(**settings_of(directory))
     assert read_model_config(config, str(directory)).num_labels == 1
     edit_json(directory / "config.json", **changes)
     if heads is not None:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
-from nemo_rl.algorithms.losses.distillation import DistillationInputs
-from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceInputs
+from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching
@@ -21,9 +20,8 @@ from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head.logprobs import LogprobModel
-from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.types import Example, ExampleGroup, LossInputs, PlannedSample, PolicyGradientInputs, RowKey, TrainResult
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.types import Example, ExampleGroup, PlannedSample, PolicyGradientInputs, RowKey, TrainResult
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
@@ -36,37 +34,14 @@ def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | No
     return Row(sample_id="s", token_ids=ids + 5, token_mask=ids > 0, mask=mask, columns=columns or {})
 
 
-def test_what_every_loss_gets_is_padded_to_the_longest_row():
-    inputs = loss_inputs([row(3), row(2, mask=0.0)], LossInputs, CPU)
-    assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]] and inputs.input_ids.dtype == torch.int64
+def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused():
+    """tests/parity has the inputs of every loss."""
+    sampled = {"advantages": torch.ones(2), "generation_logprobs": torch.ones(2)}
+    inputs = loss_inputs([row(3, columns=sampled), row(2, mask=0.0, columns=sampled)], PolicyGradientInputs, CPU)
+    assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]]
     assert inputs.token_mask.tolist() == [[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
     assert inputs.sample_mask.tolist() == [1.0, 0.0]
-    assert inputs.token_mask.dtype == inputs.sample_mask.dtype == torch.float32
-
-
-def test_columns_of_one_number_a_number_per_token_and_several():
-    per_sequence = {"reference_logprob_sum": torch.tensor(-3.5), "margin": torch.tensor(0.0)}
-    pair = [row(2, columns=per_sequence), row(3, columns=per_sequence)]
-    preference = loss_inputs(pair, PreferenceInputs, CPU)
-    assert preference.reference_logprob_sum.tolist() == [-3.5, -3.5] and preference.margin.tolist() == [0.0, 0.0]
-
-    per_token = [
-        row(2, columns={"values": torch.tensor([1.0, 2.0]), "returns": torch.zeros(2)}),
-        row(3, columns={"values": torch.tensor([3.0, 4.0, 5.0]), "returns": torch.ones(3)}),
-    ]
-    value = loss_inputs(per_token, ValueInputs, CPU)
-    assert value.values.tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
-    assert value.returns.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
-
-    several = [row(n, columns={"teacher_topk": torch.full((n, 4), float(n))}) for n in (3, 1)]
-    distillation = loss_inputs(several, DistillationInputs, CPU)
-    assert distillation.teacher_topk.shape == (2, 3, 4)
-    assert distillation.teacher_topk[:, :, 0].tolist() == [[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
-
-
-def test_a_column_that_was_not_computed_is_refused_where_the_loss_cannot_do_without():
-    sampled = [row(2, columns={"advantages": torch.ones(2), "generation_logprobs": torch.ones(2)})]
-    assert loss_inputs(sampled, PolicyGradientInputs, CPU).prev_logprobs.tolist() == [[0.0, 0.0]]
+    assert inputs.prev_logprobs.tolist() == [[0.0] * 3] * 2, "may be left out"
     with pytest.raises(AssertionError, match="values was not computed"):
         loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
     with pytest.raises(AssertionError, match="some rows have no values"):
@@ -120,32 +95,15 @@ class Seen(NamedTuple):
     after: dict[str, float]
 
 
-class WithColumn(HeadTask):
-    """Each token's logprob, and what its row's column `extra` says of it."""
-
-    num_values = 2
-    columns = ("extra",)
-
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
-        return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)
-
-
 def check_columns(worker: DTensorPolicyWorker) -> None:
-    """They reach the heads that name them, are summed, and copied in."""
+    """They are summed over scored tokens, and copied in. test_head_tasks_distillation.py has heads with them."""
     load_pairs(worker)
-    for (group, index), row in worker.rows.items():
-        row.columns["extra"] = 100.0 * (10 * group + index) + torch.arange(len(row.token_ids))
+    for row in worker.rows.values():
         row.columns["x"] = torch.ones(len(row.token_ids))
         row.columns["x"][:3] = 7.0  # of the prompt
         row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
-    worker.compute(WithColumn(), "both")
-    worker.compute(Logprobs(), "prev_logprobs")
     sums = worker.sum_column("x", "total")
     for key, row in worker.rows.items():
-        both = row.columns["both"]
-        assert both.shape == (len(row.token_ids), 2)
-        assert torch.equal(both[:, 0], row.columns["prev_logprobs"])
-        assert torch.equal(both[:, 1], row.columns["extra"] * row.token_mask)
         total = float(np.float32(2.0**24 + len(row.token_ids) - 4))
         assert row.columns["total"].item() == total and sums.get(key, total) == total
 
@@ -227,31 +185,6 @@ def sample(ids: list[int], scored: list[int]) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor(ids), mask
 
 
-THREE = [sample([5, 6, 7], [2]), sample([8], []), sample([9, 10], [0, 1])]
-
-
-def test_padding_free_rows_hold_the_sequences_end_to_end():
-    batch = RowLayout(padding_free=True, divisible_by=4).build(THREE)
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
-    assert batch.cu_seqlens is not None
-    assert batch.cu_seqlens.query_lengths == batch.cu_seqlens.key_lengths == (3, 1, 2, 2)
-    assert batch.cu_seqlens.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
-    assert batch.cu_seqlens.cu_seqlens_q.dtype == torch.int32
-    assert batch.states.tolist() == [1, 4]  # token 0 of the last sequence is predicted by nothing
-    assert batch.targets.tolist() == [7, 10]
-    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 2], [2, 1])
-    assert batch.shape == (3, 3)
-
-
-def test_padded_rows_and_a_full_row_have_no_segment_of_padding():
-    batch = RowLayout(padding_free=False, divisible_by=4).build(THREE)
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
-    assert batch.cu_seqlens is None
-    batch = RowLayout(padding_free=True, divisible_by=3).build(THREE)
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.query_lengths == (3, 1, 2)
-
-
 def test_a_prompt_that_sequences_share_lies_once_before_them():
     shared = [sample([5, 6, 7], [2]), sample([8, 9], [1]), sample([5, 6, 3, 4], [2, 3]), sample([1], [])]
     batch = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(shared)
@@ -263,7 +196,7 @@ def test_a_prompt_that_sequences_share_lies_once_before_them():
     assert batch.states.tolist() == [1, 3, 1, 6]  # the last token of the prompt predicts two tokens
     assert batch.targets.tolist() == [7, 9, 3, 4]
     assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 1, 2, 2], [2, 1, 2, 3])
-    alone = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(THREE)
+    alone = RowLayout(padding_free=True, shares_prompts=True).build(shared[:2])
     assert alone.cu_seqlens is not None and alone.cu_seqlens.key_index is None, "nothing is shared"
 
 
@@ -295,27 +228,19 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
     masks = [torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in lengths]
     # An id says where the token stands.
     sequences = [(1000 * (i + 1) + torch.arange(n), masks[i]) for i, n in enumerate(lengths)]
-    layouts = [
-        RowLayout(
-            padding_free=padding_free,
-            divisible_by=divisible_by,
-            context_size=size,
-            context_rank=rank,
-            context_group=dist.ProcessGroup(rank, size) if size > 1 else None,
-            own_states=own_states,
-        )
-        for rank in range(size)
-    ]
-    width = layouts[0].width(lengths)
+    how = {"padding_free": padding_free, "divisible_by": divisible_by, "own_states": own_states, "context_size": size}
+    groups = [dist.ProcessGroup(rank, size) if size > 1 else None for rank in range(size)]
+    layouts = [RowLayout(**how, context_rank=rank, context_group=group) for rank, group in enumerate(groups)]
     columns = {
         "one": [ids * 0.5 for ids, _ in sequences],
         "two": [torch.stack([ids, -ids], dim=1) for ids, _ in sequences],
     }
     batches = [layout.build(sequences, columns) for layout in layouts]
-    assert {batch.input_ids.shape for batch in batches} == {(1 if padding_free else len(lengths), width)}
 
     seen = []
     for batch in batches:
+        assert batch.input_ids.shape == (1 if padding_free else len(lengths), layouts[0].width(lengths))
+        assert batch.shape == (len(lengths), max(lengths))
         ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
         is_token = ids > 0
         assert (positions[is_token] == ids[is_token] % 1000).all()
@@ -330,19 +255,22 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
     assert sorted(tokens[tokens > 0].tolist()) == sorted(torch.cat([ids for ids, _ in sequences]).tolist())
 
     for batch in batches:
-        if size > 1:
+        if size > 1 or padding_free:
             check_keys(batch, tokens)
+        else:
+            assert batch.cu_seqlens is None
 
 
-def check_keys(batch, tokens: torch.Tensor) -> None:
-    """Every segment's keys are its sequence from the start up to its own last query."""
-    index = batch.cu_seqlens.key_index
-    assert len(batch.cu_seqlens.cu_seqlens_k) == len(batch.cu_seqlens.key_lengths) + 1
-    ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-    queries, keys = ids.split(batch.cu_seqlens.query_lengths), tokens[index].split(batch.cu_seqlens.key_lengths)
-    at = positions.split(batch.cu_seqlens.query_lengths)
-    for query, key, position in zip(queries, keys, at, strict=True):
-        assert query.tolist() == key[-len(query) :].tolist()
+def check_keys(batch: ModelBatch, tokens: torch.Tensor) -> None:
+    """Every segment's keys are its sequence from the start up to its own last query; padding has its own segment."""
+    cu_seqlens = batch.cu_seqlens
+    assert cu_seqlens is not None and len(cu_seqlens.cu_seqlens_k) == len(cu_seqlens.key_lengths) + 1
+    assert cu_seqlens.cu_seqlens_q.dtype == cu_seqlens.cu_seqlens_k.dtype == torch.int32
+    index = torch.arange(len(tokens)) if cu_seqlens.key_index is None else cu_seqlens.key_index
+    queries = batch.input_ids.flatten().split(cu_seqlens.query_lengths)
+    at = batch.position_ids.flatten().split(cu_seqlens.query_lengths)
+    for query, key, position in zip(queries, tokens[index].split(cu_seqlens.key_lengths), at, strict=True):
+        assert len(query) and query.tolist() == key[-len(query) :].tolist()
         assert position.tolist() == list(range(len(key) - len(query), len(key)))
         real = key[key > 0]
         if len(real):

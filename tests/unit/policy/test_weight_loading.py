@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.model import materialize
 from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
-from tests.unit.policy.models import save_model
+from tests.unit.policy.models import as_torch_file, edit_json, save_model
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
@@ -46,18 +46,15 @@ def test_weights_of_the_base_model_are_found_and_a_missing_one_is_named_and_not_
 
 def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(tmp_path):
     save_model("llama", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    want = as_torch_file(tmp_path)
     configs = [policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=size)) for size in (1, 2)]
     for of_rank in run_world(lambda rank, world: [whole_weights(make_worker(tmp_path, c)) for c in configs], 2):
         for loaded in of_rank:
-            assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in want.items())
 
 
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):
     save_model("llama", tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
+    edit_json(tmp_path / "config.json", intermediate_size=128)
     with pytest.raises(ValueError, match=r"tensor model\.layers\.0\.mlp.* has shape \(96, 64\).*\(128, 64\)"):
         run_world(lambda rank, world: make_worker(tmp_path, policy_config()) and None, 1)
