@@ -1,6 +1,5 @@
 """Small models on disk, for tests that only read them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def saved(family: str) -> Any:
-    @pytest.fixture(scope="session")
-    def path(models: Models) -> Path:
-        return models[family]
-
-    return path
+    return pytest.fixture(scope="session")(lambda models: models[family])
 
 
 llama, qwen, deep, qwen_moe = map(saved, ("llama", "qwen2-tied", "deep", "qwen3-moe"))

@@ -16,6 +16,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+_CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -26,12 +28,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deep": ("llama", {"num_hidden_layers": 4}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral": ("mistral", {"sliding_window": 5}),
-    "gemma2": (
-        "gemma2",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
-        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
-    ),
-    "gemma3": ("gemma3_text", _SLIDING | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", _GEMMA | _CAPPED | {"sliding_window": 6}),
+    "gemma3": ("gemma3_text", _GEMMA | _SLIDING),
     "phi3": ("phi3", {}),
     "phi": ("phi", {"qk_layernorm": True}),
     "qwen3-moe": ("qwen3_moe", _MOE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
@@ -42,17 +40,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> its `model_type`, and settings of its config.json beside the shape."""
 
 
-class Models:
+class Models(dict[str, Path]):
     """The directory of each family, written when it is first asked for: for tests that only read it."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
 
-    def __getitem__(self, family: str) -> Path:
-        path = self._directory / family
-        if not path.exists():
-            save_model(family, path)
-        return path
+    def __missing__(self, family: str) -> Path:
+        save_model(family, self.directory / family)
+        return self.setdefault(family, self.directory / family)
 
 
 def save_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -> None:

@@ -13,13 +13,7 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.models.policy.config import (
-    DTensorConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-    TokenizerConfig,
-)
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -43,9 +37,9 @@ PairsOfLogprobs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 def policy_config(**changes: Any) -> PolicyConfig:
     settings: dict[str, Any] = {
-        "model_name": "unused", "tokenizer": TokenizerConfig(name="unused"), "precision": "float32",
+        "model_name": "unused", "tokenizer": {"name": "unused"}, "precision": "float32",
         "train_global_batch_size": 8, "logprob_batch_size": 3, "logprob_chunk_size": 5,
-        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}), "dtensor_cfg": DTensorConfig(),
+        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}, "dtensor_cfg": DTensorConfig(),
         **changes,
     }  # fmt: skip
     if settings["dtensor_cfg"].fsdp_per_block is None:  # as in models of a real size

@@ -104,30 +104,18 @@ def test_a_shared_prompt_gives_the_states_and_gradients_of_whole_sequences(famil
     answers = iter(sequences([5, 1, 12, 5, 3, 7, 2]))
     together = [(torch.cat([prompts[k], next(answers)[0]]), len(prompts[k])) for k in (0, 1, 0, 2, 1, 0, 2)]
     rows = [(ids, torch.arange(len(ids)) >= length) for ids, length in together]
-    found = []
+    found, scored = [], []
     for shares in (False, True):
         model = build(FAMILIES[family], ATTENTION)
         batch = RowLayout(padding_free=True, shares_prompts=shares).build(rows)
         states = states_together(model, batch)
         found.append((batch.input_ids.numel(), states, gradients(model, states)))
+        scored.append([batch.targets.tolist(), batch.rows.tolist(), batch.positions.tolist(), batch.shape])
+    assert scored[0] == scored[1]
     (whole, expected, expected_grads), (tokens, states, grads) = found
     assert whole - tokens == 2 * 9 + 4 + 9, "each prompt is there once"
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
     assert_same_gradients(grads, expected_grads)
-
-
-def reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: CuSeqlens, window: int | None
-) -> torch.Tensor:
-    """Softmax under one mask over all queries and keys of the row."""
-    blocks = []
-    for q, k in zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True):
-        seen = torch.ones(q, k, dtype=torch.bool).tril(k - q)
-        blocks.append(seen if window is None else seen.triu(k - q - window + 1))
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (x[0].repeat_interleave(groups, 0) for x in (key, value))
-    scores = (query[0] @ keys.mT * 0.3).masked_fill(~torch.block_diag(*blocks).bool(), float("-inf"))
-    return (scores.softmax(-1) @ values).transpose(0, 1)[None]
 
 
 more = st.sampled_from([0, 0, 0, 1, 7])
@@ -150,7 +138,15 @@ def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, val
     value = torch.randn(1, key_heads, sum(key_lengths), value_width, generator=generator)
     how = {"scaling": 0.3, "sliding_window": window, "cu_seqlens": cu_seqlens}
     out, _ = attention(nn.Identity(), query, key, value, None, **how)
-    torch.testing.assert_close(out, reference(query, key, value, cu_seqlens, window), atol=1e-5, rtol=1e-5)
+
+    # Softmax under one mask over all queries and keys of the row.
+    blocks = []
+    for q, k in zip(query_lengths, key_lengths, strict=True):
+        seen = torch.ones(q, k, dtype=torch.bool).tril(k - q)
+        blocks.append(seen if window is None else seen.triu(k - q - window + 1))
+    keys, values = (x[0].repeat_interleave(4 // key_heads, 0) for x in (key, value))
+    scores = (query[0] @ keys.mT * 0.3).masked_fill(~torch.block_diag(*blocks).bool(), float("-inf"))
+    torch.testing.assert_close(out, (scores.softmax(-1) @ values).transpose(0, 1)[None], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

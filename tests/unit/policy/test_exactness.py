@@ -35,12 +35,9 @@ from tests.worlds import run_world
 
 NUM_SAMPLES = steps.NUM_GROUPS * steps.NUM_GENERATIONS
 
-
 _BY_SEQUENCE = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-_MASKED = {
-    "truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.05,
-    "truncated_importance_sampling_ratio_min": 0.95,
-}  # fmt: skip
+_TIS = "truncated_importance_sampling"
+_MASKED = {f"{_TIS}_type": "seq-mask-tis", f"{_TIS}_ratio": 1.05, f"{_TIS}_ratio_min": 0.95}
 _UNCLAMPED = {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": None, "kl_output_clamp_value": None}
 _BOUNDED, _KL = {"use_importance_sampling_correction": True}, {"reference_policy_kl_penalty": 0.1}
 
@@ -59,10 +56,9 @@ LOSSES: dict[str, ClippedPGLossConfig] = {
     "kl-in-reward": ClippedPGLossConfig(**_KL, use_kl_in_reward=True),
 }
 
-_SAMPLINGS = (1.0, None, 1.0), (0.7, None, 1.0), (1.0, 20, 1.0), (0.9, None, 0.9), (1.2, 40, 0.8)
 SAMPLINGS = [
-    SamplingParams(max_new_tokens=16, temperature=temperature, top_k=top_k, top_p=top_p)
-    for temperature, top_k, top_p in _SAMPLINGS
+    SamplingParams(max_new_tokens=16, temperature=temperature, top_k=k, top_p=p)
+    for temperature, k, p in ((1.0, None, 1), (0.7, None, 1), (1.0, 20, 1), (0.9, None, 0.9), (1.2, 40, 0.8))
 ]
 
 _LENGTHS = {"one": 1, "two": 2, "three": 3}
@@ -147,8 +143,8 @@ class Bench:
     def load(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> None:
         """The weights of the beginning, this rank's part of the rollouts, and everything else as said."""
         worker = self.worker
-        changes = {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm}
-        worker.config = self.config.model_copy(update=changes | batching)
+        batching = batching | {"train_global_batch_size": case.samples_per_step, "max_grad_norm": case.max_grad_norm}
+        worker.config = self.config.model_copy(update=batching)
         worker.layout = row_layout(worker.config, self.hf_config, worker.mesh)
         for stage in worker.stages:
             stage.reshard()
@@ -176,45 +172,37 @@ class Bench:
         if loss.use_kl_in_reward:
             worker.set_token_advantages(KLInReward(loss, eps=1e-6))
         result = worker.train(ClippedPGLoss(loss), Logprobs())
-        gradients = [
-            {name: grad for name, grad in zip(self.names, step, strict=True) if grad is not None}
-            for step in worker.optimizer.gradients
-        ]
+        named = [zip(self.names, step, strict=True) for step in worker.optimizer.gradients]
+        gradients = [{name: grad for name, grad in step if grad is not None} for step in named]
         return Outcome(result=result, gradients=gradients, logprobs=logprobs)
 
 
 OF_SINGLE_LOGPROBS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clamped") for end in ("min", "max")}
 OF_SINGLE_LOGPROBS |= {"sampling_importance_ratio"}
-
-
 TOLERANCE = 1e-6
 
 
-def largest_of(logprobs: Iterable[torch.Tensor]) -> float:
-    return max((float(values.abs().max()) for values in logprobs), default=1.0)
-
-
 def assert_same_result(
-    got: TrainResult, want: TrainResult, largest_logprob: float, tolerance: float = TOLERANCE
+    got: TrainResult, want: TrainResult, logprobs: Iterable[torch.Tensor], tolerance: float = TOLERANCE
 ) -> None:
-    """To `tolerance`, in units of what each number is measured by.
+    """To `tolerance`, in units of what each number is measured by. `logprobs`: those that enter.
 
     Everything is a sum of terms of size 1 that may cancel, so the unit is 1, or the value where that is above 1. But
     for the ratio of a single token, or of a whole sequence, it is the largest logprob that enters: exp(a - b) has the
     absolute error of a and b, and float32 holds a number of size 8 to 5e-7. In the mean over many tokens that is lost.
     """
-    near = {"rel": tolerance, "abs": tolerance}
+    largest, near = max((float(own.abs().max()) for own in logprobs), default=1.0), {"rel": tolerance, "abs": tolerance}
     assert got.losses == pytest.approx(want.losses, **near)
     assert got.grad_norms == pytest.approx(want.grad_norms, **near)
     assert got.metrics.keys() == want.metrics.keys()
     for name, value in want.metrics.items():
-        unit = largest_logprob if name in OF_SINGLE_LOGPROBS else 1.0
+        unit = largest if name in OF_SINGLE_LOGPROBS else 1.0
         assert got.metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance * unit), name
 
 
 def assert_same(got: Outcome, want: Outcome) -> None:
     """Of what `got` has; an element of a gradient in units of the norm of the whole."""
-    assert_same_result(got.result, want.result, largest_of(want.logprobs.values()))
+    assert_same_result(got.result, want.result, want.logprobs.values())
     for name, logprobs in got.logprobs.items():
         assert logprobs.numpy() == pytest.approx(want.logprobs[name].numpy(), rel=TOLERANCE, abs=TOLERANCE), name
     for ours, theirs in zip(got.gradients, want.gradients, strict=True):
@@ -266,11 +254,7 @@ class Expected:
     outcomes: dict[Case, Outcome]
 
     @classmethod
-    def of(cls, path: Path, cases: list[Case], kinds: tuple[str, ...] = ORDINARY) -> "Expected":
-        return run_world(cls._computed, 1, path, cases, kinds, timeout=300)[0]
-
-    @classmethod
-    def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
+    def of(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
         bench, rollouts = Bench(path), []
         for sampling in range(len(SAMPLINGS)):
             case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
@@ -306,7 +290,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> "Expected":
-    return Expected.of(llama, list(CASES.values()))
+    return run_world(Expected.of, 1, llama, list(CASES.values()), ORDINARY)[0]
 
 
 def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
@@ -345,7 +329,7 @@ def test_samples_with_little_or_nothing_to_score(llama: Path, kind: str, layout:
         Case(loss=loss, sampling=sampling, samples_per_step=samples, max_grad_norm=1.0)
         for loss, sampling, samples in (("grpo", 4, 4), ("gspo", 0, 4), ("kl-in-reward", 1, 8), ("seq-mask-tis", 0, 8))
     ]
-    odd = Expected.of(llama, cases, ODD[kind])
+    odd = run_world(Expected.of, 1, llama, cases, ODD[kind])[0]
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
     odd.assert_same_on(layout, list(zip(odd.outcomes, batchings, strict=True)))
 
@@ -396,7 +380,7 @@ def test_one_rank_computes_what_transformers_does_sample_by_sample(models, famil
     cases = [Case(loss=loss, sampling=sampling, **whole) for loss, sampling in losses.items()]
 
     def both(rank: int, world: int) -> tuple[Expected, list[tuple[float, dict[str, torch.Tensor]]]]:
-        expected = Expected._computed(rank, world, path, cases, ORDINARY)
+        expected = Expected.of(rank, world, path, cases, ORDINARY)
         return expected, [plain_step(path, case, expected.rollouts[case.sampling]) for case in cases]
 
     [(expected, plain)] = run_world(both, 1)

@@ -37,15 +37,13 @@ def settings(**changes: Any) -> GenerationSettings:
     return GenerationSettings(special_token_ids=frozenset({0, 1}), **{**values, **changes})
 
 
-def make_requests(
-    sampling: SamplingParams = SAMPLING, num_prompts: int = 3, num_each: int = 2
-) -> list[GenerationRequest]:
+def make_requests(sampling: SamplingParams = SAMPLING, *, prompts: int = 3, each: int = 2) -> list[GenerationRequest]:
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(2, VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(num_prompts)]
+    drawn = [torch.randint(2, VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(prompts)]
     return [
         GenerationRequest(request_id=f"{p}/{i}", prompt_token_ids=prompt, sampling=sampling, seed=100 * p + i)
-        for p, prompt in enumerate(prompts)
-        for i in range(num_each)
+        for p, prompt in enumerate(drawn)
+        for i in range(each)
     ]
 
 
@@ -107,11 +105,9 @@ def drawn_by_a_full_pass(model: Any, request: GenerationRequest, found: Completi
 
 
 def test_completions_are_those_of_full_passes_without_a_cache(models):
-    greedy = replace(SAMPLING, temperature=0.0, top_k=None, top_p=1.0)
-    requests = make_requests() + [
-        replace(request, request_id=f"greedy {request.request_id}") for request in make_requests(greedy, num_each=1)
-    ]
-
+    requests, unfiltered = make_requests(), replace(SAMPLING, top_k=None, top_p=1.0)
+    for name, how in (("unfiltered", unfiltered), ("greedy", replace(unfiltered, temperature=0.0))):
+        requests += [replace(one, request_id=f"{name} {one.request_id}") for one in make_requests(how, each=1)]
     paths = {family: models[family] for family in FAMILIES}
 
     def rank_main(rank: int, _: int) -> dict[str, dict[str, Completion]]:
@@ -132,7 +128,7 @@ def test_completions_are_those_of_full_passes_without_a_cache(models):
 
 
 def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
-    requests = make_requests(num_each=3)
+    requests = make_requests(each=3)
     alone = generate(models["qwen2-tied"], requests, how=settings(max_batch_size=1))
     for size in (1, 2):
         cut = policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=size))
@@ -141,7 +137,7 @@ def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models):
 
 def test_what_ends_a_completion_is_its_last_token(models):
     path = models["llama"]
-    [request] = make_requests(SamplingParams(max_new_tokens=12), num_prompts=1, num_each=1)
+    [request] = make_requests(SamplingParams(max_new_tokens=12), prompts=1, each=1)
 
     def rank_main(rank: int, world: int) -> None:
         worker = make_worker(path)
@@ -166,15 +162,10 @@ def test_what_ends_a_completion_is_its_last_token(models):
 
 
 def test_every_token_gets_its_share_of_the_random_numbers():
-    logits = torch.randn(700, generator=torch.Generator().manual_seed(3)) * 2
-    logits[5] = 7.0
-    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    for how in (SAMPLING, replace(SAMPLING, top_k=None, top_p=1.0), replace(SAMPLING, top_k=300, top_p=1.0)):
-        tokens, logprobs = draw_tokens(logits.repeat(4000, 1), how, uniform)
-        want = filter_logits(logits[None], torch.tensor([5]), how.top_k, how.top_p).softmax(-1)[0]
-        counts = torch.bincount(tokens, minlength=700) / 4000
-        assert (counts - want).abs().max() <= 1.01 / 4000
-        assert (logprobs - want[tokens].log()).abs().max() < 1e-5
+    logits, how = torch.randn(1, 700, generator=torch.Generator().manual_seed(3)) * 2, replace(SAMPLING, top_k=300)
+    tokens, _ = draw_tokens(logits.repeat(4000, 1), how, (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000)
+    want = filter_logits(logits, logits.argmax(-1), how.top_k, how.top_p).softmax(-1)[0]
+    assert (torch.bincount(tokens, minlength=700) / 4000 - want).abs().max() <= 1.01 / 4000
     edge = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
     none = torch.full((2, 700), float("-inf"))
     none[:, [300, 400]] = 0.0

@@ -284,9 +284,7 @@ def test_bfloat16_heads_have_float32_distributions_and_gradients_rounded_once(wa
 class LargestTensor(TorchDispatchMode):
     """Numbers in the largest tensor that any operator returned."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
+    numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

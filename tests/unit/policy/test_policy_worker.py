@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.batch.samples import SampleSettings
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -105,20 +105,18 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_ste
     assert len(first.nonfinite_samples) == 2 and second.nonfinite_samples == []
 
 
-def in_one_step(layout: str | None) -> PolicyConfig:
-    """Of Megatron with `layout`, of PyTorch without."""
-    changes = {"nonfinite_action": "skip", "train_micro_batch_size": 1, "train_global_batch_size": 16}
-    if layout is None:
-        return steps.policy_config(**changes, optimizer=OptimizerConfig(kwargs={"lr": 1e-3}))
-    cut = {} if layout == "data" else {f"{layout}_model_parallel_size": 2}
-    return steps.megatron_policy(changes, optimizer={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}, **cut)
-
-
 @pytest.mark.parametrize(
     "layout", [None, "data", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "pipeline"))]
 )
 def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(qwen: Path, layout: str | None) -> None:
-    config = in_one_step(layout)
+    """Of Megatron with `layout`, of PyTorch without."""
+    changes = {"nonfinite_action": "skip", "train_micro_batch_size": 1, "train_global_batch_size": 16}
+    if layout is None:
+        config = steps.policy_config(**changes, optimizer=OptimizerConfig(kwargs={"lr": 1e-3}))
+    else:
+        cut = {} if layout == "data" else {f"{layout}_model_parallel_size": 2}
+        adam = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
+        config = steps.megatron_policy(changes, optimizer=adam, **cut)
 
     def rank_main(rank: int, world: int) -> TrainResult:
         after = []
@@ -186,7 +184,6 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("torch.optim.AdamZ", {}, r"policy\.optimizer\.name 'torch\.optim\.AdamZ': module"),
         ("torch.optim.SGD", {"rate": 1.0}, r"policy\.optimizer\.kwargs: SGD does not take rate; it takes: lr"),
         ("torch.nn.Linear", {}, r"is not a torch\.optim\.optimizer\.Optimizer"),
     ],

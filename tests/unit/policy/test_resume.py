@@ -57,16 +57,6 @@ def resumes(rank: int, world: int, path: Path, config: PolicyConfig, directory: 
     return [train_step(worker)], whole_weights(worker)
 
 
-def deterministic(settings: dict[str, Any]) -> PolicyConfig:
-    return policy_config(
-        deterministic=True,
-        dtensor_cfg=DTensorConfig(**settings),
-        **PACKED,
-        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1}),
-        scheduler=SCHEDULE,
-    )
-
-
 def assert_bitwise(got: Run, want: Run) -> None:
     assert got[0] == want[0], "losses, gradient norms, learning rates and metrics"
     assert all(torch.equal(weight, want[1][name]) for name, weight in got[1].items())
@@ -83,7 +73,10 @@ def assert_bitwise(got: Run, want: Run) -> None:
     ids=["dp", "lora with dropout", "cp-tp-sp", "lora with dropout, pp-tp"],
 )
 def test_two_runs_and_a_resumed_one_are_bitwise_equal_with_the_optimizers_state(models, tmp_path, world, settings):
-    how, config = SaveRequest(model_save_format="safetensors", save_consolidated=True), deterministic(settings)
+    how = SaveRequest(model_save_format="safetensors", save_consolidated=True)
+    adamw = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1})
+    changes = PACKED | {"deterministic": True, "optimizer": adamw, "scheduler": SCHEDULE}
+    config = policy_config(**changes, dtensor_cfg=DTensorConfig(**settings))
     path, folders = models["llama"], [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()

@@ -11,12 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CohereConfig
 
 from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PolicyConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint, merge_adapter
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
@@ -58,7 +57,7 @@ def worker_of(config: PolicyConfig) -> Any:
     return steps.make_worker(Path(config.model_name), config, **settings, init_reference_model=False)
 
 
-def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> DTensorPolicyWorker:
+def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> Any:
     return worker_of(policy_config(**settings_of(path, kind), dtensor_cfg=DTensorConfig(**cut)))
 
 
@@ -78,7 +77,7 @@ def train(worker: Any, parts: list[list[int]]) -> None:
     )
 
 
-def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+def scores_and_gradients(worker: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Scores of this rank's rows, in two micro-batches, and the whole gradients of its tensors."""
     share = len(LENGTHS) // worker.mesh.sizes.data_parallel
     rows = list(range(len(LENGTHS)))[worker.mesh.data_rank * share :][:share]
@@ -93,14 +92,15 @@ def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float],
     return scores, {name: gathered(t.grad, None) for name, t in tensors.items() if t.grad is not None}
 
 
-def right_padded() -> dict[str, torch.Tensor]:
+def scores_of(model: Any) -> torch.Tensor:
+    """Of a model of transformers, for the sequences."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True, padding_value=0)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    return model.eval()(input_ids=ids, attention_mask=(ids > 0).long()).logits[:, 0]
 
 
 def reference(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    scores = model(**right_padded()).logits[:, 0]
+    scores = scores_of(model)
     (scores * WEIGHTS).sum().backward()
     return scores.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -124,8 +124,7 @@ def test_scores_and_gradients_equal_those_of_transformers(reward_models: dict[st
     want, want_grads = reference(path)
     found: dict[str, torch.Tensor] = {}
     for scores, grads in run_world(lambda *_: scores_and_gradients(make_worker(path, **cut)), world_size):
-        for row, score in scores.items():
-            assert score == pytest.approx(want[row].item(), rel=1e-5, abs=1e-5), row
+        assert scores == pytest.approx({row: want[row].item() for row in scores}, rel=1e-5, abs=1e-5)
         found |= grads
     assert set(found) == set(want_grads)
     for name, grad in found.items():
@@ -159,12 +158,15 @@ def test_the_last_token_is_found_as_transformers_finds_it() -> None:
 def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, caplog):
     for folder in ("safetensors", "bin"):
         save_model("qwen2-tied", tmp_path / folder)
-    as_torch_file(tmp_path / "bin")
+    stored = as_torch_file(tmp_path / "bin")  # read by rank 0 and sent around
 
     def rank_main(rank: int, world: int, cuts: list[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
         caplog.set_level(logging.INFO)
-        paths = itertools.product((tmp_path / "safetensors", tmp_path / "bin"), cuts)
-        heads = [whole_weights(make_worker(path, **cut))[HEAD_WEIGHT] for path, cut in paths]
+        paths, heads = itertools.product((tmp_path / "safetensors", tmp_path / "bin"), cuts), []
+        for path, cut in paths:
+            weights = whole_weights(make_worker(path, **cut))
+            heads.append(weights.pop(HEAD_WEIGHT))
+            torch.testing.assert_close(weights, stored, rtol=0, atol=0)
         return heads, [r.getMessage() for r in caplog.records if "drawn from seed 5" in r.getMessage()]
 
     results = run_world(rank_main, 1, [{}])
@@ -175,18 +177,12 @@ def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, 
     assert len(told) == 2 * 4 and all("has no score.weight" in message for message in told)
 
 
-def scores_of(model: PreTrainedModel | PeftModel) -> list[float]:
-    with torch.no_grad():
-        return model.eval()(**right_padded()).logits[:, 0].tolist()
-
-
-def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tuple[DTensorPolicyWorker, Any]:
+def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tuple[Any, Any]:
     """A worker saved after a step, and what its gradients were."""
     worker = make_worker(path, **cut)
     _, grads = scores_and_gradients(worker)
-    assert worker.optimizer is not None
-    worker.optimizer.step()
-    worker.optimizer.zero_grad()
+    worker._take_step()
+    worker._zero_gradients()
     worker.save_checkpoint(directory, request)
     return worker, grads
 
@@ -204,17 +200,16 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
         assert scores_and_gradients(again)[0] == after
         return after
 
-    want = {row: score for after in run_world(rank_main, world_size) for row, score in after.items()}
+    scores = {row: score for after in run_world(rank_main, world_size) for row, score in after.items()}
+    want = pytest.approx([scores[row] for row in range(len(LENGTHS))], rel=1e-6, abs=1e-6)
     convert_checkpoint(tmp_path, tmp_path / "converted")
     for directory in (tmp_path / "policy" / "weights" / "consolidated", tmp_path / "converted"):
         config = json.loads((directory / "config.json").read_text())
         assert config["architectures"] == ["LlamaForSequenceClassification"]
         assert len(config["id2label"]) == 1 and config["pad_token_id"] == 0
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True
-        )
+        model, loading = AutoModelForSequenceClassification.from_pretrained(directory, output_loading_info=True)
         assert not loading["missing_keys"] and not loading["unexpected_keys"]
-        assert scores_of(model) == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-6, abs=1e-6)
+        assert scores_of(model).tolist() == want
     assert not (tmp_path / "policy" / "generation_config.json").exists()
 
 
@@ -237,12 +232,12 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
     assert HEAD_WEIGHT in names and all("lora" in name for name in names - {HEAD_WEIGHT})
     want = {row: score for _, after in results for row, score in after.items()}
     base = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    before = scores_of(base)
+    before = scores_of(base).tolist()
     adapted = PeftModel.from_pretrained(base, str(adapter))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
     with pytest.raises(ValueError, match=r"belongs to a reward model.*save_consolidated=true"):
         merge_adapter(adapter, str(path), str(path), tmp_path / "merged")
-    for scores in (scores_of(adapted), scores_of(whole)):
+    for scores in (scores_of(adapted).tolist(), scores_of(whole).tolist()):
         assert scores == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-5, abs=1e-5)
         assert min(abs(a - b) for a, b in zip(scores, before, strict=True)) > 1e-3
 

@@ -19,11 +19,10 @@ from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
-from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import Example, ExampleGroup, PlannedSample, PolicyGradientInputs, RowKey, TrainResult
 from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import PACKED, make_worker, policy_config, whole_weights
+from tests.unit.policy.steps import PACKED, Worker, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -54,28 +53,17 @@ def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused
 NUM_PAIRS, PAIRS_PER_GROUP = 12, 4
 
 
-def make_pairs() -> tuple[list[PlannedSample], list[ExampleGroup]]:
+def load_pairs(worker: Worker) -> None:
     """12 pairs in 3 groups, one of them masked. The first 3 tokens of a sequence carry no loss."""
     generator = np.random.default_rng(0)
-    planned: list[PlannedSample] = []
-    groups: list[ExampleGroup] = [ExampleGroup(samples=[]) for _ in range(NUM_PAIRS // PAIRS_PER_GROUP)]
+    planned, groups = [], [ExampleGroup(samples=[]) for _ in range(NUM_PAIRS // PAIRS_PER_GROUP)]
     for number in range(NUM_PAIRS):
-        group = number // PAIRS_PER_GROUP
-        lengths = tuple(int(n) for n in generator.integers(4, 20, 2))
-        samples, mask = groups[group].samples, 0.0 if number == 5 else 1.0
+        group, lengths = number // PAIRS_PER_GROUP, tuple(int(n) for n in generator.integers(4, 20, 2))
+        samples, mask = groups[group].samples, float(number != 5)
         planned.append(PlannedSample(group=group, index=len(samples), lengths=lengths, advantage=0.0, mask=mask))
         for side, length in zip(("chosen", "rejected"), lengths, strict=True):
             ids = generator.integers(2, VOCAB, length).astype(np.int32)
             samples.append(Example(sample_id=f"d:{number}/{side}", token_ids=ids, token_mask=np.arange(length) >= 3))
-    return planned, groups
-
-
-def pair_config(**changes: Any) -> PolicyConfig:
-    return policy_config(**{"train_global_batch_size": NUM_PAIRS, "train_micro_batch_size": 5, **changes})
-
-
-def load_pairs(worker: DTensorPolicyWorker) -> None:
-    planned, groups = make_pairs()
     plan = plan_samples(
         [[pair] for pair in planned],
         list(range(len(groups))),
@@ -87,7 +75,7 @@ def load_pairs(worker: DTensorPolicyWorker) -> None:
 
 
 class Seen(NamedTuple):
-    """Results of one optimizer step on pairs on one rank."""
+    """Results of one optimizer step on pairs on one rank, and of evaluations before and after it."""
 
     reference_sums: dict[RowKey, float]
     before: dict[str, float]
@@ -95,7 +83,7 @@ class Seen(NamedTuple):
     after: dict[str, float]
 
 
-def check_columns(worker: DTensorPolicyWorker) -> None:
+def check_columns(worker: Worker) -> None:
     """They are summed over scored tokens, and copied in. test_head_tasks_distillation.py has heads with them."""
     load_pairs(worker)
     for row in worker.rows.values():
@@ -134,25 +122,19 @@ def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Se
     return seen
 
 
-def assert_same_metrics(got: dict[str, float], want: dict[str, float], *left_out: str) -> None:
-    assert got.keys() == want.keys()
-    for name in want.keys() - set(left_out):
-        assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
-
-
 SIZES = {"train_mb_tokens": 96, "logprob_mb_tokens": 128, "sequence_length_round": 8}
-DYNAMIC = {"padding_free": False, "dynamic_batching": DynamicBatchingConfig(enabled=True, **SIZES)}
-PAIR_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2 dynamic": (2, DYNAMIC),
-    "cp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
-    "pp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)}),
+PAIR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 dynamic": {"padding_free": False, "dynamic_batching": DynamicBatchingConfig(enabled=True, **SIZES)},
+    "cp packed": PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)},
+    "pp packed": PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)},
 }
 
 
 @pytest.fixture(scope="module")
 def alone(llama: Path) -> Seen:
     """One rank, one micro-batch: nothing was split."""
-    config = pair_config(train_micro_batch_size=NUM_PAIRS, logprob_batch_size=NUM_PAIRS, padding_free=False)
+    whole = dict.fromkeys(("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"), NUM_PAIRS)
+    config = policy_config(**whole, padding_free=False)
     seen = run_world(step_on_pairs, 1, llama, config)[0]
     assert seen.before["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert seen.before["global_valid_seqs"] == 2 * (NUM_PAIRS - 1), "sequences; one pair is masked"
@@ -162,13 +144,14 @@ def alone(llama: Path) -> Seen:
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)
 def test_a_step_on_pairs_and_its_columns_do_not_depend_on_the_layout_nor_does_evaluation(llama, alone, layout):
-    world, changes = PAIR_LAYOUTS[layout]
-    ranks = run_world(step_on_pairs, world, llama, pair_config(**changes))
+    config = policy_config(train_global_batch_size=NUM_PAIRS, train_micro_batch_size=5, **PAIR_LAYOUTS[layout])
+    ranks = run_world(step_on_pairs, 2, llama, config)
+    near = {"rel": 1e-6, "abs": 1e-6}
     for seen in ranks:
-        assert_same_metrics(seen.before, seen.trained.metrics)
+        assert seen.before == pytest.approx(seen.trained.metrics, **near)
         # Policy and reference are equal at first: which answer is the better one is a matter of rounding.
-        assert_same_metrics(seen.before, alone.before, "accuracy")
-        assert_same_metrics(seen.after, alone.after)
+        assert seen.before == pytest.approx(alone.before | {"accuracy": seen.before["accuracy"]}, **near)
+        assert seen.after == pytest.approx(alone.after, **near)
         assert seen.trained.grad_norms == pytest.approx(alone.trained.grad_norms, rel=1e-5)
     reported = [key for seen in ranks for key in seen.reference_sums]
     assert len(reported) == len(set(reported)) == 2 * NUM_PAIRS, "every row by one rank"
@@ -176,32 +159,12 @@ def test_a_step_on_pairs_and_its_columns_do_not_depend_on_the_layout_nor_does_ev
     assert together == pytest.approx(alone.reference_sums, abs=1e-5)
 
 
-# -- where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it
-
-
-def sample(ids: list[int], scored: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = torch.zeros(len(ids), dtype=torch.bool)
-    mask[scored] = True
-    return torch.tensor(ids), mask
-
-
-def test_a_prompt_that_sequences_share_lies_once_before_them():
-    shared = [sample([5, 6, 7], [2]), sample([8, 9], [1]), sample([5, 6, 3, 4], [2, 3]), sample([1], [])]
-    batch = RowLayout(padding_free=True, divisible_by=4, shares_prompts=True).build(shared)
-    assert batch.input_ids.tolist() == [[5, 6, 1, 8, 9, 7, 3, 4]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2, 2, 3]]
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.key_index is not None
-    assert batch.cu_seqlens.query_lengths == (2, 1, 2, 1, 2) and batch.cu_seqlens.key_lengths == (2, 1, 2, 3, 4)
-    assert batch.cu_seqlens.key_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]
-    assert batch.states.tolist() == [1, 3, 1, 6]  # the last token of the prompt predicts two tokens
-    assert batch.targets.tolist() == [7, 9, 3, 4]
-    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 1, 2, 2], [2, 1, 2, 3])
-    alone = RowLayout(padding_free=True, shares_prompts=True).build(shared[:2])
-    assert alone.cu_seqlens is not None and alone.cu_seqlens.key_index is None, "nothing is shared"
+# -- where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it;
+# test_attention.py has prompts that sequences share
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
-    sequences = [sample(list(range(10, 18)), []), sample([20, 21], [])]
+    sequences = [(ids, torch.zeros(len(ids), dtype=torch.bool)) for ids in (torch.arange(10, 18), torch.arange(20, 22))]
     for rank, ids, positions, keys in (
         (0, [10, 11, 16, 17, 20, 0], [0, 1, 6, 7, 0, 3], (2, 8, 1, 4)),
         (1, [12, 13, 14, 15, 21, 0], [2, 3, 4, 5, 1, 2], (4, 6, 2, 3)),

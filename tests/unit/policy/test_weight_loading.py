@@ -1,4 +1,4 @@
-"""Weights on disk: under names of their own, in other formats, and nothing is drawn at random in silence."""
+"""Weights on disk under other names, and nothing drawn at random in silence. test_reward_model.py has torch files."""
 
 from pathlib import Path
 
@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.model import materialize
 from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
-from tests.unit.policy.models import as_torch_file, edit_json, save_model
-from tests.unit.policy.steps import make_worker, policy_config, whole_weights
+from tests.unit.policy.models import edit_json, save_model
+from tests.unit.policy.steps import make_worker, policy_config
 from tests.worlds import run_world
 
 
@@ -42,15 +41,6 @@ def test_weights_of_the_base_model_are_found_and_a_missing_one_is_named_and_not_
     save_under_the_names_of_the_base_model(tmp_path, without="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ValueError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight; it is not the mod"):
         load(tmp_path)
-
-
-def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(tmp_path):
-    save_model("llama", tmp_path)
-    want = as_torch_file(tmp_path)
-    configs = [policy_config(dtensor_cfg=DTensorConfig(tensor_parallel_size=size)) for size in (1, 2)]
-    for of_rank in run_world(lambda rank, world: [whole_weights(make_worker(tmp_path, c)) for c in configs], 2):
-        for loaded in of_rank:
-            assert all(torch.equal(loaded[name], tensor) for name, tensor in want.items())
 
 
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):
