@@ -59,9 +59,9 @@ def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> P
     return policy_config(**off, **(changes or {}), megatron_cfg=MegatronConfig(enabled=True, **megatron))
 
 
-def make_sample(name: str, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
+def make_sample(number: int, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
     """Random tokens, of which those in `mask` were sampled, with logprobs of 0."""
-    length, generated = len(mask), int(mask.sum())
+    length, generated, name = len(mask), int(mask.sum()), f"{number // NUM_GENERATIONS}/{number % NUM_GENERATIONS}"
     reward, status = float(generator.integers(0, 2)), SampleStatus.FAILED if failed else SampleStatus.COMPLETED
     parts = {"prompt": min(4, length - 1), "generated": generated, "env": length - min(4, length - 1) - generated}
     return Sample(
@@ -85,14 +85,13 @@ def make_groups() -> Rollouts:
     """16 samples of 6 to 23 tokens, 4 of them the prompt; the episode of "1/2" failed."""
     generator = np.random.default_rng(0)
     samples = []
-    for g in range(NUM_GROUPS):
-        for i in range(NUM_GENERATIONS):
-            length, failed = int(generator.integers(6, 24)), (g, i) == (1, 2)
-            mask = np.arange(length) >= (length if failed else 4)
-            sample = make_sample(f"{g}/{i}", mask, generator, failed=failed)
-            noise = -4.0 + generator.normal(size=length)
-            sample.generation_logprobs = np.where(mask, noise, 0.0).astype(np.float32)
-            samples.append(sample)
+    for number in range(NUM_GROUPS * NUM_GENERATIONS):
+        length, failed = int(generator.integers(6, 24)), number == 6
+        mask = np.arange(length) >= (length if failed else 4)
+        sample = make_sample(number, mask, generator, failed=failed)
+        noise = -4.0 + generator.normal(size=length)
+        sample.generation_logprobs = np.where(mask, noise, 0.0).astype(np.float32)
+        samples.append(sample)
     return in_groups(samples)
 
 

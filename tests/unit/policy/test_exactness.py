@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
-from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, OptimizerConfig, SequencePackingConfig
+from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.model import row_layout, trainable
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.pretrained import load_config
@@ -78,8 +78,7 @@ def draw_rollouts(kinds: Sequence[str]) -> steps.Rollouts:
         if kind == "turns":
             mask[length // 2 : length // 2 + 2] = False
         mask &= kind not in ("failed", "silent")
-        name = f"{number // steps.NUM_GENERATIONS}/{number % steps.NUM_GENERATIONS}"
-        samples.append(steps.make_sample(name, mask, generator, failed=kind == "failed"))
+        samples.append(steps.make_sample(number, mask, generator, failed=kind == "failed"))
     return steps.in_groups(samples)
 
 
@@ -106,20 +105,6 @@ BATCHINGS: dict[str, dict[str, Any]] = {
 WHOLE = {"train_micro_batch_size": NUM_SAMPLES, "logprob_batch_size": NUM_SAMPLES, "padding_free": False}
 
 
-class RecordingSGD(torch.optim.SGD):
-    """Keeps the gradients it was given, by optimizer step."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.gradients: list[list[torch.Tensor | None]] = []
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            taken = [p.grad for group in self.param_groups for p in group["params"]]
-            self.gradients.append([None if grad is None else gathered(grad, None).clone() for grad in taken])
-        return super().step(closure)
-
-
 @dataclass(kw_only=True)
 class Outcome:
     """Results of a step. Gradients by optimizer step and name, of the parameters that this rank has."""
@@ -133,12 +118,18 @@ class Bench:
     """A worker that can take many steps from the same weights."""
 
     def __init__(self, path: Path, **layout: Any) -> None:
-        optimizer = OptimizerConfig(name=f"{__name__}.RecordingSGD", kwargs={"lr": 0.1})
-        self.config = steps.policy_config(optimizer=optimizer, dtensor_cfg=DTensorConfig(**layout))
+        self.config = steps.policy_config(dtensor_cfg=DTensorConfig(**layout))
         self.worker, self.hf_config = steps.make_worker(path, self.config), load_config(str(path), {})
         held = [pair for stage in self.worker.stages for pair in stage.hf.named_parameters()]
         self.names = [hf_name(name) for name, parameter in held if parameter.requires_grad]
         self.start = [local_part(p).detach().clone() for p in trainable(self.worker.stages)]
+        self.worker.optimizer.register_step_pre_hook(self.record)
+
+    def record(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the gradients that an optimizer step is given."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [(name, p.grad) for name, p in zip(self.names, parameters, strict=True) if p.grad is not None]
+        self.gradients.append({name: gathered(grad, None).clone() for name, grad in held})
 
     def load(self, case: Case, batching: dict[str, Any], rollouts: steps.Rollouts) -> None:
         """The weights of the beginning, this rank's part of the rollouts, and everything else as said."""
@@ -152,7 +143,7 @@ class Bench:
         with torch.no_grad():
             for parameter, start in zip(trainable(worker.stages), self.start, strict=True):
                 local_part(parameter).copy_(start)
-        worker.optimizer.gradients.clear()
+        self.gradients: list[dict[str, torch.Tensor]] = []
         steps.load_step(worker, rollouts)
 
     def logprobs(self) -> dict[str, torch.Tensor]:
@@ -172,13 +163,11 @@ class Bench:
         if loss.use_kl_in_reward:
             worker.set_token_advantages(KLInReward(loss, eps=1e-6))
         result = worker.train(ClippedPGLoss(loss), Logprobs())
-        named = [zip(self.names, step, strict=True) for step in worker.optimizer.gradients]
-        gradients = [{name: grad for name, grad in step if grad is not None} for step in named]
-        return Outcome(result=result, gradients=gradients, logprobs=logprobs)
+        return Outcome(result=result, gradients=self.gradients, logprobs=logprobs)
 
 
-OF_SINGLE_LOGPROBS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clamped") for end in ("min", "max")}
-OF_SINGLE_LOGPROBS |= {"sampling_importance_ratio"}
+_RATIOS = {f"probs_ratio{clamped}_{end}" for clamped in ("", "_clamped") for end in ("min", "max")}
+OF_SINGLE_LOGPROBS = _RATIOS | {"sampling_importance_ratio"}
 TOLERANCE = 1e-6
 
 
@@ -309,8 +298,7 @@ def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
 
 @pytest.mark.parametrize("layout", [UNCUT, *CUT])
 def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) -> None:
-    draws = [(CASES[loss], batching) for loss, batching in dealt(layout)]
-    expected.assert_same_on(layout, draws)
+    expected.assert_same_on(layout, [(CASES[loss], batching) for loss, batching in dealt(layout)])
 
 
 # Nothing to score on a rank, in a micro-batch, in an optimizer step; fewer tokens than chunks.

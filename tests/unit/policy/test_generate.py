@@ -47,9 +47,7 @@ def make_requests(sampling: SamplingParams = SAMPLING, *, prompts: int = 3, each
     ]
 
 
-def make_worker(
-    path: Path, config: PolicyConfig | None = None, how: GenerationSettings | None = None, *, trains: bool = True
-) -> Any:
+def make_worker(path: Path, config: PolicyConfig | None = None, how: Any = None, *, trains: bool = True) -> Any:
     config = config or policy_config()
     kind = MegatronGeneratingWorker if config.megatron_cfg.enabled else GeneratingPolicyWorker
     worker = kind(config, worker_settings(path, init_optimizer=trains, init_reference_model=trains))
@@ -62,18 +60,11 @@ def complete(worker: GeneratingWorker, requests: Sequence[GenerationRequest]) ->
     return {a.request_id: a.completion for a in worker.generate(requests, 7) if a.completion is not None}
 
 
-def generate(
-    path: Path,
-    requests: Sequence[GenerationRequest],
-    *,
-    world: int = 1,
-    config: PolicyConfig | None = None,
-    how: GenerationSettings | None = None,
-) -> dict[str, Completion]:
-    """Completions by request id; data-parallel ranks take requests in turn."""
+def generate(path: Path, requests: Sequence[GenerationRequest], world: int = 1, **how: Any) -> dict[str, Completion]:
+    """Completions by request id; data-parallel ranks, with workers as `how` says, take requests in turn."""
 
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        worker = make_worker(path, config, how)
+        worker = make_worker(path, **how)
         return complete(worker, requests[worker.mesh.data_rank :: worker.mesh.sizes.data_parallel])
 
     return {key: value for part in run_world(rank_main, world) for key, value in part.items()}

@@ -4,7 +4,6 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,14 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Found(NamedTuple):
-    """Columns and losses of one rank after a step of each kind of distillation."""
-
-    columns: dict[str, dict[str, torch.Tensor]]  # sample id -> name -> values
-    trained: list[float]  # losses and norms of gradients
+Columns = dict[str, dict[str, torch.Tensor]]
+"""Sample id -> name -> values."""
 
 
-def distill(config: PolicyConfig, teacher_path: Path, student_path: Path, *, with_training: bool) -> Found:
+def distill(config: PolicyConfig, teacher_path: Path, student_path: Path, *, trains: bool) -> tuple[Columns, list]:
+    """Columns of one rank; losses and norms of gradients of a step of each kind of distillation."""
     is_megatron = config.megatron_cfg.enabled
     how = {"init_reference_model": False, "init_optimizer": not is_megatron}
     teacher = make_worker(teacher_path, config, **how)
@@ -60,18 +57,18 @@ def distill(config: PolicyConfig, teacher_path: Path, student_path: Path, *, wit
         student.attach(name, keys, *(teacher.rows[key].columns[name].numpy() for key in keys))
     for name, task in tasks.items():
         student.compute(task, name)
-    found = Found({row.sample_id: {**row.columns} for row in student.rows.values()}, [])
-    for name, task in tasks.items() if with_training else ():
+    found, trained = {row.sample_id: {**row.columns} for row in student.rows.values()}, []
+    for name, task in tasks.items() if trains else ():
         if name == "kl":
             for row in student.rows.values():
                 del row.columns["teacher_topk"]
         result = student.train(DistillationLoss(DistillationLossConfig()), task)
-        found.trained.extend(result.losses + result.grad_norms)
-    return found
+        trained += result.losses + result.grad_norms
+    return found, trained
 
 
 @functools.cache
-def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[str, torch.Tensor]]:
+def expected_columns(teacher_path: Path, student_path: Path) -> Columns:
     teacher, student = (AutoModelForCausalLM.from_pretrained(path).double() for path in (teacher_path, student_path))
     expected = {}
     for group in make_groups()[1]:
@@ -108,42 +105,34 @@ LAYOUTS: dict[str, tuple[int, str, PolicyConfig]] = {
 SLOW = ("megatron pp", "megatron cp")
 
 
-@pytest.fixture(scope="module")
-def trained_alone(folder: Path) -> dict[str, list[float]]:
-    """By teacher, what one process finds."""
-
-    def rank_main(rank: int, world: int) -> dict[str, list[float]]:
-        student, config = folder / "student", policy_config()
-        return {
-            name: distill(config, folder / name, student, with_training=True).trained for name in ("tied", "untied")
-        }
-
-    return run_world(rank_main, 1)[0]
+@functools.cache
+def trained_alone(teacher_path: Path, student_path: Path) -> list[float]:
+    """What one process finds."""
+    paths = teacher_path, student_path
+    return run_world(lambda rank, world: distill(policy_config(), *paths, trains=True)[1], 1)[0]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
-def test_every_layout_says_what_whole_logits_say(
-    layout: str, folder: Path, trained_alone: dict[str, list[float]]
-) -> None:
+def test_every_layout_says_what_whole_logits_say(layout: str, folder: Path) -> None:
     """And half-precision states pass from all ranks to a student."""
     world, teacher, config = LAYOUTS[layout]
-    paths, with_training = (folder / teacher, folder / "student"), not config.megatron_cfg.enabled
+    paths, trains = (folder / teacher, folder / "student"), not config.megatron_cfg.enabled
     want, half = expected_columns(*paths), config.model_copy(update={"precision": "bfloat16"})
 
-    def rank_main(rank: int, world: int) -> tuple[Found, Found | None]:
-        found = distill(config, *paths, with_training=with_training)
-        return found, distill(half, *paths, with_training=False) if layout in ("pp", "cp") else None
+    def rank_main(rank: int, world: int) -> tuple[Columns, list[float], Columns]:
+        found = distill(config, *paths, trains=trains)
+        return *found, distill(half, *paths, trains=False)[0] if layout in ("pp", "cp") else {}
 
     ranks = run_world(rank_main, world)
-    assert set().union(*(found.columns for found, _ in ranks)) == set(want)
-    for found, rounded in ranks:
-        for sample_id, columns in found.columns.items():
+    assert set().union(*(found for found, *_ in ranks)) == set(want)
+    for found, trained, rounded in ranks:
+        for sample_id, columns in found.items():
             for name, values in want[sample_id].items():
                 assert columns[name].dtype == torch.float32
-                assert (columns[name] - values).abs().max() < (1e-5 if with_training else 2e-5), (name, sample_id)
-        if with_training:
-            assert found.trained == pytest.approx(trained_alone[teacher], rel=1e-5)
-        for sample_id, columns in rounded.columns.items() if rounded else ():
+                assert (columns[name] - values).abs().max() < (1e-5 if trains else 2e-5), (name, sample_id)
+        if trains:
+            assert trained == pytest.approx(trained_alone(*paths), rel=1e-5)
+        for sample_id, columns in rounded.items():
             exact = want[sample_id]
             assert columns["teacher_states"].dtype == torch.int32
             states = columns["teacher_states"].view(torch.bfloat16).float()

@@ -1,7 +1,6 @@
 """The same step, whatever direction the model and the batch are cut in, for every family; and what cannot be cut."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +101,11 @@ def step_with(rank: int, world: int, path: Path, config: PolicyConfig) -> steps.
     return steps.step_of(worker)
 
 
-Alone = Callable[[str], steps.Step]
-
-
-@pytest.fixture(scope="module")
-def alone(models: Models) -> Alone:
-    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut."""
-
-    @functools.cache
-    def step(family: str) -> steps.Step:
-        changes = cut(lora_cfg=ADAPTERS) if family.endswith("+lora") else {}
-        config = steps.policy_config(train_micro_batch_size=8, **steps.PADDED, **changes)
-        return run_world(step_with, 1, models[family.removesuffix("+lora")], config)[0]
-
-    return step
+@functools.cache
+def alone(path: Path, *, adapted: bool = False) -> steps.Step:
+    """A step on one rank with one padded micro-batch per optimizer step: nothing was cut."""
+    changes = steps.PADDED | (cut(lora_cfg=ADAPTERS) if adapted else {})
+    return run_world(step_with, 1, path, steps.policy_config(train_micro_batch_size=8, **changes))[0]
 
 
 def assert_same(got: steps.Step, want: steps.Step, tolerance: float = TOLERANCE) -> None:
@@ -132,11 +122,12 @@ def settings_of(changes: dict[str, Any]) -> PolicyConfig:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
-def test_a_step_does_not_depend_on_the_layout(models: Models, alone: Alone, name: str) -> None:
+def test_a_step_does_not_depend_on_the_layout(models: Models, name: str) -> None:
     family, world, changes = LAYOUTS[name]
-    for step in run_world(step_with, world, models[family.removesuffix("+lora")], settings_of(changes)):
+    path, adapted = models[family.removesuffix("+lora")], family.endswith("+lora")
+    for step in run_world(step_with, world, path, settings_of(changes)):
         # Adapters of two steps multiply what rounding did to the first.
-        assert_same(step, alone(family), 3e-6 if "lora" in family else TOLERANCE)
+        assert_same(step, alone(path, adapted=adapted), 3e-6 if adapted else TOLERANCE)
 
 
 def computed_logprobs(rank: int, world: int, path: Path, config: PolicyConfig) -> steps.PairsOfLogprobs:
@@ -153,11 +144,11 @@ def computed_logprobs(rank: int, world: int, path: Path, config: PolicyConfig) -
 @pytest.mark.parametrize(
     ("family", "world", "recomputes"), [("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, False)]
 )
-def test_compiled_blocks_give_the_same_numbers(models, alone, family, world, recomputes):
+def test_compiled_blocks_give_the_same_numbers(models, family, world, recomputes):
     """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
     config = settings_of(steps.PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
     for step in run_world(steps.one_step, world, models[family], config, timeout=500):
-        assert_same(step, alone(family), 1e-5)
+        assert_same(step, alone(models[family]), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +164,16 @@ def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of
             assert max(float((logprobs - expected[name]).abs().max()) for logprobs in kinds) < 1e-5
 
 
-def test_overrides_of_the_models_configuration_reach_every_stage(models: Models, alone: Alone, tmp_path: Path) -> None:
+def test_overrides_of_the_models_configuration_reach_every_stage(llama: Path, tmp_path: Path) -> None:
     overrides = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     save_model("llama", tmp_path, **overrides)  # the same weights
     want = steps.plain_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     changes = steps.PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
-    for found in run_world(computed_logprobs, 2, models["llama"], settings_of(changes)):
+    for found in run_world(computed_logprobs, 2, llama, settings_of(changes)):
         assert found.keys() == want.keys()
         for name, (logprobs, _) in found.items():
             assert (logprobs - want[name]).abs().max() < 1e-5
-            assert (logprobs - alone("llama").logprobs[name][0]).abs().max() > 1e-3 or not want[name].any()
+            assert (logprobs - alone(llama).logprobs[name][0]).abs().max() > 1e-3 or not want[name].any()
 
 
 # -- the shards of tensor-parallel ranks, and what is refused before weights are read
@@ -212,12 +203,9 @@ MISSPELT = MATRICES | {"model.layers.*.mlp.gatee_proj": "colwise"}
 UNKNOWN_WORD = MATRICES | {"model.layers.*.mlp.gate_proj": "colwize"}
 
 
-def path_to(name: str, module: str = __name__) -> str:
-    return f"{module}:{name}"
-
-
 def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
-    settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
+    path = f"{__name__}{plan}" if plan is not None and plan.startswith(":") else plan
+    settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=path)
     check_tensor_parallel(AutoConfig.for_model(family, **SHAPE | changes), settings)
 
 
@@ -239,14 +227,14 @@ def test_what_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_that_of_
         (r"no tensor-parallel plan is known for GPT2LMHeadModel.*custom_parallel_plan=my_package", {"family": "gpt2"}),
         (r" 'plans' is not an import path; write package\.module:name", {"plan": "plans"}),
         (r"no module .nowhere. can be imported", {"plan": "nowhere.plans:plan"}),
-        (r"has no 'nothing'", {"plan": path_to("nothing")}),
-        (r"is no plan but \{.*: 3\}.*words \(colwise", {"plan": path_to("NO_PLAN")}),
-        (r"is no plan but 97", {"plan": path_to("VOCAB", "tests.unit.policy.models")}),
-        (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": path_to("MISSPELT")}),
-        (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": path_to("UNKNOWN_WORD")}),
-        (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": path_to("MATRICES")}),
+        (r"has no 'nothing'", {"plan": ":nothing"}),
+        (r"is no plan but \{.*: 3\}.*words \(colwise", {"plan": ":NO_PLAN"}),
+        (r"is no plan but 97", {"plan": "tests.unit.policy.models:VOCAB"}),
+        (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": ":MISSPELT"}),
+        (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": ":UNKNOWN_WORD"}),
+        (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": ":MATRICES"}),
         (r"has not one final norm with weights .* but none; set it to false", {"family": "olmo", "split": True}),
-        (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": path_to("STYLES"), "split": True}),
+        (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": ":STYLES", "split": True}),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_would_work(message: str, arguments: dict[str, Any]) -> None:

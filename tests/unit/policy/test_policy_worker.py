@@ -64,8 +64,7 @@ def test_small_weights_travel_together_and_adam_moves_them_together(qwen: Path) 
         assert optimizer.param_groups[0]["foreach"]
         for _ in range(3):
             alone(torch.arange(2, 26).view(2, 12)).logits.square().mean().backward()
-            pairs: list[Any] = list(zip(shared.parameters(), alone.parameters(), strict=True))
-            for mine, whole in pairs:
+            for mine, whole in zip(shared.parameters(), alone.parameters(), strict=True):
                 mine.grad = distribute_tensor(whole.grad, mine.device_mesh, mine.placements)
             for step in (reference, optimizer):
                 step.step()

@@ -5,7 +5,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_model_files
-from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.models.policy.config import LoRAConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.fakes import checkpoints_in
 from tests.unit.policy.steps import PACKED, make_worker, policy_config, train_step, whole_weights
-from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP
+from tests.unit.policy.test_layouts import ALIKE, COPIES, CP, EP, PP, SP, TP, cut
 from tests.worlds import run_world
 
 LORA = {"lora_cfg": LoRAConfig(enabled=True, dim=4, match_all_linear=False, target_modules=["q_proj", "down_proj"])}
@@ -30,7 +29,6 @@ SCHEDULE = [
     SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 10}),
     SchedulerConfig(milestones=[3]),
 ]
-Layout = tuple[int, dict[str, Any]]
 Run = tuple[list[TrainResult], dict[str, torch.Tensor]]
 
 
@@ -76,7 +74,7 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal_with_the_optimizers_state(
     how = SaveRequest(model_save_format="safetensors", save_consolidated=True)
     adamw = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1})
     changes = PACKED | {"deterministic": True, "optimizer": adamw, "scheduler": SCHEDULE}
-    config = policy_config(**changes, dtensor_cfg=DTensorConfig(**settings))
+    config = policy_config(**changes, **cut(**settings))
     path, folders = models["llama"], [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
@@ -107,11 +105,8 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal_with_the_optimizers_state(
 def test_it_resumes_on_another_layout(models, tmp_path, family, saved_on, resumed_on):
     """While it trains on, the checkpoint is written."""
     momentum = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
-    before, after = (
-        policy_config(**ALIKE, optimizer=momentum, dtensor_cfg=DTensorConfig(**layout))
-        for _, layout in (saved_on, resumed_on)
-    )
-    how = SaveRequest(in_background=True)
+    changes, how = ALIKE | {"optimizer": momentum}, SaveRequest(in_background=True)
+    before, after = (policy_config(**changes, **cut(**layout)) for _, layout in (saved_on, resumed_on))
     (_, want), want_weights = run_world(goes_on, saved_on[0], models[family], before, tmp_path, how)[0]
     [got], got_weights = run_world(resumes, resumed_on[0], models[family], after, tmp_path)[0]
     assert got.losses == pytest.approx(want.losses, rel=1e-6, abs=1e-7)

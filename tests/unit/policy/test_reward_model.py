@@ -20,7 +20,6 @@ from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_con
 from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
-from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy import steps
@@ -32,14 +31,20 @@ from tests.worlds import run_world
 FAMILIES = ["qwen2-tied", "llama", "qwen3"]
 LENGTHS = [17, 6, 20, 3]  # both micro-batches are as long: DTensor takes seconds to plan for another shape
 WEIGHTS = torch.tensor([0.7, -1.3, 0.4, 2.0])  # of the rows in the loss: a gradient that no mistake cancels
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {"activation_checkpointing": True}),
-    "fsdp2": (2, {}),
-    "tp2": (2, {"tensor_parallel_size": 2}),
-    "tp2, by position": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "pp2": (2, {"pipeline_parallel_size": 2}),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"activation_checkpointing": True},
+    "fsdp2": {},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2, by position": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
 }
+MEGATRON: dict[str, dict[str, Any]] = {
+    "megatron tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "megatron cp2": {"context_parallel_size": 2},
+    "megatron pp2": {"pipeline_model_parallel_size": 2},
+}
+LR = 10.0  # a step so large that weights, which are rounded, tell their gradients
 
 
 def sequences() -> list[torch.Tensor]:
@@ -70,15 +75,8 @@ def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
     ]
 
 
-def train(worker: Any, parts: list[list[int]]) -> None:
-    """Gradients of the loss over these micro-batches."""
-    worker.runner.train(
-        batches_of(worker, parts), lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars()
-    )
-
-
-def scores_and_gradients(worker: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Scores of this rank's rows, in two micro-batches, and the whole gradients of its tensors."""
+def scores_and_backward(worker: Any) -> dict[int, float]:
+    """Scores of this rank's rows, in two micro-batches, and a backward pass of the loss over them."""
     share = len(LENGTHS) // worker.mesh.sizes.data_parallel
     rows = list(range(len(LENGTHS)))[worker.mesh.data_rank * share :][:share]
     parts, scores = [rows[: share // 2], rows[share // 2 :]], {}
@@ -87,9 +85,10 @@ def scores_and_gradients(worker: Any) -> tuple[dict[int, float], dict[str, torch
         for row, values in zip(part, out, strict=True):
             assert values.count_nonzero() == 1 and values[LENGTHS[row] - 1] != 0
             scores[row] = values.sum().item()
-    train(worker, parts)
-    tensors = {name: tensor for stage in worker.stages for name, tensor in named_tensors(stage.hf)}
-    return scores, {name: gathered(t.grad, None) for name, t in tensors.items() if t.grad is not None}
+    worker.runner.train(
+        batches_of(worker, parts), lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars()
+    )
+    return scores
 
 
 def scores_of(model: Any) -> torch.Tensor:
@@ -117,18 +116,33 @@ def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return directories
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_and_gradients_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
-    world_size, cut = LAYOUTS[layout]
-    path = reward_models[FAMILIES[list(LAYOUTS).index(layout) % len(FAMILIES)]]
-    want, want_grads = reference(path)
-    found: dict[str, torch.Tensor] = {}
-    for scores, grads in run_world(lambda *_: scores_and_gradients(make_worker(path, **cut)), world_size):
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, "megatron tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MEGATRON)[1:])]
+)
+def test_scores_and_a_step_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
+    if layout in MEGATRON:
+        path, optimizer = reward_models[FAMILIES[list(MEGATRON).index(layout) % 2]], SGD.model_copy(update={"lr": LR})
+        config = megatron_policy(settings_of(path), optimizer=optimizer, **MEGATRON[layout])
+    else:
+        path, optimizer = reward_models[FAMILIES[list(LAYOUTS).index(layout) % 3]], "torch.optim.SGD"
+        changes = settings_of(path) | {"optimizer": {"name": optimizer, "kwargs": {"lr": LR}}}
+        config = policy_config(**changes, dtensor_cfg=DTensorConfig(**LAYOUTS[layout]))
+    want, gradients = reference(path)
+    before = load_file(path / "model.safetensors")
+
+    def rank_main(rank: int, world: int) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+        worker = worker_of(config)
+        scores = scores_and_backward(worker)
+        worker._clip()
+        worker._take_step()
+        return scores, whole_weights(worker)
+
+    for scores, weights in run_world(rank_main, 1 if layout == "one rank" else 2):
         assert scores == pytest.approx({row: want[row].item() for row in scores}, rel=1e-5, abs=1e-5)
-        found |= grads
-    assert set(found) == set(want_grads)
-    for name, grad in found.items():
-        assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm() + 1e-7, name
+        assert weights.keys() == gradients.keys() == before.keys()
+        for name, gradient in gradients.items():
+            apart = (before[name] - weights[name]) / LR - gradient
+            assert apart.norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
 
 def test_values_of_tokens_come_from_the_states_before_them(reward_models: dict[str, Path]) -> None:
@@ -169,38 +183,37 @@ def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, 
             torch.testing.assert_close(weights, stored, rtol=0, atol=0)
         return heads, [r.getMessage() for r in caplog.records if "drawn from seed 5" in r.getMessage()]
 
-    results = run_world(rank_main, 1, [{}])
-    results += run_world(rank_main, 2, [LAYOUTS[name][1] for name in ("fsdp2", "tp2", "pp2")])
+    cuts = [LAYOUTS[name] for name in ("fsdp2", "tp2", "pp2")]
+    results = run_world(rank_main, 1, [{}]) + run_world(rank_main, 2, cuts)
     heads, told = ([one for result in results for one in result[part]] for part in (0, 1))
     assert len(heads) == 2 * (1 + 3 * 2) and all(torch.equal(head, heads[0]) for head in heads)
     assert heads[0].std().item() == pytest.approx(0.02, rel=0.4)
     assert len(told) == 2 * 4 and all("has no score.weight" in message for message in told)
 
 
-def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tuple[Any, Any]:
-    """A worker saved after a step, and what its gradients were."""
+def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tuple[set[str], dict[int, float]]:
+    """The tensors that had a gradient in a step before a checkpoint, and the scores in it."""
     worker = make_worker(path, **cut)
-    _, grads = scores_and_gradients(worker)
+    scores_and_backward(worker)
+    names = {name for stage in worker.stages for name, tensor in named_tensors(stage.hf) if tensor.grad is not None}
     worker._take_step()
     worker._zero_gradients()
     worker.save_checkpoint(directory, request)
-    return worker, grads
+    return names, scores_and_backward(worker)
 
 
 @pytest.mark.parametrize(("layout", "save_format"), [("fsdp2", "safetensors"), ("pp2", "torch_save")])
 def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, layout, save_format):
-    world_size, cut = LAYOUTS[layout]
     request = SaveRequest(save_consolidated=True, model_save_format=save_format)
 
     def rank_main(rank: int, world: int) -> dict[int, float]:
-        worker, _ = trained(reward_models["llama"], tmp_path, request, **cut)
-        after, _ = scores_and_gradients(worker)
-        again = make_worker(reward_models["llama"], **cut)
+        _, after = trained(reward_models["llama"], tmp_path, request, **LAYOUTS[layout])
+        again = make_worker(reward_models["llama"], **LAYOUTS[layout])
         again.load_checkpoint(tmp_path, load_optimizer=True)
-        assert scores_and_gradients(again)[0] == after
+        assert scores_and_backward(again) == after
         return after
 
-    scores = {row: score for after in run_world(rank_main, world_size) for row, score in after.items()}
+    scores = {row: score for after in run_world(rank_main, 2) for row, score in after.items()}
     want = pytest.approx([scores[row] for row in range(len(LENGTHS))], rel=1e-6, abs=1e-6)
     convert_checkpoint(tmp_path, tmp_path / "converted")
     for directory in (tmp_path / "policy" / "weights" / "consolidated", tmp_path / "converted"):
@@ -221,14 +234,13 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
         return {"pipeline_parallel_size": 2, "lora_cfg": LoRAConfig(enabled=True, dim=4, **changes)}
 
     def rank_main(rank: int, world: int) -> tuple[set[str], dict[int, float]]:
-        worker, grads = trained(path, tmp_path, request, **cut())
-        after, _ = scores_and_gradients(worker)
+        names, after = trained(path, tmp_path, request, **cut())
         again = make_worker(path, **cut(adapter_path=str(adapter)))
-        assert scores_and_gradients(again)[0] == pytest.approx(after, rel=1e-5)
-        return set(grads), after
+        assert scores_and_backward(again) == pytest.approx(after, rel=1e-5)
+        return names, after
 
     results = run_world(rank_main, 2)
-    names = set().union(*(grads for grads, _ in results))
+    names = set().union(*(names for names, _ in results))
     assert HEAD_WEIGHT in names and all("lora" in name for name in names - {HEAD_WEIGHT})
     want = {row: score for _, after in results for row, score in after.items()}
     base = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
@@ -242,51 +254,13 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
         assert min(abs(a - b) for a, b in zip(scores, before, strict=True)) > 1e-3
 
 
-# -- of Megatron
-
-MEGATRON: dict[str, dict[str, Any]] = {
-    "tp2, by position": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-}
-
-
-def megatron_config(path: Path, **layout: Any) -> PolicyConfig:
-    return megatron_policy(settings_of(path), optimizer=SGD, **layout)
-
-
-@pytest.mark.parametrize(
-    "layout", [name if name.startswith("tp") else pytest.param(name, marks=pytest.mark.slow) for name in MEGATRON]
-)
-def test_of_megatron_scores_and_a_step_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
-    path = reward_models["llama" if layout == "cp2" else "qwen2-tied"]
-    want_scores, gradients = reference(path)
-    before = load_file(path / "model.safetensors")
-    parts, config = [[0, 1], [2, 3]], megatron_config(path, **MEGATRON[layout])
-
-    def rank_main(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-        worker = worker_of(config)
-        outputs = worker.runner.forward(batches_of(worker, parts), Scalars())
-        scores = [values.sum().item() for out in outputs for values in out]
-        train(worker, parts)
-        worker._clip()
-        worker._take_step()
-        return scores, whole_weights(worker)
-
-    for scores, weights in run_world(rank_main, 2):
-        assert scores == pytest.approx(want_scores.tolist(), abs=1e-5)
-        assert weights.keys() == gradients.keys() == before.keys() and HEAD_WEIGHT in weights
-        want = {name: before[name] - SGD.lr * gradients[name] for name in weights}
-        torch.testing.assert_close(weights, want, rtol=1e-5, atol=2e-6)
-
-
 def test_of_megatron_a_score_is_drawn_from_the_seed_saved_and_read_on_other_ranks(reward_models, tmp_path):
     """Training begins from torch files of a language model: the score is in no other file."""
     path, checkpoint = Path(shutil.copytree(reward_models["qwen2-tied"] / "lm", tmp_path / "lm")), tmp_path / "step_1"
     stored = as_torch_file(path)
     checkpoint.mkdir()
-    of_two = megatron_config(path, **MEGATRON["tp2, by position"])
-    of_one = megatron_config(reward_models["qwen2-tied"])
+    of_two = megatron_policy(settings_of(path), optimizer=SGD, **MEGATRON["megatron tp2"])
+    of_one = megatron_policy(settings_of(reward_models["qwen2-tied"]), optimizer=SGD)
 
     def saved(rank: int, world: int) -> dict[str, torch.Tensor]:
         worker = worker_of(of_two)

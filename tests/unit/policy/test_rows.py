@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.types import Example, ExampleGroup, PlannedSample, PolicyGradientInputs, RowKey, TrainResult
+from nemo_rl.types import Example, ExampleGroup, PlannedSample, PolicyGradientInputs
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import PACKED, Worker, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
@@ -74,15 +74,6 @@ def load_pairs(worker: Worker) -> None:
     worker.load(plan.ranks[worker.mesh.data_rank], {n: (0, n) for n in range(len(groups))}, groups)
 
 
-class Seen(NamedTuple):
-    """Results of one optimizer step on pairs on one rank, and of evaluations before and after it."""
-
-    reference_sums: dict[RowKey, float]
-    before: dict[str, float]
-    trained: TrainResult
-    after: dict[str, float]
-
-
 def check_columns(worker: Worker) -> None:
     """They are summed over scored tokens, and copied in. test_head_tasks_distillation.py has heads with them."""
     load_pairs(worker)
@@ -107,7 +98,8 @@ def check_columns(worker: Worker) -> None:
         assert not np.array_equal(own.numpy(), values), "a copy"
 
 
-def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Seen:
+def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> tuple[Any, ...]:
+    """Sums of the reference, and results of an optimizer step between two evaluations."""
     worker = make_worker(path, config)
     load_pairs(worker)
     worker.compute_reference_logprobs()
@@ -117,9 +109,9 @@ def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Se
     before = worker.evaluate(loss_fn, Logprobs())
     assert all(torch.equal(weight, weights[name]) for name, weight in whole_weights(worker).items())
     assert all(p.grad is None for stage in worker.stages for p in stage.parameters())
-    seen = Seen(sums, before, worker.train(loss_fn, Logprobs()), worker.evaluate(loss_fn, Logprobs()))
+    trained, after = worker.train(loss_fn, Logprobs()), worker.evaluate(loss_fn, Logprobs())
     check_columns(worker)
-    return seen
+    return sums, before, trained, after
 
 
 SIZES = {"train_mb_tokens": 96, "logprob_mb_tokens": 128, "sequence_length_round": 8}
@@ -131,49 +123,35 @@ PAIR_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> Seen:
+def alone(llama: Path) -> tuple[Any, ...]:
     """One rank, one micro-batch: nothing was split."""
     whole = dict.fromkeys(("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"), NUM_PAIRS)
     config = policy_config(**whole, padding_free=False)
-    seen = run_world(step_on_pairs, 1, llama, config)[0]
-    assert seen.before["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert seen.before["global_valid_seqs"] == 2 * (NUM_PAIRS - 1), "sequences; one pair is masked"
-    assert seen.after["loss"] < seen.before["loss"] - 1e-3
-    return seen
+    [(sums, before, trained, after)] = run_world(step_on_pairs, 1, llama, config)
+    assert before["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert before["global_valid_seqs"] == 2 * (NUM_PAIRS - 1), "sequences; one pair is masked"
+    assert after["loss"] < before["loss"] - 1e-3
+    return sums, before, trained, after
 
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)
 def test_a_step_on_pairs_and_its_columns_do_not_depend_on_the_layout_nor_does_evaluation(llama, alone, layout):
     config = policy_config(train_global_batch_size=NUM_PAIRS, train_micro_batch_size=5, **PAIR_LAYOUTS[layout])
-    ranks = run_world(step_on_pairs, 2, llama, config)
-    near = {"rel": 1e-6, "abs": 1e-6}
-    for seen in ranks:
-        assert seen.before == pytest.approx(seen.trained.metrics, **near)
+    ranks, near = run_world(step_on_pairs, 2, llama, config), {"rel": 1e-6, "abs": 1e-6}
+    want_sums, first, step, last = alone
+    for _, before, trained, after in ranks:
+        assert before == pytest.approx(trained.metrics, **near)
         # Policy and reference are equal at first: which answer is the better one is a matter of rounding.
-        assert seen.before == pytest.approx(alone.before | {"accuracy": seen.before["accuracy"]}, **near)
-        assert seen.after == pytest.approx(alone.after, **near)
-        assert seen.trained.grad_norms == pytest.approx(alone.trained.grad_norms, rel=1e-5)
-    reported = [key for seen in ranks for key in seen.reference_sums]
-    assert len(reported) == len(set(reported)) == 2 * NUM_PAIRS, "every row by one rank"
-    together = {key: value for seen in ranks for key, value in seen.reference_sums.items()}
-    assert together == pytest.approx(alone.reference_sums, abs=1e-5)
+        assert before == pytest.approx(first | {"accuracy": before["accuracy"]}, **near)
+        assert after == pytest.approx(last, **near)
+        assert trained.grad_norms == pytest.approx(step.grad_norms, rel=1e-5)
+    reported = [item for sums, *_ in ranks for item in sums.items()]
+    assert len(reported) == 2 * NUM_PAIRS, "every row by one rank"
+    assert dict(reported) == pytest.approx(want_sums, abs=1e-5)
 
 
 # -- where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it;
 # test_attention.py has prompts that sequences share
-
-
-def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
-    sequences = [(ids, torch.zeros(len(ids), dtype=torch.bool)) for ids in (torch.arange(10, 18), torch.arange(20, 22))]
-    for rank, ids, positions, keys in (
-        (0, [10, 11, 16, 17, 20, 0], [0, 1, 6, 7, 0, 3], (2, 8, 1, 4)),
-        (1, [12, 13, 14, 15, 21, 0], [2, 3, 4, 5, 1, 2], (4, 6, 2, 3)),
-    ):
-        how = {"context_size": 2, "context_rank": rank, "context_group": dist.ProcessGroup(rank, 2)}
-        batch = RowLayout(padding_free=True, **how).build(sequences)
-        assert (batch.input_ids.tolist(), batch.position_ids.tolist()) == ([ids], [positions])
-        assert batch.cu_seqlens is not None
-        assert (batch.cu_seqlens.query_lengths, batch.cu_seqlens.key_lengths) == ((2, 2, 1, 1), keys)
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,6 +200,8 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
             check_keys(batch, tokens)
         else:
             assert batch.cu_seqlens is None
+    if size > 1:  # an early and a late chunk of every sequence on each rank
+        assert len({sum(batch.cu_seqlens.key_lengths) for batch in batches}) == 1, "the same work"
 
 
 def check_keys(batch: ModelBatch, tokens: torch.Tensor) -> None:

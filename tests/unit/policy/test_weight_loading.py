@@ -5,13 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
-from nemo_rl.models.policy.dtensor.model import materialize
-from nemo_rl.models.policy.pretrained import build_on_meta
-from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
 from tests.unit.policy.models import edit_json, save_model
-from tests.unit.policy.steps import make_worker, policy_config
+from tests.unit.policy.steps import make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 
@@ -25,13 +21,7 @@ def save_under_the_names_of_the_base_model(directory: Path, *, without: str | No
 
 
 def load(directory: Path) -> dict[str, torch.Tensor]:
-    def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        model = build_on_meta(AutoConfig.from_pretrained(directory), torch.float32)
-        materialize(model, torch.device("cpu"), torch.device("cpu"))
-        load_weights(dict(named_tensors(model)), str(directory), lambda name, tensor, stored: False)
-        return {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-
-    return run_world(on_rank, 2)[1]
+    return run_world(lambda rank, world: whole_weights(make_worker(directory, policy_config())), 2)[1]
 
 
 def test_weights_of_the_base_model_are_found_and_a_missing_one_is_named_and_not_drawn(tmp_path):
