@@ -35,11 +35,12 @@ def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | No
 
 def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused():
     """tests/parity has the inputs of every loss."""
-    sampled = {"advantages": torch.ones(2), "generation_logprobs": torch.ones(2)}
-    inputs = loss_inputs([row(3, columns=sampled), row(2, mask=0.0, columns=sampled)], PolicyGradientInputs, CPU)
+    long, short = ({name: torch.ones(n) for name in ("advantages", "generation_logprobs")} for n in (3, 2))
+    inputs = loss_inputs([row(3, columns=long), row(2, mask=0.0, columns=short)], PolicyGradientInputs, CPU)
     assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]]
     assert inputs.token_mask.tolist() == [[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
-    assert inputs.sample_mask.tolist() == [1.0, 0.0]
+    assert inputs.sample_mask.tolist() == [1.0, 0.0] and inputs.token_mask.dtype == torch.float32
+    assert inputs.advantages.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
     assert inputs.prev_logprobs.tolist() == [[0.0] * 3] * 2, "may be left out"
     with pytest.raises(AssertionError, match="values was not computed"):
         loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
@@ -172,10 +173,8 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
     how = {"padding_free": padding_free, "divisible_by": divisible_by, "own_states": own_states, "context_size": size}
     groups = [dist.ProcessGroup(rank, size) if size > 1 else None for rank in range(size)]
     layouts = [RowLayout(**how, context_rank=rank, context_group=group) for rank, group in enumerate(groups)]
-    columns = {
-        "one": [ids * 0.5 for ids, _ in sequences],
-        "two": [torch.stack([ids, -ids], dim=1) for ids, _ in sequences],
-    }
+    columns = {"one": [ids * 0.5 for ids, _ in sequences]}
+    columns["two"] = [torch.stack([ids, -ids], dim=1) for ids, _ in sequences]
     batches = [layout.build(sequences, columns) for layout in layouts]
 
     seen = []
@@ -200,8 +199,8 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
             check_keys(batch, tokens)
         else:
             assert batch.cu_seqlens is None
-    if size > 1:  # an early and a late chunk of every sequence on each rank
-        assert len({sum(batch.cu_seqlens.key_lengths) for batch in batches}) == 1, "the same work"
+    # An early and a late chunk of every sequence on each rank are the same work.
+    assert size == 1 or len({sum(batch.cu_seqlens.key_lengths) for batch in batches}) == 1
 
 
 def check_keys(batch: ModelBatch, tokens: torch.Tensor) -> None:
