@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.trainers.metrics import (
-    best_of_k,
-    by_task,
-    pass_at_k,
-    performance_metrics,
-    rollout_metrics,
-    turn_metrics,
-    turn_seconds,
-    validation_metrics,
-)
+from nemo_rl.algorithms.trainers import metrics
 from nemo_rl.types import SampleMeta, SampleStatus, StopReason, TurnMeta
 from nemo_rl.utils.timer import GenerationUse
 from tests.fakes import handle, rewarded, sample
@@ -47,7 +38,7 @@ def test_rollout_metrics_by_hand():
     tokens = {"mean_total": 12.0, "mean_gen": 6.0, "max_gen": 10.0, "mean_env": 2 / 3}
     tokens = {f"{name}_tokens_per_sample": number for name, number in tokens.items()}
     lags = {"weight_version_lag/mean": 2 / 3, "weight_version_lag/max": 2.0, "mean_prompt_length": 16 / 3}
-    found = rollout_metrics(handles, current_weight_version=5)
+    found = metrics.rollout_metrics(handles, current_weight_version=5)
     assert found == pytest.approx({"reward": 2 / 3} | rates | turns | tokens | lags)
 
 
@@ -75,9 +66,9 @@ def test_turn_metrics_by_hand():
     for turn, numbers in enumerate([(1.0, 0.375, 5.0), (0.5, 0.25, 5.0), (0.25, 2.0, 2.0)], start=1):
         names = (f"turn_{turn}/{name}" for name in ("active_fraction", "reward", "gen_tokens"))
         want |= dict(zip(names, numbers, strict=True))
-    assert turn_metrics(samples, max_turns=4) == pytest.approx(want)
-    assert turn_seconds(samples) == {"generation_s_per_turn": 0.5, "environment_s_per_turn": 0.25}
-    assert turn_seconds(samples[-1:]) == {}
+    assert metrics.turn_metrics(samples, max_turns=4) == pytest.approx(want)
+    assert metrics.turn_seconds(samples) == {"generation_s_per_turn": 0.5, "environment_s_per_turn": 0.25}
+    assert metrics.turn_seconds(samples[-1:]) == {}
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,41 +76,45 @@ def test_turn_metrics_by_hand():
 def test_best_of_k_is_the_mean_over_all_draws_and_pass_at_k_the_same_for_binary_rewards(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     draws = [max(draw) for draw in combinations(rewards, k)]
-    assert best_of_k(rewards, k) == pytest.approx(sum(draws) / len(draws), abs=1e-9)
+    assert metrics.best_of_k(rewards, k) == pytest.approx(sum(draws) / len(draws), abs=1e-9)
     correct = [reward > 0 for reward in rewards]
-    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(best_of_k([float(c) for c in correct], k))
+    assert metrics.pass_at_k(len(correct), sum(correct), k) == pytest.approx(
+        metrics.best_of_k([float(c) for c in correct], k)
+    )
 
 
 def test_validation_metrics_by_hand():
     third = handle(sample(1.0), sample(0.0, SampleStatus.FAILED))
-    metrics = validation_metrics([rewarded(1.0, 0.0, 0.0, 0.0), rewarded(0.5, 1.0, 1.0, 1.0), third], k_values=(2,))
+    found = metrics.validation_metrics(
+        [rewarded(1.0, 0.0, 0.0, 0.0), rewarded(0.5, 1.0, 1.0, 1.0), third], k_values=(2,)
+    )
     want = {"accuracy": 5 / 9, "reward": 5.5 / 9, "avg_length": 10.0, "failed_sample_rate": 1 / 10}
     want |= dict.fromkeys(("pass_at_2", "best_of_2"), (0.5 + 1.0) / 2)  # the third prompt has one rewarded sample
-    assert {name: metrics[name] for name in want} == pytest.approx(want)
+    assert {name: found[name] for name in want} == pytest.approx(want)
 
 
 def test_performance_metrics_by_hand():
     timings = {"total_step_time": 10.0, "generation": 4.0, "policy_and_reference_logprobs": 1.0, "policy_training": 4.0}
     sizes = {"num_samples": 20, "num_tokens": 1000, "num_training_devices": 2, "num_generation_devices": 2}
     use = GenerationUse(busy_s=5.0, window_s=10.0, num_tokens=500)
-    metrics = performance_metrics(timings, use, **sizes, num_devices=4)
+    found = metrics.performance_metrics(timings, use, **sizes, num_devices=4)
     whole = {"samples_per_sec": 2.0, "tokens_per_sec": 100.0, "generation_tokens_per_sec": 100.0}
     per_gpu = {"samples_per_sec": 0.5, "tokens_per_sec": 25.0, "policy_training_tokens_per_sec": 125.0}
     per_gpu |= {"policy_and_reference_logprobs_tokens_per_sec": 500.0, "training_worker_group_tokens_per_sec": 100.0}
     per_gpu |= {"generation_tokens_per_sec": 50.0}
     want = whole | {f"{name}_per_gpu": value for name, value in per_gpu.items()}
     want |= {"training_worker_group_tokens_per_sec": 200.0, "exposed_generation_s": 4.0}
-    assert metrics == want | {"training_idle_fraction": 0.4, "generation_idle_fraction": 0.5}
+    assert found == want | {"training_idle_fraction": 0.4, "generation_idle_fraction": 0.5}
     idle = replace(use, busy_s=0.0, num_tokens=0)
-    replayed = performance_metrics(timings, idle, **sizes, num_devices=4)
-    assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
+    replayed = metrics.performance_metrics(timings, idle, **sizes, num_devices=4)
+    assert set(found) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
 
 
 def test_what_is_reported_has_a_name_in_the_configuration() -> None:
     config = build("grpo.val_num_generations_per_prompt=6")
-    found = validation_metrics([rewarded(*[0.0, 1.0] * 3)], k_values=config.grpo.val_k_values)
+    found = metrics.validation_metrics([rewarded(*[0.0, 1.0] * 3)], k_values=config.grpo.val_k_values)
     assert config.val_metrics == set(found)
-    found = rollout_metrics([rewarded(0.0, 1.0)], current_weight_version=0)
+    found = metrics.rollout_metrics([rewarded(0.0, 1.0)], current_weight_version=0)
     batch, one = one_row([0.5], [0.5], 1.0), torch.tensor(1.0)
     found |= {name: float(value) for name, value in ClippedPGLoss(ClippedPGLossConfig())(*batch, one, one)[1].items()}
     assert set(found) <= config.train_metrics
@@ -139,14 +134,14 @@ def test_each_task_is_told_apart_by_hand():
         handle(sample(1.0, generated=4, turns=3), long, task="codes"),
         handle(failed, failed, task="codes"),
     ]
-    of_rollouts = partial(rollout_metrics, current_weight_version=0)
-    metrics = by_task(of_rollouts, groups, ["sums", "codes", "absent"], metric_names.TASK)
+    of_rollouts = partial(metrics.rollout_metrics, current_weight_version=0)
+    found = metrics.by_task(of_rollouts, groups, ["sums", "codes", "absent"], metric_names.TASK)
     of_codes = {f"codes/{name}" for name in (*metric_names.TASK, "num_samples")}
-    assert {name for name in metrics if name.startswith("codes/")} == of_codes
-    assert (metrics["codes/num_samples"], metrics["codes/reward"], metrics["codes/failed_sample_rate"]) == (4, 0.5, 0.5)
-    assert metrics["sums/reward"] == 0.5
-    assert {name for name in metrics if name.startswith("absent/")} == {"absent/num_samples"}
-    assert by_task(of_rollouts, groups, ["sums"]) == {}
+    assert {name for name in found if name.startswith("codes/")} == of_codes
+    assert (found["codes/num_samples"], found["codes/reward"], found["codes/failed_sample_rate"]) == (4, 0.5, 0.5)
+    assert found["sums/reward"] == 0.5
+    assert {name for name in found if name.startswith("absent/")} == {"absent/num_samples"}
+    assert metrics.by_task(of_rollouts, groups, ["sums"]) == {}
 
 
 def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_path):
