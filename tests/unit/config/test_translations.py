@@ -19,29 +19,79 @@ from tests.tables import cases, lines
 from tests.unit.config.run_configs import MASTERS, MINIMAL, problems_of
 from tools.config_cli import convert
 
-V0_5 = """\
-grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_val_samples: null, val_period: 10}
-checkpointing: {metric_name: val_reward, save_period: 10}
+OLD = """\
+# My run on arithmetic.
+grpo:
+  num_prompts_per_step: 32    # the default
+  num_generations_per_prompt: 8  # fewer
+  max_val_samples: null
+checkpointing:
+  metric_name: val_reward  # ranks
+
 policy:
-  model_name: m
-  train_global_batch_size: 512
+  model_name: "m"
+  train_global_batch_size: 256
   generation_batch_size: 32
+  scheduler_step_per: optimizer_step
   dtensor_cfg: {_v2: true, enabled: true, sequence_parallel: true}
   megatron_cfg: {enabled: false, fp8_cfg: null}
+  # packing
+  sequence_packing:
+    enabled: true   # yes
+    algorithm: "modified_ffd"
   generation:
+    max_new_tokens: ${policy.max_total_sequence_length}
     mcore_generation_config: {buffer_guaranteed_fraction: 0.1}
-    vllm_cfg: {distributed_executor_backend: null}
+    vllm_cfg: {async_engine: true, gpu_memory_utilization: 0.7, distributed_executor_backend: null}
+# the rows
 data:
   max_input_seq_length: ${policy.max_total_sequence_length}
-  dataset_name: OpenMathInstruct-2
+  # a big one
+  dataset_name: OpenMathInstruct-2  # 14M
   split: train_1M
   output_key: expected_answer
   seed: 42
-  prompt_file: examples/prompts/cot.txt
+  prompt_file: p.txt   # chain of thought
   processor: math_hf_data_processor
   env_name: math
-env: {math: {num_workers: 8}}
+env:
+  math: {num_workers: 4}
+# the end
 """
+NEW = """\
+# My run on arithmetic.
+grpo:
+  num_generations_per_prompt: 8  # fewer
+  adv_estimator:
+    std: leave_one_out
+checkpointing:
+  metric_name: val:reward  # ranks
+
+policy:
+  model_name: "m"
+  train_global_batch_size: 256
+  # packing
+  sequence_packing:
+    enabled: true   # yes
+  generation:
+    vllm_cfg:
+      gpu_memory_utilization: 0.7
+# the rows
+data:
+  default:
+    prompt_file: p.txt   # chain of thought
+  train:
+    # a big one
+    dataset_name: OpenMathInstruct-2  # 14M
+    split: train_1M
+    seed: 42
+    output_key: expected_answer
+    split_validation_size: 0.05
+env:
+  math: {num_workers: 4}
+# the end
+"""
+"""What `tools/config_cli.py convert` makes of it: today's form, only what differs, with the comments."""
 
 
 def load(folder: Path, text: str, *overrides: str) -> GRPOMasterConfig:
@@ -51,11 +101,11 @@ def load(folder: Path, text: str, *overrides: str) -> GRPOMasterConfig:
 
 
 def test_one_dataset_for_all_becomes_training_validation_and_defaults(tmp_path, caplog) -> None:
-    config = load(tmp_path, V0_5)
+    config = load(tmp_path, OLD)
     (dataset,) = config.data.train
     wanted = {"dataset_name": "OpenMathInstruct-2", "split": "train_1M", "output_key": "expected_answer"}
     assert {**wanted, "split_validation_size": 0.05, "env_name": "math"}.items() <= dataset.model_dump().items()
-    assert config.data.default.prompt_file == "examples/prompts/cot.txt"
+    assert config.data.default.prompt_file == "p.txt"
     assert (config.checkpointing.metric_name, config.grpo.max_val_samples) == ("val:reward", 256)
     assert not config.policy.dtensor_cfg.sequence_parallel
     for part in (
@@ -68,7 +118,7 @@ def test_one_dataset_for_all_becomes_training_validation_and_defaults(tmp_path, 
 
 
 def test_a_file_of_today_above_an_old_one_has_the_last_word(tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text(V0_5)
+    (tmp_path / "old.yaml").write_text(OLD)
     data = load(tmp_path, "defaults: old.yaml\ndata: {train: {dataset_name: DAPOMath17K}}\n").data
     assert [rows.dataset_name for rows in (*data.train, *data.validation)] == ["DAPOMath17K", "AIME2024"]
 
@@ -213,7 +263,7 @@ def test_a_file_of_another_algorithm_names_its_script_and_a_typo_in_what_is_swit
     with pytest.raises(ConfigError, match=said):
         build_config(GRPOMasterConfig, {"distillation": {}, "teacher": {}, "loss_fn": {"gold_loss": True}})
     with pytest.raises(ConfigError, match=r"the nearest valid key is policy\.megatron_cfg\.fp8_cfg"):
-        load(tmp_path, V0_5.replace("fp8_cfg: null", "fp8_cfgg: null"))
+        load(tmp_path, OLD.replace("fp8_cfg: null", "fp8_cfgg: null"))
 
 
 REMARKS = """
@@ -241,78 +291,14 @@ def test_every_condition_of_the_table_can_be_read() -> None:
     assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))
 
 
-# -- `tools/config_cli.py convert`: today's form, only what differs, with the comments
-
-OLD = """\
-# My run on arithmetic.
-grpo:
-  num_prompts_per_step: 32    # the default
-  num_generations_per_prompt: 8  # fewer
-checkpointing:
-  metric_name: val_reward  # ranks
-
-policy:
-  model_name: "m"
-  train_global_batch_size: 256
-  generation_batch_size: 32
-  scheduler_step_per: optimizer_step
-  # packing
-  sequence_packing:
-    enabled: true   # yes
-    algorithm: "modified_ffd"
-  generation:
-    max_new_tokens: ${policy.max_total_sequence_length}
-    vllm_cfg: {async_engine: true, gpu_memory_utilization: 0.7}
-# the rows
-data:
-  # a big one
-  dataset_name: OpenMathInstruct-2  # 14M
-  prompt_file: p.txt   # chain of thought
-  env_name: math
-env:
-  math: {num_workers: 4}
-# the end
-"""
-NEW = """\
-# My run on arithmetic.
-grpo:
-  num_generations_per_prompt: 8  # fewer
-  adv_estimator:
-    std: leave_one_out
-checkpointing:
-  metric_name: val:reward  # ranks
-
-policy:
-  model_name: "m"
-  train_global_batch_size: 256
-  # packing
-  sequence_packing:
-    enabled: true   # yes
-  generation:
-    vllm_cfg:
-      gpu_memory_utilization: 0.7
-# the rows
-data:
-  default:
-    prompt_file: p.txt   # chain of thought
-  train:
-    # a big one
-    dataset_name: OpenMathInstruct-2  # 14M
-    split_validation_size: 0.05
-env:
-  math: {num_workers: 4}
-# the end
-"""
-
-
 def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(OLD)
     assert convert(tmp_path / "old.yaml") == NEW
-    child = "defaults: old.yaml  # mine\ngrpo: {num_generations_per_prompt: 8, seed: 7}\ndata:\n  split: train_1M\n"
+    child = "defaults: old.yaml  # mine\ngrpo: {num_generations_per_prompt: 8, seed: 7}\ndata:\n  split: other\n"
     (tmp_path / "child.yaml").write_text(child)
     text = convert(tmp_path / "child.yaml")
-    assert text == "defaults: old.yaml  # mine\ngrpo:\n  seed: 7\ndata:\n  train:\n    split: train_1M\n"
+    assert text == "defaults: old.yaml  # mine\ngrpo:\n  seed: 7\ndata:\n  train:\n    split: other\n"
     (tmp_path / "new.yaml").write_text(text)
     (tmp_path / "old.yaml").write_text(NEW)  # the parent may be converted, too
     config = load_config(GRPOMasterConfig, tmp_path / "new.yaml")
-    assert (config.grpo.seed, config.data.train[0].split) == (7, "train_1M")
+    assert (config.grpo.seed, config.data.train[0].split) == (7, "other")
