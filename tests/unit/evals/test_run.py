@@ -1,22 +1,32 @@
-"""The configuration of an evaluation, records of finished groups, treatment of failures, and several datasets."""
+"""The configuration of an evaluation, records of finished groups and their folder, failures, datasets, and numbers."""
 
 import io
+import json
+import math
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig, describe_evaluation
-from nemo_rl.evals.metrics import show_results
+from nemo_rl.evals.metrics import Outcome, clustered_interval, cons_at_k, show_results, summarize
 from nemo_rl.evals.run import WRITE_EVERY_S, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
-from nemo_rl.evals.samples import SampleFolder, open_folder
+from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
+from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams
+from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.console import RunConsole
 from tests.fakes import handle, sample
 from tests.tables import cases, pattern
@@ -102,14 +112,7 @@ class FakeCollector:
         self.num_asked += 1
         if self.num_asked in self.failures:
             raise self.failures[self.num_asked]
-        return [[spoken(sample) for sample in handle.samples] for handle in handles]
-
-
-def spoken(sample: SampleMeta) -> list[dict[str, str]]:
-    if not sample.has_reward:
-        return []
-    texts = {"user": "1+1", "assistant": f"\\boxed{{{sample.answer}}}", "environment": "well"}
-    return [{"role": role, "content": text} for role, text in texts.items()]
+        return [[[] for _ in handle.samples] for handle in handles]
 
 
 def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
@@ -157,38 +160,34 @@ def test_groups_that_end_with_their_worker_are_asked_again(folder):
     assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
 
 
-AGAIN_AND_AGAIN = {n: lost(WorkerDied) for n in range(2, 99)}
+def test_what_asking_again_does_not_help_against_ends_it(folder):
+    again_and_again = {n: lost(WorkerDied) for n in range(2, 99)}
+    for failures in ({2: lost(WorkerError, "KeyError")}, {2: lost(WorkerHang)}, again_and_again):
+        collector = FakeCollector(failures)
+        with pytest.raises(WorkerError):
+            writer(folder, collector=collector).ask_all(SAMPLING, 2)
+        assert collector.num_asked < 6
 
 
-@pytest.mark.parametrize("failures", [{2: lost(WorkerError, "KeyError")}, {2: lost(WorkerHang)}, AGAIN_AND_AGAIN])
-def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
-    collector = FakeCollector(failures)
-    with pytest.raises(WorkerError):
-        writer(folder, collector=collector).ask_all(SAMPLING, 2)
-    assert collector.num_asked < 6
-
-
-@pytest.mark.parametrize("has_answers", [False, True])
-def test_a_vote_needs_answers(folder, has_answers):
+def test_a_vote_needs_answers(folder):
     chosen = writer(folder)
     chosen.config = load(*SMALL, "+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k")
     tasks = chosen.inputs.data.tasks
     tasks["arithmetic"] = replace(tasks["arithmetic"], env_name="mine")
-    chosen.written_at = -WRITE_EVERY_S  # the next call of `take` may write
-    chosen.take([played("arithmetic:0", 1.0, 1.0, answer=None)])
+
+    def take(number: int, answer: str | None) -> None:
+        chosen.written_at = -WRITE_EVERY_S  # it may write
+        chosen.take([played(f"arithmetic:{number}", 1.0, 1.0, answer=answer)])
+
+    take(0, None)
     assert not folder.outcomes, "not before one of the samples has an answer"
-    if has_answers:
-        chosen.written_at = -WRITE_EVERY_S
-        chosen.take([played("arithmetic:1", 1.0, 0.0)])
-        assert sorted(folder.outcomes) == ["arithmetic:0", "arithmetic:1"]
-        chosen.take([played("arithmetic:2", 1.0, 1.0, answer=None)])
+    told = r"cons@k takes a vote on answers, and env.mine found none in the samples of 1"
+    with pytest.raises(ValueError, match=told):
         chosen.finish()
-        assert "arithmetic:2" in folder.outcomes
-        return
-    with pytest.raises(
-        ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in the samples of 1"
-    ):
-        chosen.finish()
+    take(1, "2")
+    assert sorted(folder.outcomes) == ["arithmetic:0", "arithmetic:1"]
+    take(2, None)
+    assert "arithmetic:2" in folder.outcomes
 
 
 def test_the_mean_on_the_way_leaves_out_prompts_that_were_not_asked(folder):
@@ -234,3 +233,117 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     ids = [prompt.prompt_id for prompt in data.prompts]
     assert len(set(ids)) == len(ids) and "rows:0" in ids and ids[-1] == "arithmetic#2:2"
     assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
+
+
+# -- the folder of an evaluation that is continued
+
+IDENTITY = {"model": {"weights": "a"}, "eval": {"seed": 1}}
+
+
+def group(prompt_id: str, num: int = 2) -> list[SampleRecord]:
+    texts: Any = {"prompt": "1+1", "response": "zwei\n\u2028 \U0001f600", "answer": "2", "expected_answer": "2"}
+    numbers: Any = {"reward": 1.0, "num_prompt_tokens": 3, "num_tokens": 4, "num_turns": 1, "seed": 2**62}
+    same = {"dataset": "d", "prompt_id": prompt_id, "status": "completed"} | texts | numbers
+    return [SampleRecord(sample_index=index, **same) for index in range(num)]
+
+
+def opened(folder: Path) -> AbstractContextManager[SampleFolder]:
+    return open_folder(folder, IDENTITY, "config", 2)
+
+
+@pytest.fixture
+def written(tmp_path) -> Path:
+    with opened(tmp_path / "e") as samples:
+        samples.append([group("d:0"), group("d:1")])
+    return tmp_path / "e"
+
+
+def test_whole_groups_come_back(written):
+    with opened(written) as samples:
+        assert samples.num_bytes_dropped == 0
+        assert samples.outcomes == {name: [record.outcome for record in group(name)] for name in ("d:0", "d:1")}
+    lines = [json.loads(line) for line in (written / "samples.jsonl").read_bytes().splitlines()]
+    assert lines == [asdict(record) for name in ("d:0", "d:1") for record in group(name)]
+
+
+@pytest.mark.parametrize("cut", [1, "line", "line and a half"])
+def test_an_unfinished_end_is_cut_off(written, cut):
+    path = written / "samples.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    keep = {"line": len(whole) - len(lines[3]), "line and a half": len(whole) - len(lines[3]) - 9}
+    path.write_bytes(whole[: keep[cut] if isinstance(cut, str) else -cut])
+    with opened(written) as samples:
+        assert list(samples.outcomes) == ["d:0"] and samples.num_bytes_dropped > 0
+        samples.append([group("d:2")])
+    with opened(written) as samples:
+        assert list(samples.outcomes) == ["d:0", "d:2"]
+    assert path.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+
+
+@pytest.mark.parametrize("line", [0, 1, 2])
+def test_damage_in_the_middle_is_not_guessed_away(written, line):
+    """Half of a line, the line before once more, and another's."""
+    path = written / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = (b'{"torn\n', lines[0], b'{"prompt_id": "d:9"}\n')[line]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=rf"samples.jsonl: line {line + 1} is damaged"), opened(written):
+        pass
+
+
+def test_one_process_at_a_time(written):
+    with opened(written), pytest.raises(CheckpointError, match="another process writes"), opened(written):
+        pass
+
+
+# -- numbers against their definitions
+
+
+def outcome(reward: float, answer: str | None = None, status: SampleStatus = SampleStatus.COMPLETED) -> Outcome:
+    return Outcome(status=status, reward=reward, answer=answer, num_tokens=5)
+
+
+def majority_over_all_draws(answers: list[str | None], correct: list[float], k: int) -> float:
+    """The definition: every draw of k, the most frequent answer, ties by lot."""
+    value = {answer: correct[answers.index(answer)] for answer in answers if answer is not None}
+    total, draws = 0.0, 0
+    for drawn in combinations(answers, k):
+        votes = Counter(answer for answer in drawn if answer is not None)
+        winners = [answer for answer, number in votes.items() if number == max(votes.values())]
+        total += sum(value[answer] for answer in winners) / len(winners) if winners else 0.0
+        draws += 1
+    return total / draws
+
+
+@given(answers=st.lists(st.sampled_from(["1", "2", "3", "4", None]), min_size=1, max_size=8), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_cons_at_k_is_the_mean_over_all_draws(answers, data):
+    right = data.draw(st.sampled_from(["1", "2"]))
+    correct = [float(answer == right) for answer in answers]
+    k = data.draw(st.integers(1, len(answers)))
+    assert cons_at_k(answers, correct, k) == pytest.approx(majority_over_all_draws(answers, correct, k), abs=1e-12)
+
+
+def test_the_interval_is_clustered_by_prompt():
+    values = [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+    low, high = clustered_interval(values) or (0, 0)
+    means = [statistics.mean(value) for value in values]
+    margin = 1.959964 * statistics.stdev(means) / math.sqrt(4)
+    assert (low + high) / 2 == pytest.approx(0.625) and high - low == pytest.approx(2 * margin, rel=1e-6)
+    repeated = clustered_interval([value * 10 for value in values]) or (0, 0)
+    assert repeated[1] - repeated[0] == pytest.approx(high - low), "asking the same again tells nothing about prompts"
+    assert clustered_interval([[1.0, 0.0]]) is None
+
+
+def test_what_has_no_outcome_is_counted_apart():
+    failed = outcome(0.0, status=SampleStatus.FAILED)
+    too_long = outcome(0.0, status=SampleStatus.PROMPT_TOO_LONG)
+    truncated = outcome(0.0, status=SampleStatus.TRUNCATED)
+    prompts = [[outcome(1.0), outcome(1.0)], [truncated, failed], [too_long, too_long]]
+    found = summarize(prompts, metric="pass@k", k=2)
+    assert (found["num_prompts"], found["num_samples"], found["num_prompts_scored"]) == (3, 6, 1)
+    assert found["score"] == 1.0 and found["pass_at"] == {"1": 0.5, "2": 1.0}
+    assert found["mean"] == found["accuracy"] == pytest.approx(2 / 3)
+    assert (found["truncated_rate"], found["failed_rate"]) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
+    assert (found["num_failed"], found["num_prompts_too_long"], found["mean_length"]) == (1, 1, 5.0)
