@@ -53,11 +53,6 @@ def lengths_of(micro_batches: list[MicroBatch]) -> list[list[int]]:
     return [[sample.length for sample in batch] for batch in micro_batches]
 
 
-def long_tailed(number: int, longest: int, seed: int) -> list[int]:
-    drawn = np.random.default_rng(seed).lognormal(math.log(0.25 * longest), 0.6, number)
-    return drawn.clip(1, longest).astype(int).tolist()
-
-
 def batchings(sequences_per_sample: int) -> st.SearchStrategy[Batching]:
     """All ways, with room for a sample of the longest sequences."""
     longest, most = sequences_per_sample * LONGEST, sequences_per_sample * 400
@@ -209,7 +204,7 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
 
 
 def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
-    lengths = long_tailed(1024, 2048, seed=5)
+    lengths = np.random.default_rng(5).lognormal(math.log(512), 0.6, 1024).clip(1, 2048).astype(int).tolist()
     for batching in (packed(8192, 8192), padded(8192, 8192, 64), fixed(4, 4)):
         plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
         metrics = packing_metrics(plan, batching)

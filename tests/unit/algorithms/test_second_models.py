@@ -84,28 +84,6 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
 
 
-PPO_REFUSED = """
-value.train_global_batch_size=3 -> value.train_global_batch_size=3: 3 does not divide the 512 samples
-value.dtensor_cfg.tensor_parallel_size=2 -> value.dtensor_cfg.tensor_parallel_size
-value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_model_type: regression
-value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
-value.sequence_packing={enabled: true, train_mb_tokens: 100}
-    -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
-value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action=stop
-loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
-ppo.skip_reference_policy_logprobs_calculation=true
-    -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
-ppo.use_dynamic_sampling=true -> not supported yet: ppo.use_dynamic_sampling
-checkpointing.metric_name=train:value/los -> did you mean train:value/loss?
-"""
-
-
-@pytest.mark.parametrize(("given", "told"), cases(PPO_REFUSED))
-def test_what_cannot_work_in_ppo_is_named(given, told):
-    with pytest.raises(ConfigError, match=pattern(told)):
-        build_ppo(*given)
-
-
 def test_the_value_model_takes_after_the_policy():
     config = build_ppo(
         "policy.precision=float32", "policy.train_micro_batch_size=2", "policy.max_total_sequence_length=64"
@@ -169,10 +147,7 @@ def test_a_step_of_distillation_runs_its_phases_in_order(tmp_path):
 
 def test_samples_of_other_tasks_fill_up_the_ranks_of_a_teacher_and_are_not_listened_to():
     tasks = ["sums", "circles", "sums", "circles", "circles", "sums", "circles", "circles"]
-    lengths = [9, 8, 7, 6, 5, 4, 3, 2]
-    groups = [
-        handle(sample(generated=n), task=task, ref=i) for i, (task, n) in enumerate(zip(tasks, lengths, strict=True))
-    ]
+    groups = [handle(sample(generated=9 - i), task=task, ref=i) for i, task in enumerate(tasks)]
     config, policy = build().teacher, FakePolicy(data_parallel_size=2)
     assert config is not None
     teacher = make_teacher(config, policy, "sums")
@@ -210,6 +185,18 @@ def test_every_task_has_one_teacher():
 
 
 REFUSED = """
+ppo & value.train_global_batch_size=3 -> value.train_global_batch_size=3: 3 does not divide the 512 samples
+ppo & value.dtensor_cfg.tensor_parallel_size=2 -> value.dtensor_cfg.tensor_parallel_size
+ppo & value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_model_type: regression
+ppo & value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
+ppo & value.sequence_packing={enabled: true, train_mb_tokens: 100}
+    -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
+ppo & value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action=stop
+ppo & loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
+ppo & ppo.skip_reference_policy_logprobs_calculation=true
+    -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
+ppo & ppo.use_dynamic_sampling=true -> not supported yet: ppo.use_dynamic_sampling
+ppo & checkpointing.metric_name=train:value/los -> did you mean train:value/loss?
 nobody -> teacher: is required, e.g. ... or name several in `teachers`
 both -> teacher.model_name: there is one teacher, or several
 one & +distillation.task_to_teacher={a: b} -> `teacher` teaches everything
@@ -232,12 +219,12 @@ one & checkpointing.metric_name=train:reverse_k -> did you mean train:reverse_kl
 
 
 @pytest.mark.parametrize(("given", "told"), cases(REFUSED))
-def test_what_cannot_work_in_distillation_is_named(given, told):
-    """A case begins with the teachers; the overrides follow."""
+def test_what_cannot_work_is_named(given, told):
+    """A case begins with the algorithm or the teachers; the overrides follow."""
     who, *overrides = given
-    sections = {"nobody": {}, "one": ONE, "two": TWO, "both": ONE | TWO}[who]
+    sections = {"nobody": {}, "one": ONE, "two": TWO, "both": ONE | TWO}
     with pytest.raises(ConfigError, match=pattern(told)):
-        build(*overrides, sections=sections)
+        build_ppo(*overrides) if who == "ppo" else build(*overrides, sections=sections[who])
 
 
 def test_a_teacher_takes_after_the_student_and_has_a_layout_of_its_own():

@@ -21,24 +21,16 @@ from tests.tables import cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, build
 from tests.unit.rollouts.test_openai_server import settings
 
-JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
-
-
-def check(section: str, used: str = "it") -> None:
-    check_environments(build(f"+env.it={{{section}}}").env, [used])
-
-
-REMOTE = "type: remote, base_url: 'http://localhost:1'"
-FORMAT = "{name: a, reward: format, kwargs: {pattern: x}}"
-MISSING = f"""
+MISSING = """
 type: retrieval, dataset_name: nope.jsonl -> env.it.dataset_name: the corpus 'nope.jsonl' does not exist
 type: retrieval, dataset_name: 'nomod:f' -> env.it.dataset_name: ... no module 'nomod'
 type: retrieval, dataset_name: 'json:f' -> env.it.dataset_name: ... 'json' has no 'f'
 type: python_tools, tools: ['nomod:x'] -> env.it.tools: ... no module 'nomod'
-{JUDGE}, api_key_env: NOT_SET -> env.it.api_key_env: ... NOT_SET is not set; export it
-type: mcp, servers: {{a: {{command: x}}}}, environment: {{type: 'nomod:f'}} -> env.it.environment.type: ... no module
-{REMOTE}, token_env: NOT_SET -> env.it.token_env: ... NOT_SET
-type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
+type: llm_judge, base_url: 'http://localhost:1/v1', model: m, api_key_env: NOT_SET
+    -> env.it.api_key_env: ... NOT_SET is not set; export it
+type: mcp, servers: {a: {command: x}}, environment: {type: 'nomod:f'} -> env.it.environment.type: ... no module
+type: remote, base_url: 'http://localhost:1', token_env: NOT_SET -> env.it.token_env: ... NOT_SET
+type: composite, reward_functions: [{name: a, reward: format, kwargs: {pattern: x}}, {name: b, reward: 'nomod:f'}]
     -> env.it.reward_functions.1: ... no module 'nomod'
 """
 
@@ -46,9 +38,10 @@ type: composite, reward_functions: [{FORMAT}, {{name: b, reward: 'nomod:f'}}]
 @pytest.mark.parametrize(("section", "told"), lines(MISSING))
 def test_a_missing_input_is_named_with_its_key(section: str, told: str, alone: None, monkeypatch) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
+    environments = build(f"+env.it={{{section}}}").env
     with pytest.raises((ValueError, FileNotFoundError), match=pattern(told)):
-        check(section)
-    check(section, used="math")  # no dataset names it
+        check_environments(environments, ["it"])
+    check_environments(environments, ["math"])  # no dataset names it
 
 
 def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
@@ -158,32 +151,31 @@ def test_a_replay_starts_no_engine(tmp_path) -> None:
         assert lines[-2:] == ["node GPU policy", "0 0 rank 0"], lines
 
 
-APART = "policy.generation.colocated.enabled=false"
-RESOURCES = "policy.generation.colocated.resources"
-COLOCATED = "policy.generation.colocated.enabled=true"
-CPU = "cluster.gpus_per_node=0"
+DIVIDED = """
+APART & GPUS=8 & RESOURCES.gpus_per_node=6 & policy.train_micro_batch_size=4 -> 2 6
+APART & GPUS=0 & cluster.cpu_workers_per_node=3 & RESOURCES.cpu_workers_per_node=1 -> 2 1
+APART & GPUS=2 & cluster.num_nodes=5 & RESOURCES={num_nodes: 1, gpus_per_node: 2} -> 8 2
+APART & GPUS=0 & cluster.cpu_workers_per_node=2 & cluster.num_nodes=2 & RESOURCES.num_nodes=1 -> 2 2
+GPUS=4 & cluster.num_nodes=2 -> 8 8
+"""
+SHORT = {
+    "APART": "policy.generation.colocated.enabled=false",
+    "RESOURCES": "policy.generation.colocated.resources",
+    "GPUS": "cluster.gpus_per_node",
+}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (("cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=6", "policy.train_micro_batch_size=4"), (2, 6)),
-        ((CPU, "cluster.cpu_workers_per_node=3", f"{RESOURCES}.cpu_workers_per_node=1"), (2, 1)),
-        (("cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{RESOURCES}.num_nodes=2"), (16, 16)),
-        (("cluster.gpus_per_node=2", "cluster.num_nodes=5", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}"), (8, 2)),
-        ((CPU, "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1"), (2, 2)),
-        (("cluster.gpus_per_node=4", "cluster.num_nodes=2", COLOCATED), (8, 8)),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), cases(DIVIDED, SHORT))
 def test_one_node_is_divided_and_several_are_shared_out_whole(overrides, expected) -> None:
-    config = build(APART, "cluster.worker_timeout_s=77", *overrides)
-    assert (config.training_cluster.num_workers, config.generation_cluster.num_workers) == expected
-    assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
+    config = build("cluster.worker_timeout_s=77", *overrides)
+    clusters = (config.training_cluster, config.generation_cluster)
+    assert [str(cluster.num_workers) for cluster in clusters] == expected.split()
+    assert {cluster.worker_timeout_s for cluster in clusters} == {77}
 
 
-def megatron_lines(model: str, *layout: str) -> list[str]:
+def megatron_lines(model: str, layout: str) -> list[str]:
     megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "cluster.gpus_per_node=8")
-    return lines_of(f"policy.model_name={model}", *megatron, *(f"policy.megatron_cfg.{key}" for key in layout))
+    return lines_of(f"policy.model_name={model}", *megatron, f"policy.megatron_cfg.{layout}")
 
 
 MEGATRON = """
@@ -191,7 +183,7 @@ tiny:arithmetic & pipeline_model_parallel_size=4 -> pipeline_model_parallel_size
 tiny:arithmetic & tensor_model_parallel_size=8 -> tensor_model_parallel_size=8 does not divide the 4
 tiny:arithmetic & expert_model_parallel_size=2 -> is a dense model and has no experts
 tiny:arithmetic-moe & expert_model_parallel_size=8 -> expert_model_parallel_size=8 does not divide the 4
-tiny:arithmetik -> did you mean tiny:arithmetic
+tiny:arithmetik & pipeline_model_parallel_size=2 -> did you mean tiny:arithmetic
 """
 
 
@@ -201,9 +193,8 @@ def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tupl
         megatron_lines(*model_and_layout)
 
 
-@pytest.mark.parametrize("model", ["nobody/has-this-model", "/on/another/machine"])
-def test_a_model_that_is_not_here_is_said_not_to_be_checked(model: str) -> None:
-    lines = megatron_lines(model, "pipeline_model_parallel_size=4")
+def test_a_model_that_is_not_here_is_said_not_to_be_checked() -> None:
+    lines = megatron_lines("nobody/has-this-model", "pipeline_model_parallel_size=4")
     assert "model not checked against the layout: its config.json is not on this machine" in lines
 
 

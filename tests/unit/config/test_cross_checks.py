@@ -18,6 +18,12 @@ policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true & loss_fn
     & grpo.skip_reference_policy_logprobs_calculation=true & grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true
     & checkpointing.metric_name=train:filtered_reward & +policy.draft.enabled=true & EAGLE3}
     & +env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
+grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
+    & checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2 & EAGLE3, model: a}
+    & policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens: 511}
+    & policy.max_total_sequence_length=511 -> fine
+checkpointing.metric_name=val:pass_at_4 & grpo.val_num_generations_per_prompt=6 & grpo.val_period=4
+    & checkpointing.keep_top_k=null & +policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
 policy.train_global_batch_size=500 -> these would: 16, 32, 64, 128, 256, 512
 policy.train_global_batch_size=2 & GPUS=4 & policy.train_micro_batch_size=1
     -> 2 cannot be shared by 4 training ranks; these would: 4, 8, 16
@@ -55,24 +61,17 @@ grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
     -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use_leave_one_out_baseline=false
     -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
-    -> fine
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
 data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null -> fine
-policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens: 511}
-    & policy.max_total_sequence_length=511 -> fine
 grpo.val_period=0 -> checkpointing.metric_name ... val:accuracy needs validation
 grpo.val_period=0 & checkpointing.enabled=false -> fine
 grpo.val_period=4 & checkpointing.save_period=10 -> checkpointing.save_period ... for val_period use 1, 2, 5, 10
-grpo.val_period=4 & checkpointing.keep_top_k=null -> fine
 checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this configuration
-checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2 -> fine
 checkpointing.metric_name=accuracy -> must be "val:<metric>"
 checkpointing.metric_name=val:acuracy -> did you mean val:accuracy?
 checkpointing.metric_name=val:pass_at_4 -> grpo.val_num_generations_per_prompt decides
-checkpointing.metric_name=val:pass_at_4 & grpo.val_num_generations_per_prompt=6 -> fine
 checkpointing.metric_name=val:best_of_6 & grpo.val_num_generations_per_prompt=6 -> fine
 checkpointing.checkpoint_must_save_by=3h -> 00:03:45:00
 grpo.replay_from=/nope & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null
@@ -87,8 +86,6 @@ policy.scheduler=[{name: a.B},{name: a.C}] -> need one item {milestones: [...]} 
 policy.scheduler=[{name: a.B},{name: a.C},{name: a.D},{milestones: [5,5]}] -> milestones must increase
 policy.scheduler=[{name: a.B},{milestones: [5]}] -> at least two schedulers
 GENERATION.top_k=0 -> greater than or equal to 1
-+policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
-EAGLE3, model: a} -> fine
 EAGLE3} -> GENERATION.vllm_kwargs.speculative_config.model ... (policy.draft of a training run trains it)
 +policy.draft.enabled=true -> GENERATION.vllm_kwargs.speculative_config ... needs {method: eagle3
 +policy.draft.enabled=true & EAGLE3, model: a} -> policy.draft.model_name decides it

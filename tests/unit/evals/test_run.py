@@ -95,6 +95,9 @@ SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
 
 
+SPOKEN = [{"role": role, "content": role} for role in ("system", "user", "assistant", "environment", "assistant")]
+
+
 class FakeCollector:
     """Plays at once, with the answers of the metas. `failures`: number of a call of `conversations` -> its error."""
 
@@ -112,7 +115,7 @@ class FakeCollector:
         self.num_asked += 1
         if self.num_asked in self.failures:
             raise self.failures[self.num_asked]
-        return [[[] for _ in handle.samples] for handle in handles]
+        return [[SPOKEN for _ in handle.samples] for handle in handles]
 
 
 def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
@@ -210,6 +213,8 @@ def test_results_and_table(folder):
     results = make_results(chosen.config, model, outcomes_by_dataset(chosen.inputs.data, folder))
     assert results["metric"] == "pass@2" and results["overall"]["score"] == 1.0 and results["overall"]["mean"] == 0.5
     assert results["overall"] == results["datasets"]["arithmetic"]
+    record = json.loads((folder.folder / "samples.jsonl").read_text().splitlines()[0])
+    assert (record["prompt"], record["response"]) == ("system\nuser", "assistantassistant")
     shown = io.StringIO()
     show_results(results, shown)
     assert "pass@2" in shown.getvalue() and "0.5000" in shown.getvalue() and "\x1b" not in shown.getvalue()

@@ -1,5 +1,6 @@
 """Every loss is independent of splits, masks and padding, and hides no bad value."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,11 @@ from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
-from nemo_rl.algorithms.losses.value import ValueLoss
+from nemo_rl.algorithms.losses.value import ValueInputs, ValueLoss, explained_variance
 from nemo_rl.types import LossFunction, LossInputs
 from tests.loss_invariance import Partition, check_bad_values, check_empty, check_masks, check_partition, partitions
-from tests.unit.algorithms.losses import test_clipped_pg, test_distillation, test_preference
-from tests.unit.algorithms.losses.batches import random_pairs, random_rows, random_scores, random_values
+from tests.unit.algorithms.losses import batches, test_clipped_pg, test_distillation, test_preference
+from tests.unit.algorithms.losses.batches import all_valid, evaluated
 
 OF_SAMPLING = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
 
@@ -36,15 +37,15 @@ class Case:
 
 
 CASES = {
-    "nll": Case(NLLLoss(), random_rows),
-    "value": Case(ValueLoss(ValueLossConfig(value_clip=None)), random_values, ["returns"]),
-    "value, clipped": Case(ValueLoss(ValueLossConfig(value_clip=0.2)), random_values, ["values", "returns"]),
+    "nll": Case(NLLLoss(), batches.random_rows),
+    "value": Case(ValueLoss(ValueLossConfig(value_clip=None)), batches.random_values, ["returns"]),
+    "value, clipped": Case(ValueLoss(ValueLossConfig(value_clip=0.2)), batches.random_values, ["values", "returns"]),
 }
 for has_margin in (False, True):
     loss = PreferenceLoss(RewardModelLossConfig(use_margin=has_margin))
-    CASES[f"reward model, margin {has_margin}"] = Case(loss, random_scores, rows_per_unit=2, whole_rows=True)
+    CASES[f"reward model, margin {has_margin}"] = Case(loss, batches.random_scores, rows_per_unit=2, whole_rows=True)
 for name in test_preference.VARIANTS:
-    CASES[name] = Case(test_preference.loss_fn(name), random_pairs, ["reference_logprob_sum"], rows_per_unit=2)
+    CASES[name] = Case(test_preference.loss_fn(name), batches.random_pairs, ["reference_logprob_sum"], rows_per_unit=2)
 for mode in test_distillation.MODES:
     CASES[f"distillation, {mode}"] = Case(
         test_distillation.make_loss(mode, kl_type="mixed"),
@@ -80,3 +81,51 @@ def test_a_ratio_that_overflows_is_not_hidden_by_the_clip():
     inputs.prev_logprobs = inputs.generation_logprobs = torch.tensor([[-100.0]])
     counts: Any = (torch.tensor(1.0), torch.tensor(1.0))
     assert torch.isnan(CASES["grpo"].loss(logprobs, inputs, *counts)[0])
+
+
+# -- the losses of a value model and of supervised learning by hand
+
+CLIPPED, PLAIN = (ValueLoss(ValueLossConfig(value_clip=value_clip)) for value_clip in (0.2, None))
+
+
+def one_row(values: list[float], old: list[float], returns: list[float]) -> tuple[torch.Tensor, ValueInputs]:
+    columns = {"values": torch.tensor([old]), "returns": torch.tensor([returns])}
+    return torch.tensor([values], requires_grad=True), all_valid(ValueInputs, 1, len(values), **columns)
+
+
+def test_clipping_by_hand():
+    """Return 1 each: moved within the bound, moved too far towards it, moved too far away from it, beyond it."""
+    batch = one_row([0.1, 0.5, -0.5, 2.0], [0.0, 0.0, 0.0, 0.9], [1.0] * 4)
+    loss, gradient, metrics = evaluated(CLIPPED, *batch)
+    errors = [0.1 - 1, 0.2 - 1, -0.5 - 1, 2.0 - 1]
+    assert loss == pytest.approx(0.5 * sum(error**2 for error in errors) / 4)
+    assert gradient[0].tolist() == pytest.approx([errors[0] / 4, 0.0, errors[2] / 4, errors[3] / 4])
+    assert (metrics["value_clip_fraction"], metrics["value_loss"]) == (0.25, loss)
+    # Without a clip it is the scaled squared error.
+    unclipped = ValueLoss(ValueLossConfig(value_clip=None, scale=2.0))
+    loss, _, metrics = evaluated(unclipped, *one_row([0.5, 2.0], [0.0, 0.0], [1.0, 0.0]))
+    assert loss == pytest.approx(2.0 * (0.25 + 4.0) / 2)
+    found = [metrics[name] for name in ("value_clip_fraction", "values_mean", "returns_mean")]
+    assert found == pytest.approx([0.0, 1.25, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([5.0, 5.0, 5.0], 0.0), ([2.0, 3.0, 4.0], 1.0), ([3.0, 2.0, 1.0], -3.0)]
+)
+def test_explained_variance_of_a_step(values: list[float], expected: float):
+    """A constant, off by a constant, the wrong way round; and nothing where all returns are equal."""
+    for returns, want in (([1.0, 2.0, 3.0], expected), ([0.7, 0.7, 0.7], 0.0)):
+        _, _, metrics = evaluated(PLAIN, *one_row(values, values, returns))
+        assert explained_variance(metrics) == pytest.approx(want, abs=1e-5)
+
+
+def test_nll_by_hand():
+    """Three loss tokens of two rows, and one more somewhere else in the optimizer step."""
+    inputs = all_valid(LossInputs, 2, 3)
+    inputs.token_mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    logprobs = torch.tensor([[0.0, math.log(0.5), math.log(0.25)], [0.0, math.log(0.5), 0.0]], requires_grad=True)
+    loss, gradient, metrics = evaluated(NLLLoss(), logprobs, inputs, 3.0, 4.0)
+    assert loss == pytest.approx((1 + 2 + 1) * math.log(2) / 4)
+    assert gradient.tolist() == [[0.0, -0.25, -0.25], [0.0, -0.25, 0.0]]
+    counts = {"num_unmasked_tokens": 3.0, "num_valid_samples": 2.0}
+    assert metrics == pytest.approx({"loss": loss, "token_probability": 1.25 / 4} | counts)
