@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_rl.types import LossInputs, LossMetrics
 from tests.loss_invariance import Partition, check_bad_values, check_empty, check_masks, check_partition
+from tests.unit.algorithms.losses.batches import random_rows
 
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,24 +35,13 @@ def right(logprobs: Tensor, mask: Tensor, toks: Tensor) -> Tensor:
     return -torch.where(mask > 0, logprobs, 0.0).sum() / toks.clamp(min=1.0)
 
 
-def batch() -> tuple[Tensor, LossInputs]:
-    logprobs = torch.tensor([[0.0, -1.0, -2.0], [0.0, -0.5, 0.0], [0.0, -4.0, -0.5]], requires_grad=True)
-    inputs = LossInputs(
-        input_ids=torch.zeros(3, 3, dtype=torch.int64),
-        token_mask=torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 1.0, 1.0]]),
-        sample_mask=torch.tensor([1.0, 1.0, 0.0]),
-    )
-    return logprobs, inputs
-
-
 SPLIT = Partition(order=[2, 0, 1], cuts=frozenset({1, 2}), padding=1)
-
-
+BATCH = random_rows(3, seed=0)
 CHECKS: dict[str, Callable[[Loss], None]] = {
-    "partition": lambda loss: check_partition(loss, *batch(), SPLIT),
-    "empty": lambda loss: check_empty(loss, *batch()),
-    "masks": lambda loss: check_masks(loss, *batch()),
-    "bad values": lambda loss: check_bad_values(loss, *batch(), columns=[]),
+    "partition": lambda loss: check_partition(loss, *BATCH, SPLIT),
+    "empty": lambda loss: check_empty(loss, *BATCH),
+    "masks": lambda loss: check_masks(loss, *BATCH),
+    "bad values": lambda loss: check_bad_values(loss, *BATCH, columns=[]),
 }
 WRONG: list[tuple[str, str, Formula]] = [
     ("partition", "mean of the micro-batch", lambda logprobs, mask, toks: right(logprobs, mask, mask.sum())),

@@ -1,6 +1,6 @@
 """Asynchronous GRPO on fakes: what is sampled from which weights, trained when, and found again after a restart."""
 
-import json
+import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,6 @@ BASE = (
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
     "cluster.gpus_per_node=2",
 )
-
-
-SAVED: dict[str, GroupHandle] = {}
 
 
 @dataclass
@@ -82,11 +79,10 @@ class FakePlaying(FakeRollouts):
         self.keeper_death = None
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
-        SAVED.update({group.group_id: group for group in groups})
-        (folder / "saved.json").write_text(json.dumps([group.group_id for group in groups]))
+        (folder / "groups").write_bytes(pickle.dumps(groups))
 
     def load(self, folder: Path) -> list[GroupHandle]:
-        return [SAVED[group_id] for group_id in json.loads((folder / "saved.json").read_text())]
+        return pickle.loads((folder / "groups").read_bytes())
 
 
 class Run(GRPORun):

@@ -22,8 +22,7 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.inspection import _logits, describe_model
-from nemo_rl.refit.layout import Segment, WeightComparison
-from nemo_rl.refit.transfer import largest_difference
+from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.rollouts.probe import Probe, ProbeRequest
 from nemo_rl.types import BatchPlan, GenerationRequest, GroupHandle, RolloutGroup, Sample, SamplingParams
 from tests.fakes import handle, sample
@@ -89,12 +88,13 @@ class LocalEngine:
         ]
         answers: Any = {a.request_id: a.completion for a in self.worker.generate(requests, self.version)}
         samples = []
-        for key, prompt in ((request.request_id, request.prompt_token_ids) for request in requests):
-            ids, size = np.array(prompt + answers[key].token_ids), len(prompt)
-            how: Any = {"version": answers[key].weight_version, "sample_id": key}
-            logprobs = np.array([0.0] * size + answers[key].logprobs, dtype=np.float32)
+        for request in requests:
+            made, size = answers[request.request_id], len(request.prompt_token_ids)
+            ids = np.array(request.prompt_token_ids + made.token_ids)
+            how: Any = {"version": made.weight_version, "sample_id": request.request_id}
+            logprobs = np.array([0.0] * size + made.logprobs, dtype=np.float32)
             tokens: Any = {"token_ids": ids, "token_mask": np.arange(len(ids)) >= size, "generation_logprobs": logprobs}
-            samples.append(Sample(meta=sample(prompt=size, generated=len(ids) - size, **how), **tokens))
+            samples.append(Sample(meta=sample(prompt=size, generated=len(made.token_ids), **how), **tokens))
             if self.chosen is not None:
                 samples[-1].routed_experts = self.chosen(samples[-1])
         return RolloutGroup(group_id=name, prompt_id=name, samples=samples)
@@ -119,10 +119,7 @@ class LocalEngine:
 
     def compare(self) -> WeightComparison:
         ours, theirs = whole_weights(self.policy), whole_weights(self.worker)
-        found = {
-            name: largest_difference(value, [Segment(tuple(value.shape), value.stride(), 0, theirs[name])])
-            for name, value in ours.items()
-        }
+        found = {name: (value - theirs[name]).abs().max().item() for name, value in ours.items()}
         return WeightComparison(num_tensors=len(ours), different={k: v for k, v in found.items() if v > 0})
 
 

@@ -1,11 +1,11 @@
 """Files in NeMo RL's form load, with remarks; what the library lacks is one line for each feature."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config import translations
@@ -127,13 +127,8 @@ THEIRS = {"policy": {"generation_batch_size": 32}}
 """A key that only NeMo RL has."""
 
 
-def merged(tree: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
-    result = copy.deepcopy(tree)
-    for change in changes:
-        for key, value in change.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
+def merged(*trees: dict[str, Any]) -> Any:
+    return OmegaConf.to_container(OmegaConf.merge(*trees))
 
 
 VALUES_OF_THEIRS = """
