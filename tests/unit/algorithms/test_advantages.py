@@ -133,10 +133,10 @@ def test_advantages_are_bounded_and_counted_as_bounded():
     assert bounded.finish(rows, mask, bounded.sums(rows, mask)).tolist() == [-0.5, 0.25]
 
 
-def test_the_same_prompt_twice_stays_two_groups():
-    result = compute_advantages([group([0.0, 0.0]), group([1.0, 1.0])], cfg())
-    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]] and result.metrics["num_zero_variance_groups"] == 2
-    assert [result.metrics[f"baseline_reward/pct_{kind}"] for kind in ("0", "1", "mixed")] == [0.5, 0.5, 0.0]
+def test_equal_groups_stay_apart():
+    result = compute_advantages([group([0.0, 0.0]), *[group([1.0, 1.0])] * 2, group([0.0, 1.0])], cfg())
+    assert result.advantages[:3] == [[0.0, 0.0]] * 3 and result.metrics["num_zero_variance_groups"] == 3
+    assert [result.metrics[f"baseline_reward/pct_{kind}"] for kind in ("0", "1", "mixed")] == [0.25, 0.5, 0.25]
 
 
 def parted(*parts: list[float], valid: list[bool] | None = None) -> GroupRewards:

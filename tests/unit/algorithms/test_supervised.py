@@ -251,7 +251,7 @@ def test_the_rows_of_a_plan_get_their_own_and_copies_nothing(tmp_path):
     assert load_sums(tmp_path / "new" / "sums.npz") == sums
     made = handles_of("d", ROWS)[::-1]  # seven pairs in groups of 1, 3 and 3, on two ranks by five: three copies
     plan = plan_examples(made, num_ranks=2, batching=replace(BATCHING, micro_batch_multiple=5))
-    assert [len(rank.train[0]) for rank in plan.ranks] == [5, 5]
+    assert [len(rank.train[0]) for rank in plan.ranks] == [5, 5] and len(counted(plan)) == 2 * (7 - 1)
     found = sums_of_plan(sums, made, plan)
     assert sorted(found) == sorted(keys_of_plan(plan)) and len(found) == 20
     assert all(value.dtype == np.float32 and value.shape == () for value in found.values())

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationInputs, DistillationLoss
 from tests.loss_invariance import global_counts, with_fields
-from tests.unit.algorithms.losses.batches import evaluated, random_rows
+from tests.unit.algorithms.losses.batches import all_valid, evaluated, random_rows
 
 VOCAB, K = 11, 4
 Mode = Literal["renormalised", "zero_outside", "whole"]
@@ -82,12 +82,8 @@ def test_metrics_by_hand():
     log_p = torch.tensor([0.25, 0.125]).log()
     outputs = torch.zeros(1, 2, 3)
     outputs[0, 1] = torch.tensor([*log_p, 1.7])
-    inputs = DistillationInputs(
-        input_ids=torch.zeros(1, 2, dtype=torch.int64),
-        token_mask=torch.tensor([[0.0, 1.0]]),
-        sample_mask=torch.ones(1),
-        teacher_topk=torch.tensor([[[0.0] * 4, [5.0, 5.0, 3.0, 0.0]]]),
-    )
+    inputs = all_valid(DistillationInputs, 1, 2, teacher_topk=torch.tensor([[[0.0] * 4, [5.0, 5.0, 3.0, 0.0]]]))
+    inputs.token_mask[0, 0] = 0.0
     _, _, metrics = evaluated(make_loss("renormalised"), outputs.requires_grad_(), inputs, 2.0, 2.0)
     forward = 0.5 * math.log(0.5 / (2 / 3)) + 0.5 * math.log(0.5 / (1 / 3))
     reverse = 2 / 3 * math.log(2 / 3 / 0.5) + 1 / 3 * math.log(1 / 3 / 0.5)
