@@ -194,8 +194,9 @@ def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tupl
 
 
 def test_a_model_that_is_not_here_is_said_not_to_be_checked() -> None:
-    lines = megatron_lines("nobody/has-this-model", "pipeline_model_parallel_size=4")
-    assert "model not checked against the layout: its config.json is not on this machine" in lines
+    for model in ("nobody/has-this-model", "/on/another/machine"):
+        lines = megatron_lines(model, "pipeline_model_parallel_size=4")
+        assert "model not checked against the layout: its config.json is not on this machine" in lines
 
 
 def test_prompts_of_a_run_that_samples():
