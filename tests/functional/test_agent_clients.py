@@ -17,17 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
-from aiohttp import web
 
-from nemo_rl.environments.code.tools import calculate
 from nemo_rl.environments.own_python import python_of
-from nemo_rl.utils.task_formats import CALCULATOR
 from nemo_rl.utils.venvs import VenvBuildError, run_uv
 from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, keys, run
-from tests.unit.environments.http_servers import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -112,58 +107,11 @@ def write_rows(file: str, module: str, name: str, rows: Path, *arguments: str) -
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
 
 
-class Gym:
-    """A resources server and an agent server of NeMo Gym, written from its documentation."""
-
-    def __init__(self, model_port: int) -> None:
-        self.model_url = f"http://127.0.0.1:{model_port}/v1/responses"
-        self.seeded: set[str] = set()
-        self.app = web.Application()
-        for name in ("seed_session", "calculator", "verify", "run"):
-            self.app.router.add_post(f"/{name}", getattr(self, name))
-
-    async def seed_session(self, request: web.Request) -> web.Response:
-        answer = web.json_response({})
-        self.seeded.add(name := str(len(self.seeded)))
-        answer.set_cookie("session", name)
-        return answer
-
-    async def calculator(self, request: web.Request) -> web.Response:
-        assert request.cookies["session"] in self.seeded
-        return web.json_response(int(calculate((await request.json())["expression"])))
-
-    async def verify(self, request: web.Request) -> web.Response:
-        assert request.cookies["session"] in self.seeded
-        return web.json_response(verdict(await request.json()))
-
-    async def run(self, request: web.Request) -> web.Response:
-        """The whole task: an agent that asks the model once."""
-        row = await request.json()
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(self.model_url, json=row["responses_create_params"]) as answer,
-        ):
-            return web.json_response(verdict({**row, "response": await answer.json()}))
-
-
-def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    output = row["response"]["output"]
-    said = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
-    right = any(f"\\boxed{{{row['expected']}}}" in text for text in said)
-    return {**row, "reward": float(right), "tool_calls": sum(item["type"] == "function_call" for item in output)}
-
-
 def mcp_tools(server: dict[str, Any]) -> dict[str, Any]:
     return {"type": "mcp", "servers": {"sums": server}, "environment": {"type": "math", "num_workers": 1}}
 
 
-def gym_rows() -> list[dict[str, Any]]:
-    tool = {"type": "function", "name": "calculator", "parameters": CALCULATOR["function"]["parameters"]}
-    params = [{"input": question(a, b), "tools": [tool]} for a, b in SUMS]
-    return [{"responses_create_params": p, "expected": a + b} for p, (a, b) in zip(params, SUMS, strict=True)]
-
-
-def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, pythons: dict[str, str]) -> None:
+def test_agents_with_tools_and_mcp_servers_train(tmp_path: Path, pythons: dict[str, str]) -> None:
     server = {
         "command": sys.executable,
         "args": [str(ROOT / "examples/agents/mcp_calculator.py")],
@@ -178,13 +126,9 @@ def test_agents_with_tools_mcp_servers_and_nemo_gym_train(tmp_path: Path, python
         sections["verifiers"] = agent("examples.agents.verifiers_env:play", pythons["verifiers"], environment=env)
         write_rows(pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl")
     calculator = (sys.executable, "examples/agents/mcp_calculator.py")
-    with served(Gym(port := free_port()).app) as url, listening(*calculator) as mcp_url:
-        sections["http_tools"] = mcp_tools({"url": f"{mcp_url}/mcp"})
-        for name, way in (("gym_tools", "resources_url"), ("gym_agent", "agent_url")):
-            sections[name] = agent(PLAY_GYM, **{way: url})
-            write_lines(tmp_path / f"{name}.jsonl", gym_rows())
-        sections["gym_agent"]["session"] = {"port": port}
-        steps = play(tmp_path, "tiny:tools", sections, gym_tools="nemo_gym", gym_agent="nemo_gym")
+    with listening(*calculator) as url:
+        sections["http_tools"] = mcp_tools({"url": f"{url}/mcp"})
+        steps = play(tmp_path, "tiny:tools", sections)
     for name in sections:
         calls = "total_tool_calls" if name == "verifiers" else "tool_calls"
         # An answer that is no call comes now and then: of the episodes of one step, many can be such by chance.

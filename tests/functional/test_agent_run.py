@@ -190,16 +190,6 @@ def test_the_same_agent_evaluates(tmp_path: Path) -> None:
 # -- an agent outside the run, that talks to its OpenAI-compatible server while the policy trains
 
 
-def address_of(folder: Path) -> dict[str, str]:
-    """Waits for the file in which the run tells agents its address."""
-    deadline = time.monotonic() + 300
-    while not (found := list(folder.glob("logs/exp_*/openai_server.json"))):
-        assert time.monotonic() < deadline, (folder / "out.log").read_text()[-4000:]
-        time.sleep(0.1)
-    assert stat.S_IMODE(found[0].stat().st_mode) == 0o600
-    return json.loads(found[0].read_text())
-
-
 def two_turns(client: openai.OpenAI) -> int:
     """One conversation; returns the weights' version of its second turn."""
     messages: Any = [{"role": "user", "content": "3+4"}]
@@ -218,8 +208,12 @@ def two_turns(client: openai.OpenAI) -> int:
 def test_an_agent_talks_to_the_policy_while_it_trains(tmp_path: Path):
     on = "policy.generation.vllm_cfg.expose_http_server=true"
     process = cli.start(tmp_path, *cli.SMALL, on, "checkpointing.enabled=false", "grpo.max_num_steps=6")
-    address = address_of(tmp_path)
-    versions = set()
+    deadline, versions = time.monotonic() + 300, set()
+    while not (found := list(tmp_path.glob("logs/exp_*/openai_server.json"))):  # that tells agents its address
+        assert time.monotonic() < deadline, (tmp_path / "out.log").read_text()[-4000:]
+        time.sleep(0.1)
+    assert stat.S_IMODE(found[0].stat().st_mode) == 0o600
+    address = json.loads(found[0].read_text())
     with openai.OpenAI(base_url=address["base_url"], api_key=address["api_key"], max_retries=0) as client:
         greedy: Any = {"model": "any", "temperature": 0, "prompt": "3+4", "max_tokens": 8}
         of_text: Any = client.completions.create(**greedy)

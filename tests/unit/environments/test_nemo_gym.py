@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.registry import all_rows
 from nemo_rl.environments.agents.interfaces import AgentTask
 from nemo_rl.environments.agents.nemo_gym import play
 from nemo_rl.environments.agents.runner import AgentFailed
+from tests.unit.environments.http_servers import Scripted, served
 
 ROW: dict[str, Any] = {
     "responses_create_params": {
@@ -28,75 +28,48 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3"}]}
 
 
-class Servers:
-    """A resources server that knows its session by a cookie, an agent server, and a model that calls the tool once."""
+def played(path: Path, way: str, reward: float | None = 1.0) -> tuple[dict[str, Any], dict[str, Scripted]]:
+    """The outcome of the task in a file, and what servers of tools, tasks and a model that calls a tool were asked.
 
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.verified: Any = None
-        self.ran: Any = None
-        self.reward: Any = 1.0
-        self.app = web.Application()
-        for path in ("seed_session", "add", "verify", "run", "v1/responses"):
-            self.app.router.add_post(f"/{path}", getattr(self, path.rpartition("/")[2]))
-
-    async def seed_session(self, request: web.Request) -> web.Response:
-        assert (await request.json())["expected"] == "3"
-        answer = web.json_response({})
-        answer.set_cookie("session", "7")
-        return answer
-
-    async def add(self, request: web.Request) -> web.Response:
-        assert request.cookies["session"] == "7"
-        body = await request.json()
-        return web.json_response(body["a"] + body["b"])
-
-    async def verify(self, request: web.Request) -> web.Response:
-        assert request.cookies["session"] == "7"
-        self.verified = await request.json()
-        return web.json_response({**self.verified, "reward": self.reward, "num_calls": 1, "comment": "well"})
-
-    async def run(self, request: web.Request) -> web.Response:
-        self.ran = await request.json()
-        return web.json_response({**self.ran, "reward": 0.5})
-
-    async def responses(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer k"
-        self.asked.append(await request.json())
-        return web.json_response({"id": "r", "output": [CALL if len(self.asked) == 1 else SAID], "tools": []})
-
-
-def played(servers: Servers, path: Path, way: str) -> Any:
+    A resources server knows its session by a cookie.
+    """
     file = path / "tasks.jsonl"
     file.write_text(json.dumps(ROW) + "\n")
     [row] = all_rows(TableConfig(dataset_name="nemo_gym", data_path=str(file), processor="conversation_processor"))
     assert [message["role"] for message in row["messages"]] == ["system", "user"]
+    verdict = json.dumps({**ROW, "reward": reward, "num_calls": 1, "comment": "well"})
+    said = [json.dumps({"id": "r", "output": [item], "tools": []}) for item in (CALL, SAID)]
+    answers = {"/add": ["3"], "/verify": [verdict], "/run": ['{"reward": 0.5}'], "/v1/responses": said}
+    servers = {path: Scripted(script) for path, script in answers.items()}
 
-    async def main() -> Any:
-        async with TestServer(servers.app) as server:
-            url = str(server.make_url("")).rstrip("/")
-            session = {"base_url": f"{url}/v1", "api_key": "k", "model": "tiny", "reward_url": ""}
-            episode: Any = {"messages": row["messages"], "metadata": None, "seed": 0, "episode": "g/0"}
-            return await play(AgentTask(row=row, **session, **episode), **{way: url})
+    async def seed_session(request: web.Request) -> web.Response:
+        assert (await request.json())["expected"] == "3"
+        return web.json_response({}, headers={"Set-Cookie": "session=7"})
 
-    return asyncio.run(main())
+    with served({"/seed_session": seed_session, **{path: server.handle for path, server in servers.items()}}) as url:
+        session = {"base_url": f"{url}/v1", "api_key": "k", "model": "tiny", "reward_url": ""}
+        episode: Any = {"messages": row["messages"], "metadata": None, "seed": 0, "episode": "g/0"}
+        return asyncio.run(play(AgentTask(row=row, **session, **episode), **{way: url})), servers
 
 
 def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
-    servers = Servers()
-    assert played(servers, tmp_path, "resources_url") == {"reward": 1.0, "metrics": {"num_calls": 1}}
-    asked = servers.asked[1]
+    outcome, servers = played(tmp_path, "resources_url")
+    assert outcome == {"reward": 1.0, "metrics": {"num_calls": 1}}
+    model, tool, verifier = (servers[path] for path in ("/v1/responses", "/add", "/verify"))
+    assert {headers["Authorization"] for headers in model.headers} == {"Bearer k"}
+    assert tool.requests == [{"a": 1, "b": 2}]
+    assert tool.headers[0]["Cookie"] == verifier.headers[0]["Cookie"] == "session=7"
     result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+    asked = model.requests[1]
     assert asked["input"] == [*ROW["responses_create_params"]["input"], CALL, result] and asked["tools"]
-    assert servers.verified["response"]["output"] == [CALL, result, SAID] and servers.verified["expected"] == "3"
-    servers = Servers()
-    servers.reward = None
+    [verified] = verifier.requests
+    assert verified["response"]["output"] == [CALL, result, SAID] and verified["expected"] == "3"
     with pytest.raises(AgentFailed, match="no reward"):
-        played(servers, tmp_path, "resources_url")
+        played(tmp_path, "resources_url", reward=None)
 
 
 def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
-    servers = Servers()
-    assert played(servers, tmp_path, "agent_url") == {"reward": 0.5, "metrics": {}}
+    outcome, servers = played(tmp_path, "agent_url")
     params = {**ROW["responses_create_params"], "metadata": {"nemo_rl_key": "k"}}
-    assert servers.ran == {**ROW, "responses_create_params": params}
+    assert servers["/run"].requests == [{**ROW, "responses_create_params": params}]
+    assert outcome == {"reward": 0.5, "metrics": {}}

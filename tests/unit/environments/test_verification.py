@@ -124,13 +124,6 @@ def test_step_gives_the_contract(pool):
     assert returned.answers[:2] == ["12", "13"] and returned.next_stop_strings == [None] * 3
 
 
-def finished() -> BatchedDataDict:
-    lengths = {"generation_lengths": torch.tensor([4, 6, 8, 10]), "prompt_lengths": torch.tensor([2, 2, 3, 3])}
-    rewards, is_end = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([True, True, False, True])
-    more = {"group_id": ["a", "a", "b", "b"], "text": ["same"] * 4}
-    return BatchedDataDict({"rewards": rewards, "is_end": is_end, **lengths, **more})
-
-
 def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_samples_and_verifications():
     env = MathEnvironment({"num_workers": 1})
     env.pool = SimpleNamespace(
@@ -140,14 +133,17 @@ def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_sample
     died, late = split_return(returned, 2, "math")
     assert isinstance(died, EnvironmentFailure) and "verifier 'hf_math_verify' ended its process twice" in str(died)
     assert not isinstance(late, EnvironmentFailure) and late.reward == 0.0
-    batch, metrics = env.global_post_process_and_metrics(finished())
+    lengths = {"generation_lengths": torch.tensor([4, 6, 8, 10]), "prompt_lengths": torch.tensor([2, 2, 3, 3])}
+    more = {"group_id": ["a", "a", "b", "b"], "text": ["same"] * 4, "is_end": torch.tensor([True, True, False, True])}
+    finished = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]), **lengths, **more})
+    batch, metrics = env.global_post_process_and_metrics(finished)
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert metrics == {
         **{"accuracy": 0.25, "pass@samples_per_prompt": 0.5, "fraction_of_samples_properly_ended": 0.75},
         **{"num_problems_in_batch": 4.0, "num_verifications_timed_out": 1.0, "prompt_lengths": 2.5},
         **{"generation_lengths": 7.0, "correct_solution_generation_lengths": 4.0},
     }
-    assert env.global_post_process_and_metrics(finished())[1]["num_verifications_timed_out"] == 0.0
+    assert env.global_post_process_and_metrics(finished)[1]["num_verifications_timed_out"] == 0.0
 
 
 def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(pool):

@@ -24,10 +24,10 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-def group_request(number: int, num_generations: int = 1, *, name: str = "g") -> GroupRequest:
+def group_request(number: int, num_generations: int = 1, *, name: str = "g", **prompt: Any) -> GroupRequest:
     return GroupRequest(
         group_id=f"{name}{number}",
-        prompt=Prompt(prompt_id=f"t:{number}", row={}, idx=number, task_name="t"),
+        prompt=Prompt(prompt_id=f"t:{number}", idx=number, **{"row": {}, "task_name": "t", **prompt}),
         num_generations=num_generations,
         sampling=SamplingParams(max_new_tokens=8),
         seed_step=0,
@@ -39,10 +39,15 @@ def request_of(prompt: list[int], seed: int = 0, request_id: str = "", **samplin
     return GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, seed=seed)
 
 
+def completion(token_ids: list[int], logprobs: list[float] | None = None, version: int = 0) -> Completion:
+    """It has stopped by itself."""
+    logprobs = [-0.5] * len(token_ids) if logprobs is None else logprobs
+    return Completion(token_ids=token_ids, logprobs=logprobs, stop_reason=StopReason.STOP, weight_version=version)
+
+
 def numbers(request: GenerationRequest) -> Completion:
     """Two tokens that depend on prompt and seed alone."""
-    first = (sum(request.prompt_token_ids) + request.seed) % 90 + 10
-    return Completion(token_ids=[first, 3], logprobs=[-0.5, -0.1], stop_reason=StopReason.STOP, weight_version=0)
+    return completion([(sum(request.prompt_token_ids) + request.seed) % 90 + 10, 3], [-0.5, -0.1])
 
 
 class FakeReplica:

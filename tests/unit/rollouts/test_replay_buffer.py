@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.async_grpo import GroupOrder, OpenGroup, ReplayBuffer
+from nemo_rl.algorithms.async_grpo import OpenGroup, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from tests.fakes import handle
 from tests.unit.rollouts.engines import group_request
@@ -37,16 +37,14 @@ def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.sampled_from(["in_order", "arrival"]),
-    st.integers(0, 10**6),
-    st.booleans(),
+    per_step=st.integers(1, 4),
+    max_age=st.integers(1, 4),
+    open_steps=st.integers(1, 5),
+    order=st.sampled_from(["in_order", "arrival"]),
+    seed=st.integers(0, 10**6),
+    resumes=st.booleans(),
 )
-def test_none_too_old_none_lost_none_twice(
-    per_step: int, max_age: int, open_steps: int, order: GroupOrder, seed: int, resumes: bool
-):
+def test_none_too_old_none_lost_none_twice(per_step, max_age, open_steps, order, seed, resumes):
     rng = random.Random(seed)
 
     def make() -> ReplayBuffer:

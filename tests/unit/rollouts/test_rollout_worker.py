@@ -8,9 +8,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,10 @@ from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, Parcel, parcels_of
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
 from nemo_rl.types import (
+    Completion,
     DatumSpec,
     EnvironmentStep,
+    GenerationRequest,
     GroupHandle,
     ImageSpan,
     Prompt,
@@ -54,7 +55,6 @@ class Game:
             reward=1.0,
             terminated=sum(message["role"] == "assistant" for message in message_log) == TURNS,
             metadata=None,
-            next_stop_strings=None,
         )
 
     async def metrics(self, samples: Any) -> dict[str, float]:
@@ -109,27 +109,35 @@ def tokens(keeper: Keeper) -> dict[str, list[int]]:
 
 
 @in_loop
-async def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
+async def test_a_group_that_ends_is_handed_over_while_others_go_on_and_a_death_costs_them_no_turn():
+    """The engine never answers the last turn of the second group, and dies meanwhile."""
     whole = 2 + 3 * (TURNS - 1)  # the prompt has 2 tokens, every turn adds 3
-    old = FakeReplica(lambda request: None if len(request.prompt_token_ids) == whole else numbers(request))
+
+    def answers(request: GenerationRequest) -> Completion | None:
+        is_last = request.prompt_token_ids[1] == 3 and len(request.prompt_token_ids) == whole
+        return None if is_last else numbers(request)
+
+    old, new = FakeReplica(answers), FakeReplica()
     playing, keeper = worker(old)
-    first = asyncio.create_task(playing.collect([group_request(0, 4)]))
+    both = [group_request(0, 4), group_request(1, 4)]
+    assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
+    second = asyncio.create_task(playing.collect(both[1:]))
     while len(old.under_way) < 4:
         await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert not second.done() and len(keeper.groups) == 1
     old.die()
     with pytest.raises(EngineDied, match="generation-0: the engine is gone"):
-        await first
+        await second
     with pytest.raises(EngineDied):  # until it is replaced
-        await playing.collect([group_request(1, 4)])
-    new = FakeReplica()
+        await playing.collect([group_request(2, 4)])
     await playing.set_generation_workers([new])
-    both = [group_request(0, 4), group_request(1, 4)]
-    handles = await ended(playing, both)
-    assert [sample.num_turns for sample in handles["g0"].samples] == [TURNS] * 4
-    again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
+    handles = await ended(playing, [both[1], group_request(2, 4)])
+    assert [sample.num_turns for sample in handles["g1"].samples] == [TURNS] * 4
+    again = [request for request in new.asked if request.prompt_token_ids[1] == 3]
     assert [len(request.prompt_token_ids) for request in again] == [whole] * 4, "the last turns alone"
     undisturbed, other = worker(FakeReplica())
-    await ended(undisturbed, both)
+    await ended(undisturbed, [*both, group_request(2, 4)])
     assert tokens(keeper) == tokens(other)
 
 
@@ -147,24 +155,6 @@ async def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
     assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
     await asyncio.sleep(0.01)
     assert not replica.under_way and len(replica.aborted) == 1
-
-
-@in_loop
-async def test_a_group_that_ends_is_handed_over_while_others_go_on():
-    """The second group waits for its engine; the first arrives alone, and the second in a later call, once."""
-    replica = FakeReplica(lambda request: None if request.prompt_token_ids[1] == 3 else numbers(request))
-    playing, keeper = worker(replica)
-    both = [group_request(0, 4), group_request(1, 4)]
-    assert [handle.group_id for handle in await playing.collect(both)] == ["g0"]
-    second = asyncio.create_task(playing.collect(both[1:]))
-    await asyncio.sleep(0.05)
-    assert not second.done() and len(keeper.groups) == 1
-    replica.die()
-    with pytest.raises(EngineDied):
-        await second
-    await playing.set_generation_workers([FakeReplica()])
-    [handle] = await playing.collect(both[1:])
-    assert handle.group_id == "g1" and [kept.group_id for kept in keeper.groups] == ["g0", "g1"]
 
 
 @in_loop
@@ -210,41 +200,30 @@ async def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sa
         assert len(starts) == (0 if sample.meta in failed else TURNS - 1)
 
 
-@contextmanager
-def image_server(released: threading.Event) -> Iterator[str]:
-    """The address of an image that comes when `released` is set."""
-    picture = io.BytesIO()
-    draw("red circle 0").save(picture, format="PNG")
-
-    async def slow(_: web.Request) -> web.Response:
-        assert await asyncio.to_thread(released.wait, 30)
-        return web.Response(body=picture.getvalue())
-
-    with served({"/image.png": slow}) as url:
-        yield f"{url}/image.png"
-
-
 @pytest.mark.parametrize("place", ["prompt", "observation"])
 @in_loop
 async def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
-    released, seen = threading.Event(), []
+    released, seen, image = threading.Event(), [], io.BytesIO()
+    draw("red circle 0").save(image, format="PNG")
+
+    async def slow(_: web.Request) -> web.Response:
+        assert await asyncio.to_thread(released.wait, 30)
+        return web.Response(body=image.getvalue())
 
     def read(content: Any, made: Any) -> Any:
         seen.extend(read_image(part["image"]).size for part in image_parts(content))
         return made
 
-    with image_server(released) as address:
-        picture = [{"type": "image", "image": address}]
+    with served({"/image.png": slow}) as url:
+        picture = [{"type": "image", "image": f"{url}/image.png"}]
         playing, _ = worker(FakeReplica())
         playing.settings.process = lambda prompt: read(prompt.row.get("problem"), process(prompt))
         shown = RenderedObservation([4], [], "go on")
         playing.settings.render = lambda observation, **_: read(observation["content"], shown)
         playing.environments = {"t": Game(picture if place == "observation" else "go on"), "other": Game()}
-        slow, other = group_request(0).prompt, replace(group_request(1).prompt, task_name="other")
-        if place == "prompt":
-            slow = replace(slow, row={"problem": picture})
-        late = asyncio.create_task(playing.collect([replace(group_request(0), prompt=slow)]))
-        await playing.collect([replace(group_request(1), prompt=other)])
+        row = {"problem": picture} if place == "prompt" else {}
+        late = asyncio.create_task(playing.collect([group_request(0, row=row)]))
+        await playing.collect([group_request(1, task_name="other")])
         assert not seen and not late.done()
         released.set()
         [handle] = await late

@@ -15,11 +15,10 @@ from nemo_rl.types import Example, ExampleMeta, Prompt
 
 @dataclass(frozen=True)
 class Characters:
-    """A token per character. Notes the rows in `log`; row "end" ends its process, once where `once` is set."""
+    """A token per character. Notes the rows in `log`; row "end" ends its process, once."""
 
     log: Path
     pair: bool = False
-    once: bool = True
 
     def __call__(self, prompt):
         text = prompt.row["text"]
@@ -27,7 +26,7 @@ class Characters:
             log.write(f"{prompt.prompt_id} {os.getpid()}\n")
         if text == "wrong":
             raise ValueError(f"row {prompt.prompt_id}: column text is wrong")
-        if text == "end" and not (self.once and self.log.with_suffix(".ended").exists()):
+        if text == "end" and not self.log.with_suffix(".ended").exists():
             self.log.with_suffix(".ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         ends = ["/chosen", "/rejected"] if self.pair else [""]

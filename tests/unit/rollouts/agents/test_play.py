@@ -26,6 +26,7 @@ from nemo_rl.environments.agents.runner import AgentRunner
 from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
+from nemo_rl.rollouts.openai_server import AnswerSettings
 from nemo_rl.types import (
     Completion,
     DatumSpec,
@@ -35,12 +36,11 @@ from nemo_rl.types import (
     Sample,
     SampleStatus,
     SamplingParams,
-    StopReason,
 )
 from tests.conversations import assistant, user
 from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.environments.http_servers import served
-from tests.unit.rollouts.engines import in_loop
+from tests.unit.rollouts.engines import completion, in_loop, request_of
 from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, Engine, settings, spelled, tokens
 
 
@@ -51,14 +51,16 @@ def text_of(token_ids: Sequence[int]) -> str:
 ANSWERS = replace(settings().answers, calls_of=None, decode=text_of)
 
 
-def completion(text: str) -> Completion:
-    said = spelled(text)
-    return Completion(token_ids=said, logprobs=[-0.5] * len(said), stop_reason=StopReason.STOP, weight_version=0)
-
-
 def numbers() -> Engine:
     """Says a number that follows from seed and prompt."""
     return Engine(lambda request: str(request.seed % 1000))
+
+
+def session_of(answers: AnswerSettings, generate: Any) -> Session:
+    """One without an episode."""
+    limits = SessionLimits(max_calls=99, max_generated_tokens=None)
+    sampling = SamplingParams(max_new_tokens=20)
+    return Session(answers, generate=generate, sampling=sampling, seed_of=lambda turn: turn, limits=limits)
 
 
 def handle_of(runner: AgentRunner) -> Any:
@@ -226,9 +228,7 @@ def test_a_verifier_and_an_environment_add_their_rewards():
 
     async def judge(message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         seen.append((message_log, sample_id))
-        return EnvironmentStep(
-            observation={}, reward=10.0, terminated=True, metadata=None, next_stop_strings=None, metrics={"judged": 1.0}
-        )
+        return EnvironmentStep(observation={}, reward=10.0, terminated=True, metadata=None, metrics={"judged": 1.0})
 
     [sample] = play(asks_twice, verifier=f"{__name__}:counts_messages", judge=judge)
     assert sample.meta.reward == 0.5 + 4 + 10 and sample.metrics == {"rows": 1.0, "judged": 1.0}
@@ -400,12 +400,9 @@ async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_
             await asyncio.sleep(0)
             raise RuntimeError("lost")
         await wait.wait()
-        return completion("")
+        return completion([EOS])
 
-    sampling = SamplingParams(max_new_tokens=5)
-    limits = SessionLimits(max_calls=9, max_generated_tokens=None)
-    session = Session(ANSWERS, generate=generate, sampling=sampling, seed_of=lambda turn: turn, limits=limits)
-    request = GenerationRequest(prompt_token_ids=[1, 2], sampling=sampling, seed=0)
+    session, request = session_of(ANSWERS, generate), request_of([1, 2])
     asking = [asyncio.create_task(session.generate(request)) for _ in range(2)]
     await asyncio.wait(asking[:1])
     asking.append(asyncio.create_task(session.generate(request)))
@@ -419,7 +416,7 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
     """One question, asked in the name of two roles and of a frozen opponent."""
 
     async def says_nine(*_: Any) -> Completion:
-        return completion("9")
+        return completion(spelled("9"))
 
     async def plays(task: AgentTask) -> dict[str, Any]:
         said = {role: await ask(task, task.messages, url) for role, url in task.roles.items()}

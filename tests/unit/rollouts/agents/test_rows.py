@@ -1,26 +1,22 @@
 """Rows of an agent's episode on their way to training: plan, tokens on the worker, records. Rewards: test_rewards."""
 
 import io
-from collections import Counter
 from pathlib import Path
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from nemo_rl.algorithms.plan.batch import plan_batch
-from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens
-from nemo_rl.data.packing import PackingAlgorithm
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
 from nemo_rl.models.policy.batch.samples import SampleWriter
 from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.recorder import chosen_rows
 from nemo_rl.report.run_files import read_index
 from nemo_rl.rollouts.show_records import RecordedGroup, show_group
-from nemo_rl.types import GroupHandle, PlannedSample, RankPlan, RolloutGroup, Sample
+from nemo_rl.types import RolloutGroup, Sample
 from tests.conversations import answered
 from tests.fakes import handle
-from tests.unit.rollouts.recorded import sample
+from tests.unit.rollouts.test_record import sample
 
 
 def episode(name: str, reward: float, lengths: list[int]) -> Sample:
@@ -32,60 +28,32 @@ def episode(name: str, reward: float, lengths: list[int]) -> Sample:
     return first
 
 
-def handle_of(group: RolloutGroup) -> GroupHandle:
-    return handle(*(sample.meta for sample in group.samples), name=group.group_id)
-
-
-def group(*episodes: Sample, name: str = "g") -> RolloutGroup:
-    return RolloutGroup(group_id=name, prompt_id=name, samples=list(episodes))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=8, max_size=8),
-    num_ranks=st.sampled_from([1, 2, 4]),
-    packed=st.booleans(),
-)
-def test_every_row_is_planned_once_and_only_copies_fill_up(sizes: list[list[int]], num_ranks: int, packed: bool):
-    groups = [group(*(episode(f"{g}/{i}", 1.0, sizes[4 * g + i]) for i in range(4)), name=str(g)) for g in range(2)]
-    handles = [handle_of(one) for one in groups]
-    rule = PackedTokens(tokens=64, algorithm=PackingAlgorithm.FIRST_FIT_DECREASING) if packed else FixedSize(3)
-    plan = plan_batch(
-        handles,
-        [[float(1 + n) for n, _ in enumerate(one.rows)] for one in handles],
-        [[1.0] * len(one.rows) for one in handles],
-        num_ranks=num_ranks,
-        global_batch_size=4,
-        batching=Batching(train=rule, logprobs=rule, quadratic_weight=0.01),
-    )
-    planned = [s for rank in plan.ranks for step in rank.train for batch in step for s in batch]
-    assert Counter((s.group, s.index) for s in planned if s.index >= 0) == Counter(
-        (g, i) for g, one in enumerate(handles) for i in range(len(one.rows))
-    )
-    copies = [s for s in planned if s.index < 0]
-    assert len(copies) < 2 * num_ranks and all(s.mask == 0 for s in copies)
-    for rank in plan.ranks:
-        rows = rows_of_plan(rank, dict(enumerate(groups)))
-        for s in (s for batch in rank.logprobs for s in batch):
-            row, want = rows[s.group, s.index], groups[s.group].rows[s.index]
-            assert row.token_ids.tolist() == want.token_ids.tolist()
-            assert row.mask == s.mask and len(row.token_ids) == s.length
-
-
-def test_every_row_of_an_episode_can_be_read(tmp_path: Path):
+def test_every_row_of_an_episode_is_planned_once_and_can_be_read(tmp_path: Path):
     """The report, the record and the printed validation have all rows, not the first alone."""
-    played = group(episode("g/0", 0.0, [3, 4, 5]), episode("g/1", 1.0, [2, 2]), episode("g/2", 0.5, [2]))
+    episodes = [("g/0", 0.0, [3, 4, 5]), ("g/1", 1.0, [2, 2]), ("g/2", 0.5, [2]), ("g/3", 0.5, [6])]
+    played = RolloutGroup(group_id="g", prompt_id="g", samples=[episode(*one) for one in episodes])
     for number, row in enumerate(played.samples[0].rows):
         row.messages = answered(f"said in row {number}", asked="2+2?")
-    played_handle = handle_of(played)
-    lengths = enumerate((meta.length,) for meta in played_handle.rows)
-    planned = [PlannedSample(group=0, index=i, lengths=length, advantage=0.0, mask=1.0) for i, length in lengths]
-    keys = chosen_rows(planned, [played_handle], limit=2)
-    assert keys == [(0, 1), (0, 5), (0, 0), (0, 3), (0, 4)], "the best and the worst sample, with their rows"
+    told = handle(*(sample.meta for sample in played.samples))
+    advantages, ones, rule = [float(number) for number in range(7)], [1.0] * 7, FixedSize(3)
+    batching = Batching(train=rule, logprobs=rule, quadratic_weight=0.01)
+    plan = plan_batch([told], [advantages], [ones], num_ranks=2, global_batch_size=2, batching=batching)
+    first, second = ([s for rank in plan.ranks for batch in rank.train[n] for s in batch] for n in (0, 1))
+    assert sorted(s.index for s in first) == [1 - 7, 0, 1, 4, 5, 6], "two samples, and a copy of the shortest row"
+    assert sorted(s.index for s in second) == [2, 3]
+    assert all(s.prompt == 0 for s in first + second), "rows that begin in different ways share no prompt"
+    trained = {key: row for rank in plan.ranks for key, row in rows_of_plan(rank, {0: played}).items()}
+    assert sorted(trained) == [(0, index) for index in (-6, *range(7))]
+    for (_, index), row in trained.items():
+        assert row.token_ids.tolist() == played.rows[index].token_ids.tolist() and row.mask == float(index >= 0)
+        assert set(row.columns["advantages"].tolist()) == {float(max(index, 0))}
+
+    planned = sorted((s for s in first + second if s.index >= 0), key=lambda s: s.index)
+    keys = chosen_rows(planned, [told], limit=2)
+    assert keys == [(0, 1), (0, 6), (0, 0), (0, 4), (0, 5)], "the best and the worst sample, with their rows"
     writer = SampleWriter(SampleSettings(folder=tmp_path / "samples", max_tokens=9, decode=str, anchor=0), "policy-0")
     writer.begin(keys, {0: played})
-    rank = RankPlan(logprobs=[planned], train=[])
-    assert writer.write(1, rows_of_plan(rank, {0: played})) is None
+    assert writer.write(1, trained) is None
     ids = [line["id"] for line in read_index(tmp_path)]
     assert ids == ["g/1, row 1 of 2", "g/1, row 2 of 2", *(f"g/0, row {n} of 3" for n in (1, 2, 3))]
 

@@ -13,25 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.setup.rollout_parts import decode
-from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
+from nemo_rl.rollouts.agents.session import Session, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
-from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationRequest
 from tests.conversations import assistant, user
-from tests.unit.rollouts.agents.test_play import ANSWERS, text_of
+from tests.unit.rollouts.agents.test_play import ANSWERS, session_of, text_of
+from tests.unit.rollouts.engines import completion
 from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, spelled, tokens
 
 Asked = tuple[list[int], Completion]
 """What a client sent and got."""
 
 
-def completion(token_ids: list[int], version: int, number: int) -> Completion:
+def numbered(token_ids: list[int], version: int, number: int) -> Completion:
     """Each token's logprob says which request sampled it, and where."""
-    return Completion(
-        token_ids=token_ids,
-        logprobs=[-(number + 1 + position / 1024) for position in range(len(token_ids))],
-        stop_reason=StopReason.STOP,
-        weight_version=version,
-    )
+    return completion(token_ids, [-(number + 1 + place / 1024) for place in range(len(token_ids))], version)
 
 
 def conversation(rng: random.Random, num_requests: int, num_tokens: int) -> list[Asked]:
@@ -47,21 +43,18 @@ def conversation(rng: random.Random, num_requests: int, num_tokens: int) -> list
 
     for number in range(num_requests):
         version += rng.random() < 0.2
-        kind = rng.choice(("new", "append", "append", "append", "edit", "cut", "repeat")) if requests else "new"
-        earlier, answer = rng.choice(requests) if requests else ([], completion([], 0, 0))
+        kind = rng.choice(("new", "append", "append", "append", "edit", "cut", "repeat"))
+        earlier, answer = rng.choice(requests or [(some(1, 4), completion([]))])
         whole = earlier + answer.token_ids
-        if kind == "new":
-            prompt = some(1, 4)
-        elif kind == "append":
-            prompt = whole + some(0, 3)
-        elif kind == "edit":
-            at = rng.randrange(len(whole))
-            prompt = [*whole[:at], rng.randrange(num_tokens), *whole[at + 1 :], *some(0, 2)]
-        elif kind == "cut":
-            prompt = whole[rng.randrange(len(whole)) :] + some(1, 2)
-        else:
-            prompt = list(earlier)
-        requests.append((prompt, completion(some(1, 4), version, number)))
+        at = rng.randrange(len(whole))
+        prompt = {
+            "new": some(1, 4),
+            "append": whole + some(0, 3),
+            "edit": [*whole[:at], *some(1, 1), *whole[at + 1 :], *some(0, 2)],
+            "cut": whole[at:] + some(1, 2),
+            "repeat": earlier,
+        }[kind]
+        requests.append((prompt, numbered(some(1, 4), version, number)))
     return requests
 
 
@@ -104,14 +97,10 @@ def test_the_order_of_arrival_does_not_change_the_rows(seed):
     """Requests of parallel branches may end in any order, as long as each comes after the one that it continues."""
     rng = random.Random(seed)
     requests = conversation(rng, 8, 2**31 - 1)  # no two sequences are equal by chance
-    first = tree_of(requests)
-    left, shuffled = list(requests), list[Asked]()
-    before = {id(call.completion): call.parent for call in first.calls}
-    while left:
-        done = {id(answer) for _, answer in shuffled}
-        ready = [r for r in left if (parent := before[id(r[1])]) is None or id(parent.completion) in done]
-        shuffled.append(rng.choice(ready))
-        left.remove(shuffled[-1])
+    first, arrival = tree_of(requests), list[float]()
+    for call in first.calls:
+        arrival.append(rng.random() + (0.0 if call.parent is None else arrival[call.parent.number]))
+    shuffled = [requests[number] for number in np.argsort(arrival)]
     rows, again = (
         [[b.token_ids.tolist(), b.token_mask.tolist(), b.logprobs.tolist()] for b in tree.branches()]
         for tree in (first, tree_of(shuffled))
@@ -134,7 +123,7 @@ class OddEngine:
         said = tokens(text) if rng.random() < 0.5 else spelled(text)[:-1]
         said += [EOS] * (rng.random() < 0.7)
         self.sampled.append(([*request.prompt_token_ids, *said], self.version))
-        return completion(said, self.version, len(self.sampled) - 1)
+        return numbered(said, self.version, len(self.sampled) - 1)
 
 
 async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str], int]:
@@ -171,13 +160,7 @@ def test_rows_decode_to_what_the_client_saw_and_have_what_was_sampled(seed):
     """Through HTTP, chat template and tokenizer, each sampled token is trained once, with its weight version."""
 
     async def main() -> tuple[Session, Counter[str], int]:
-        session = Session(
-            replace(ANSWERS, decode=partial(decode, TOKENIZER)),
-            generate=engine,
-            sampling=SamplingParams(max_new_tokens=20),
-            seed_of=lambda turn: turn,
-            limits=SessionLimits(max_calls=99, max_generated_tokens=None),
-        )
+        session = session_of(replace(ANSWERS, decode=partial(decode, TOKENIZER)), engine)
         server = SessionServer("127.0.0.1", 0)
         seen = await talk(random.Random(seed), f"{await server.open(session)}/v1", session.key)
         await server.stop()
