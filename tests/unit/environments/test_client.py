@@ -1,5 +1,4 @@
 import asyncio
-import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -77,25 +76,6 @@ def asked(actor: FakeActor, *texts: str) -> list[Any]:
     return asyncio.run(asyncio.wait_for(gathered(EnvironmentClient("maze", actor, 5), *texts), 20))
 
 
-def test_one_conversation_fails_alone_in_a_batch_that_is_answered_and_in_one_that_raises():
-    def behave(logs, metadata):
-        said = [log[-1]["content"] for log in logs]
-        if "poison" in said:
-            raise RayTaskError("step", "traceback", ValueError("cannot read poison"))
-        failures = ["the judge is gone" if text == "bad" else None for text in said]
-        return echo(logs, metadata)._replace(failures=failures, metrics=[{"score": 1}] * len(logs))
-
-    actor = FakeActor(behave)
-    good, bad = asked(actor, "a", "bad")
-    assert good.reward == 1.0 and good.metrics == {"score": 1.0}
-    assert isinstance(bad, EnvironmentFailure)
-    assert str(bad) == "environment 'maze': the judge is gone (sample 0/0/d:1/1)"
-    assert actor.batches == [2], "nothing is asked twice"
-    first, poisoned, last = asked(actor, "a", "poison", "b")
-    assert (first.reward, last.reward) == (1.0, 0.0) and isinstance(poisoned, EnvironmentFailure)
-    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(poisoned))
-
-
 def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
     actor = FakeActor()
 
@@ -123,6 +103,7 @@ UNREADABLE = RaySystemError(ModuleNotFoundError("no module 'of_its_own_python'")
         ([BUSY], "a", [1.0], [1, 1]),
         ([BUSY], "ab", [1.0, 0.0], [2, 1, 1]),
         ([RayActorError()], "ab", [1.0, 0.0], [2, 2]),
+        ([BUSY] * 2, "ab", ["'maze' raised OSError('a file was busy')", 0.0], [2, 1, 1]),
         ([RayActorError()] * 2, "ab", ["'maze' died twice", "'maze' died twice"], [2, 2]),
         ([UNREADABLE] * 2, "ab", ["'maze' cannot be read", 0.0], [2, 1, 1]),
     ],
@@ -131,8 +112,11 @@ def test_what_fails_once_costs_nothing_however_many_share_the_call_and_what_fail
     errors, texts, outcomes, calls
 ):
     actor = FakeActor(errors=errors)
-    for step, outcome in zip(asked(actor, *texts), outcomes, strict=True):
-        assert outcome in str(step) if isinstance(step, EnvironmentFailure) else step.reward == outcome
+    for number, (step, outcome) in enumerate(zip(asked(actor, *texts), outcomes, strict=True)):
+        if isinstance(outcome, float):
+            assert step.reward == outcome
+        else:
+            assert outcome in str(step) and str(step).endswith(f"(sample 0/0/d:1/{number})")
     assert actor.batches == calls, "once more and no more"
 
 
@@ -209,11 +193,25 @@ def test_a_wrong_return_names_environment_and_field():
         ("an observation needs role and content", {"observations": ["text"]}),
         ("metadata must be a list of 1, got a NoneType", {"metadata": None}),
         ("metrics of a conversation are numbers by name", {"metrics": [{"score": "high"}]}),
-        *((needs, {"observations": [user([part])]}) for part in ("text", {"type": "video"}, {"type": "image"})),
+        ("metrics must be a list of 1", {"metrics": [{}, {}]}),
+        (needs, {"observations": [user(["text"])]}),
+        (needs, {"observations": [user([{"type": "video", "video": "v"}])]}),
+        (needs, {"observations": [user([{"type": "image"}])]}),
     ):
         returned = echo([said("a")], ["a"])._replace(**change)
         [failure] = asked(FakeActor(lambda logs, metadata, returned=returned: returned), "a")
         assert isinstance(failure, EnvironmentFailure) and message in str(failure), message
+
+
+def test_a_failure_is_of_one_conversation_alone():
+    def behave(logs, metadata):
+        return echo(logs, metadata)._replace(failures=[None, "the judge is gone"], metrics=[{"score": 1}] * 2)
+
+    actor = FakeActor(behave)
+    good, bad = asked(actor, "a", "b")
+    assert good.reward == 1.0 and good.metrics == {"score": 1.0}
+    assert str(bad) == "environment 'maze': the judge is gone (sample 0/0/d:1/1)"
+    assert actor.batches == [2], "nothing is asked twice"
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():

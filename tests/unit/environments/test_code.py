@@ -8,6 +8,7 @@ from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 from tests.conversations import answered as said
+from tests.unit.environments.test_retrieval import play
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
 
@@ -78,14 +79,9 @@ def test_a_program_sees_what_it_printed_and_never_what_is_expected(environments)
 
 
 def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
-    metadata = [{"tests": ["assert f(1) == 2", "assert f(2) == 4"]}]
-    rewards = []
-    for body in ("x + 1", "x - 1", "2 * x"):
-        result = environments[1].step([said(f"<code>def f(x): return {body}</code>")], metadata)
-        metadata = result.metadata
-        rewards.append(result.rewards.item())
-    assert rewards == [0.5, 0.0, 0.5]
-    assert result.terminateds.all()
+    programs = [f"<code>def f(x): return {body}</code>" for body in ("x + 1", "x - 1", "2 * x")]
+    told, _ = play(environments[1], programs, {"tests": ["assert f(1) == 2", "assert f(2) == 4"]})
+    assert [(reward, ends) for _, reward, ends in told] == [(0.5, False), (0.0, False), (0.5, True)]
 
 
 @pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": [{"in": "1"}]}, {"tests": [3]}])

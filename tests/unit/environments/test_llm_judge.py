@@ -36,30 +36,23 @@ def ask(
         return environment.step([LOG] * len(metadata), metadata), server, environment
 
 
-def test_the_score_of_the_reply_is_the_reward(monkeypatch):
+def test_the_score_of_the_reply_is_the_reward_after_trouble_with_the_server_too(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    returned, server, environment = ask(["Good. Score: 7"], api_key_env="JUDGE_KEY", extra_body={"top_p": 0.5})
+    script = [429, 503, 500, 60.0, "Good. Score: 7"]  # busy, broken, slow
+    how = {"api_key_env": "JUDGE_KEY", "extra_body": {"top_p": 0.5}, "timeout_s": 2.0, "max_retries": 4}
+    returned, server, environment = ask(script, **how)
     assert returned.rewards.tolist() == [0.7] and returned.failures == [None]
     assert returned.terminateds.tolist() == [1.0]
-    [request] = server.requests
+    assert len(server.requests) == 5
+    request = server.requests[-1]
     assert request["model"] == "judge" and request["temperature"] == 0.0 and request["top_p"] == 0.5
     assert fence("2") in request["messages"][0]["content"] and "1+1?" in request["messages"][0]["content"]
     assert "<|user|>" not in request["messages"][0]["content"], "the question as the row has it"
     assert server.headers[0]["Authorization"] == "Bearer sesame"
     [metrics] = returned.metrics
     assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and "spread_of_votes" not in metrics
-    assert environment.global_post_process_and_metrics({})[1]["num_failed"] == 0.0
-
-
-def test_a_server_in_trouble_is_asked_again():
-    def wrap(text: str) -> str:
-        return text if text == "{" else completion(text)
-
-    script = [429, 503, 500, "{", 60.0, "Score: 5"]  # busy, broken, no JSON, slow
-    returned, server, environment = ask(script, None, wrap, timeout_s=2.0, max_retries=5)
-    assert returned.rewards.tolist() == [0.5] and returned.failures == [None]
-    assert len(server.requests) == 6
-    assert environment.global_post_process_and_metrics({})[1]["num_request_retries"] == 5
+    _, counts = environment.global_post_process_and_metrics({})
+    assert (counts["num_failed"], counts["num_request_retries"]) == (0.0, 4.0)
 
 
 def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(monkeypatch):

@@ -1,4 +1,6 @@
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.datasets import lookup
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
+from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.retrieval import (
     NEITHER,
     NO_SEARCHES_LEFT,
@@ -19,6 +22,7 @@ from nemo_rl.environments.retrieval import (
     score,
 )
 from nemo_rl.utils.task_formats import STOP_STRINGS, Action, find_action
+from tests.conversations import answered
 from tests.unit.config.run_configs import build
 
 
@@ -70,17 +74,14 @@ def test_answers_are_compared_by_their_words():
         accepted_answers([])
 
 
-def play(env, turns, truth):
-    """What happens after each turn of one conversation: (observation, reward, ended), and the metrics of the last."""
-    log, state, told = [{"role": "user", "content": "?"}], {"ground_truth": truth}, []
+def play(env: Any, turns: Sequence[str], state: Any) -> tuple[list[tuple[str, float, bool]], EnvironmentReturn[Any]]:
+    """(observation, reward, ended) of each turn of one conversation, and what the environment returns for the last."""
+    told = []
     for turn in turns:
-        log.append({"role": "assistant", "content": turn})
-        returned = env.step([log], [state])
-        assert returned.next_stop_strings == [STOP_STRINGS]
-        state = returned.metadata[0]
+        returned = env.step([answered(turn)], [json.loads(json.dumps(state))])  # it travels, and holds data alone
+        [state] = returned.metadata
         told.append((returned.observations[0]["content"], returned.rewards.item(), bool(returned.terminateds[0])))
-        log = [*log, returned.observations[0]]
-    return told, returned.metrics[0]
+    return told, returned
 
 
 def test_an_episode_searches_reads_and_answers(tmp_path, monkeypatch):
@@ -89,7 +90,7 @@ def test_an_episode_searches_reads_and_answers(tmp_path, monkeypatch):
     env = RetrievalEnvironment(settings)
     code = lookup.code_of("Lima", lookup.DEFAULT_SEED)
     turns = ["<retrieve>code Lima</retrieve>", "<retrieve>Atlantis</retrieve>", "hm", "<retrieve>Oslo</retrieve>"]
-    told, searched = play(env, [*turns, f"<answer>{code}.</answer>"], code)
+    told, last = play(env, [*turns, f"<answer>{code}.</answer>"], {"ground_truth": code})
     accra = lookup.fact("Accra", lookup.code_of("Accra", lookup.DEFAULT_SEED))
     assert told == [
         (f"[1] The code of Lima is {code}.\n[2] {accra}", 0.0, False),
@@ -98,12 +99,14 @@ def test_an_episode_searches_reads_and_answers(tmp_path, monkeypatch):
         (NO_SEARCHES_LEFT, 0.0, False),
         ("right", 1.0, True),
     ]
-    silent, not_searched = play(env, ["<answer>1</answer>"], ["2", "3"])
+    assert last.next_stop_strings == [STOP_STRINGS]
+    silent, first = play(env, ["<answer>1</answer>"], {"ground_truth": ["2", "3"]})
     assert silent == [("not right", 0.0, True)]
     batch = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2)})
     _, metrics = env.global_post_process_and_metrics(batch)
     assert metrics == {"correct_rate": 0.5, "fraction_of_samples_properly_ended": 1.0}
-    assert (searched, not_searched) == ({"searches_per_sample": 2.0, "hit_rate": 0.5}, {"searches_per_sample": 0.0})
+    assert last.metrics == [{"searches_per_sample": 2.0, "hit_rate": 0.5}]
+    assert first.metrics == [{"searches_per_sample": 0.0}]
 
 
 def test_one_turn_is_refused_for_it_leaves_none_to_answer():

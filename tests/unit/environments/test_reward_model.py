@@ -66,11 +66,9 @@ def one_by_one(directory: Path) -> torch.Tensor:
     return torch.stack([model(**inputs).logits[0, 0] for inputs in tokenized])
 
 
-@pytest.mark.parametrize("has_system_prompt", [False, True])
-def test_reward_is_the_score_of_the_row_and_the_answer(model_directory, tmp_path, has_system_prompt):
+def test_reward_is_the_score_of_the_row_and_the_answer_without_a_system_prompt(model_directory, tmp_path):
     (tmp_path / "system.txt").write_text("Be brief.")
-    environment = RewardModelEnvironment(config(model_directory).model_dump())
-    returned = environment.step(*asked(tmp_path / "system.txt" if has_system_prompt else None))
+    returned = RewardModelEnvironment(config(model_directory).model_dump()).step(*asked(tmp_path / "system.txt"))
     want = one_by_one(model_directory)
     assert want.std() > 0.1, "scores that differ"
     torch.testing.assert_close(returned.rewards, want, rtol=1e-5, atol=1e-5)

@@ -87,12 +87,14 @@ async def test_a_death_is_told_at_once_and_requests_are_asked_the_same_again_of_
     late = ask(engines, [4])
     await settle()
     assert not asked.done() and not late.done()
-    engines.replace([FakeReplica()])
+    new = FakeReplica(lambda request: None if request.seed == 8 else numbers(request))
+    engines.replace([new])
     assert (await asked).token_ids == [23, 3] and (await late).token_ids == [14, 3]
-    died = asyncio.create_task(engines.died())
+    died, _ = asyncio.create_task(engines.died()), ask(engines, [5], seed=8)
     await settle()
-    assert not died.done(), "the new ones live"
-    died.cancel()
+    assert not died.done(), "the new one lives"
+    new.die()
+    assert "generation-0" in str(await died)
 
 
 @pytest.mark.parametrize("method", ["submit", "drain"])
