@@ -1,23 +1,23 @@
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
 
 
-def moving(moves: list[str], name: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    return lambda: moves.append(f"+{name}"), lambda: moves.append(f"-{name}")
+def register(accelerator: Accelerator, moves: list[str], name: str, **how: Any) -> None:
+    accelerator.register(name, lambda: moves.append(f"+{name}"), lambda: moves.append(f"-{name}"), **how)
 
 
-def build(exclusive: bool) -> tuple[Accelerator, list[str]]:
+def build(exclusive: bool = True) -> tuple[Accelerator, list[str]]:
     accelerator, moves = Accelerator(exclusive), []
     for name in ("policy", "generation"):
-        accelerator.register(name, *moving(moves, name))
+        register(accelerator, moves, name)
     return accelerator, moves
 
 
 def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
-    accelerator, moves = build(True)
+    accelerator, moves = build()
     for name in ("policy", "policy", "generation", "policy"):
         with accelerator.hold(name):
             assert accelerator.awake == name
@@ -29,16 +29,15 @@ def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
 
 
 def test_one_move_may_take_the_place_of_sleep_and_wake() -> None:
-    accelerator, moves = build(True)
-    after = {"policy": lambda: moves.append("policy>refit")}
-    accelerator.register("refit", *moving(moves, "refit"), wake_after=after)
+    accelerator, moves = build()
+    register(accelerator, moves, "refit", wake_after={"policy": lambda: moves.append("policy>refit")})
     for name in ("policy", "refit", "generation", "refit"):
         accelerator.acquire(name)
     assert moves == ["+policy", "policy>refit", "-refit", "+generation", "-generation", "+refit"]
 
 
 def test_a_held_device_cannot_be_acquired_unless_it_is_lent() -> None:
-    accelerator, moves = build(True)
+    accelerator, moves = build()
     with accelerator.hold("policy"):
         with accelerator.hold("policy"):
             pass
@@ -49,7 +48,7 @@ def test_a_held_device_cannot_be_acquired_unless_it_is_lent() -> None:
     accelerator.release("policy")
     assert moves == ["+policy", "-policy"] and accelerator.awake is None
     # It can be lent, and comes back.
-    accelerator, moves = build(True)
+    accelerator, moves = build()
     with accelerator.hold("generation"):
         with accelerator.lend("generation"), accelerator.hold("policy"):
             assert accelerator.awake == "policy"
@@ -64,13 +63,13 @@ def test_a_held_device_cannot_be_acquired_unless_it_is_lent() -> None:
 
 
 def test_a_group_may_be_registered_or_rebuilt_awake_and_none_is_after_a_move_that_failed() -> None:
-    accelerator, moves = build(True)
-    accelerator.register("critic", *moving(moves, "critic"), is_awake=True)
+    accelerator, moves = build()
+    register(accelerator, moves, "critic", is_awake=True)
     accelerator.acquire("critic")
     accelerator.acquire("policy")
     assert moves == ["-critic", "+policy"]
     with pytest.raises(AssertionError, match="'late' cannot be on the device: 'policy' is"):
-        accelerator.register("late", lambda: None, lambda: None, is_awake=True)
+        register(accelerator, moves, "late", is_awake=True)
     accelerator.release("policy")
     accelerator.rebuilt("critic")  # its workers died and were started again
     accelerator.acquire("policy")
@@ -86,11 +85,11 @@ def test_a_group_may_be_registered_or_rebuilt_awake_and_none_is_after_a_move_tha
     with pytest.raises(AssertionError, match="'reward' is not registered"):
         accelerator.acquire("reward")
     with pytest.raises(AssertionError, match="registered already"):
-        accelerator.register("policy", lambda: None, lambda: None)
+        register(accelerator, moves, "policy")
 
 
 def test_an_alias_uses_its_group_and_calls_back_on_release() -> None:
-    accelerator, moves = build(True)
+    accelerator, moves = build()
     accelerator.register_alias("visitor", "policy", on_release=lambda: moves.append("visitor leaves"))
     with accelerator.hold("visitor"):
         assert accelerator.awake == "policy"

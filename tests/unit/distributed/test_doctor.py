@@ -27,26 +27,23 @@ def test_a_folder_has_space_and_speed_or_is_bad_where_it_cannot_be_written(tmp_p
 
 
 def test_few_open_files_are_bad() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
         finding = doctor.examine_open_files()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert finding.level == "bad" and finding.text == "at most 1024"
-    assert finding.remedy == f"run `ulimit -n {before[1]}` before `ray start`"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert str(finding) == f"bad    open files: at most 1024; run `ulimit -n {hard}` before `ray start`"
 
 
 def test_a_machine_whose_ports_are_taken_is_bad(tmp_path: Path) -> None:
     head = "  sl  local_address rem_address st\n"
     lines = [f"{slot}: 0100007F:{40000 + slot:04X} 00000000:0000 0A\n" for slot in range(1500)]
-    for name, text in (
-        ("sys/net/ipv4/ip_local_port_range", "40000\t41999\n"),
-        ("net/tcp", head + "".join(lines)),
-        ("net/tcp6", f"{head}0: 00000000000000000000000001000000:9C40 0 0A\n"),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    for folder in ("sys/net/ipv4", "net"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "sys/net/ipv4/ip_local_port_range").write_text("40000\t41999\n")
+    (tmp_path / "net/tcp").write_text(head + "".join(lines))
+    (tmp_path / "net/tcp6").write_text(f"{head}0: 00000000000000000000000001000000:9C40 0 0A\n")
     finding = doctor.examine_ports(tmp_path)
     assert finding.level == "bad" and finding.text == "500 of 40000 to 41999 are free"
     assert doctor.examine_ports().level == "good"
@@ -75,19 +72,19 @@ def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.examine_gpus(1).text == "there is no nvidia-smi"
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.10, 3'\n")
-    program.chmod(0o755)
-    finding = doctor.examine_gpus(1)
-    assert finding.level == "bad" and "1 x NVIDIA H100, driver 470.10" in finding.text and "driver" in finding.remedy
-    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
-    assert "version mismatch" in doctor.examine_gpus(1).text
+    program.touch(0o755)
+
+    def finding(line: str) -> doctor.Finding:
+        program.write_text(f"#!/bin/sh\necho {line}\n")
+        return doctor.examine_gpus(1)
+
+    old = finding("NVIDIA H100, 470.10, 3")
+    assert old.level == "bad" and "1 x NVIDIA H100, driver 470.10" in old.text and "driver" in old.remedy
+    assert "version mismatch" in finding("Failed to initialize NVML: Driver/library version mismatch; exit 18").text
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.95, 4096'\n")
-    finding = doctor.examine_gpus(1)
-    assert finding.level == "remark" and "up to 4.0 GB in use" in finding.text
-    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, 580.95, [N/A]'\n")
-    assert doctor.examine_gpus(1).level == "good"
-    assert doctor.examine_gpus(0).level == "good"
+    used = finding("NVIDIA H100, 580.95, 4096")
+    assert used.level == "remark" and "up to 4.0 GB in use" in used.text
+    assert finding("NVIDIA GB10, 580.95, '[N/A]'").level == doctor.examine_gpus(0).level == "good"
 
 
 def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
 LISTENERS = """
@@ -23,7 +24,6 @@ from tests.functional.cli import assert_out_of_reach
 start_local_ray(num_cpus=2, object_store_gb=0.2)
 place = os.getcwd(), sys.executable
 assert ray.get(ray.remote(lambda: (os.getcwd(), sys.executable)).remote()) == place, "Ray started a copy of the project"
-
 assert_out_of_reach(os.getsid(0))
 assert ray_loss() is None
 [raylet] = global_worker.node.all_processes["raylet"]
@@ -35,7 +35,6 @@ began = time.monotonic()
 shutdown_ray()  # `ray.shutdown` never returns here
 assert time.monotonic() - began < 30
 """
-
 
 FORKS = """
 import json, os, sys
@@ -72,10 +71,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_driver_that_is_killed_leaves_no_process_of_ray():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
-    )
+    how: Any = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", KILLED], **how)
     agents = [Path("/proc", pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(agents) >= 2
     deadline = time.monotonic() + 20  # the agents themselves give up after a minute
@@ -88,9 +85,8 @@ def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_t
     """In processes of their own: a cluster of other tests may run in this one."""
     (tmp_path / "empty").touch()
     orders = json.dumps([case[:2] for case in UNUSABLE])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}  # Ray reads it when imported
-    command = [sys.executable, "-c", FORKS]
-    subprocess.run(command, env=environment, cwd=tmp_path, input=orders, text=True, timeout=280, check=True)
+    how: Any = {"env": ENVIRONMENT | {"RAY_AUTH_MODE": "token"}, "cwd": tmp_path}  # Ray reads it when imported
+    subprocess.run([sys.executable, "-c", FORKS], input=orders, text=True, timeout=280, check=True, **how)
     for number, (_, _, line) in enumerate(UNUSABLE):
         said = (tmp_path / str(number)).read_text()
         assert re.search(line, said.splitlines()[-1]), said
@@ -105,14 +101,10 @@ def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker
     launcher.symlink_to("/bin/sh")
     (tmp_path / "run").write_text(f'"{sys.executable}" listeners.py; exit $?')
     (tmp_path / "listeners.py").write_text(LISTENERS)
-    taken = []
-    for port in FIXED_PORTS:
-        taken.append(socket.socket())
-        with suppress(OSError):  # taken already: as good
-            taken[-1].bind(("127.0.0.1", port))
-            taken[-1].listen()
     how: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280, "start_new_session": True}
-    done = subprocess.run([str(launcher), "run"], env={**os.environ, "PYTHONPATH": str(ROOT)}, **how)
-    for blocker in taken:
-        blocker.close()
+    with ExitStack() as taken:
+        for port in FIXED_PORTS:
+            with suppress(OSError):  # taken already: as good
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+        done = subprocess.run([str(launcher), "run"], env=ENVIRONMENT, **how)
     assert done.returncode == 0, done.stderr[-2000:]

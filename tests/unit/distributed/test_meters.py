@@ -29,23 +29,18 @@ def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -
 
 
 @pytest.mark.over_20s("starts Ray; a worker loads torch's profiler")
-def test_the_named_workers_are_profiled_in_the_named_steps(echo_pair: RayWorkerGroup, tmp_path: Path) -> None:
+def test_named_workers_are_profiled_in_named_steps_and_a_name_of_nobody_is_refused(echo_pair, tmp_path: Path) -> None:
     cfg = ProfileConfig(steps=[2, 3], workers=["*-1"])
-    for number in (1, 2, 3):
+    for number in (1, 2):
         step(echo_pair, number, cfg, tmp_path / "profile")
-    traces = sorted((tmp_path / "profile").iterdir())
-    assert [path.name for path in traces] == ["step_2_echo-1.json.gz", "step_3_echo-1.json.gz"]
-    for path in traces:
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        assert any(event.get("name") == "aten::mm" and event["ph"] == "X" and event["dur"] > 0 for event in events)
-
-
-def test_a_step_that_fails_leaves_a_profiler_that_can_start_again_and_a_name_of_nobody_is_refused(echo_pair, tmp_path):
-    cfg = ProfileConfig(steps=[1], workers=["echo-1"])
-    with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path, 1):
+    [trace] = (tmp_path / "profile").iterdir()
+    assert trace.name == "step_2_echo-1.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" and event["ph"] == "X" and event["dur"] > 0 for event in events)
+    with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path / "profile", 3):
         raise ZeroDivisionError
-    step(echo_pair, 1, cfg, tmp_path)
-    assert (tmp_path / "step_1_echo-1.json.gz").exists()
+    step(echo_pair, 3, cfg, tmp_path / "profile")  # after a step that failed, the profiler can start again
+    assert trace.with_name("step_3_echo-1.json.gz").exists()
     with pytest.raises(ValueError, match=r"workers=\['policy-0'\] names none of the workers: echo-0, echo-1"):
         step(echo_pair, 1, ProfileConfig(steps=[1]), tmp_path)
 

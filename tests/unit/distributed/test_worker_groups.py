@@ -23,6 +23,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
 from nemo_rl.utils.venvs import VenvBuildError, python_executable_for
 from tests.unit.distributed.conftest import ECHO
+from tests.unit.utils.test_venvs import PYPROJECT
 
 WORKERS = "tests.unit.distributed.workers"
 TWO_BY_TWO = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
@@ -288,20 +289,6 @@ def test_bundles_are_booked_at_first_use_and_given_back(echo_pair: RayWorkerGrou
     assert eventually(lambda: free_cpus() == 4)
 
 
-PYPROJECT = """\
-[project]
-name = "conflicting"
-version = "0"
-requires-python = ">=3.11"
-[project.optional-dependencies]
-old = ["six==1.16.0"]
-new = ["six==1.17.0"]
-[tool.uv]
-package = false
-conflicts = [[{ extra = "old" }, { extra = "new" }]]
-"""
-
-
 def python_with_ray(extra: str, project: Path) -> str:
     """The Python of `extra`; Ray and this library come from the environment of the tests."""
     python = python_executable_for(extra, project)
@@ -325,11 +312,10 @@ def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monk
             raise
         pytest.skip(f"no package index: {error}")
     assert pythons["old"] != pythons["new"]
-    builder = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
     with (
         RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2) as cluster,
-        RayWorkerGroup(cluster, builder, name_prefix="old", py_executable=pythons["old"]) as old,
-        RayWorkerGroup(cluster, builder, name_prefix="new", py_executable=pythons["new"]) as new,
+        RayWorkerGroup(cluster, ECHO, name_prefix="old", py_executable=pythons["old"]) as old,
+        RayWorkerGroup(cluster, ECHO, name_prefix="new", py_executable=pythons["new"]) as new,
     ):
         versions = [group.call_one(0, "apply", lambda: __import__("six").__version__) for group in (old, new)]
         assert versions == ["1.16.0", "1.17.0"]

@@ -87,29 +87,24 @@ def synced(policy: Any, generation: Any, exclusive: bool = False) -> Refit:
     return refit
 
 
-def test_generation_drops_weights_only_where_all_of_them_come_again():
+@pytest.mark.parametrize("exclusive, keeps, sent_again", [(False, True, 16), (False, False, 48), (True, True, 48)])
+def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, sent_again):
+    """Not through a reload, which needs all of them, nor to engines that drop their weights for the policy.
+
+    Those drop them only where all come again.
+    """
+    frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
     adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]
+    generation = Generation(keeps=keeps)
+    refit = synced(Policy(), generation, exclusive=exclusive)
+    with_frozen = PackLayout.build([*frozen, TensorMeta("w", "float32", (2, 2))], 1 << 20)
     with_adapters = PackLayout.build([*LAYOUT.tensors, *adapters], 1 << 20)
-    for layout, follow in ((LAYOUT, True), (with_adapters, False), (None, False)):
-        generation = Generation()
-        refit = synced(Policy(), generation)
+    for layout, follow in ((LAYOUT, True), (with_adapters, False), (None, False), (with_frozen, exclusive)):
         refit.layout = layout
         refit.announce()
         assert generation.weights_follow == follow
-
-
-@pytest.mark.parametrize("exclusive, keeps, sent_again", [(False, True, 16), (False, False, 48), (True, True, 48)])
-def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, sent_again):
-    """Not through a reload, which needs all of them, nor to engines that drop their weights for the policy."""
-    frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
-    generation = Generation(keeps=keeps, workers=["a", "b"])
-    refit = synced(Policy(), generation, exclusive=exclusive)
-    refit.layout = PackLayout.build([*frozen, TensorMeta("w", "float32", (2, 2))], 1 << 20)
     refit._hold_base = []
     assert [refit.sync(version)["bytes"] for version in (2, 3, 4)] == [48, sent_again, sent_again]
-    refit.announce()
-    assert generation.weights_follow == exclusive
-    assert PackLayout.from_dict(refit.layout.to_dict()) == refit.layout
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,17 @@ def request(number: int) -> GenerationRequest:
     return request_of([1], number, str(number), max_new_tokens=1)
 
 
-@in_loop
-async def test_kv_of_a_version_that_comes_again_is_not_shared() -> None:
+async def with_weights(version: int) -> tuple[Any, Engine]:
+    """A worker with weights of this version, and its engine."""
     engine = Engine()
     worker = Worker(engine)
+    await worker.finish_weight_update(version)
+    return worker, engine
+
+
+@in_loop
+async def test_kv_of_a_version_that_comes_again_is_not_shared() -> None:
+    worker, engine = await with_weights(2)
     for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
         await worker.finish_weight_update(version)
         for _ in range(2):
@@ -116,13 +123,10 @@ async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weigh
         def prompt(self, request: GenerationRequest, items: list[int], salt: str) -> dict[str, str]:
             return {"cache_salt": salt}
 
-    engine = Engine()
-    worker: Any = Worker(engine)
+    worker, engine = await with_weights(1)
     worker._images = Images()
-    await worker.finish_weight_update(1)
-    waiting = asyncio.create_task(
-        worker.generate(replace(request(0), images=[ImageSpan(digest="a", start=0, length=1)]))
-    )
+    with_image = replace(request(0), images=[ImageSpan(digest="a", start=0, length=1)])
+    waiting = asyncio.create_task(worker.generate(with_image))
     await asyncio.sleep(0.01)
     await worker.start_weight_update(clear_cache=True)
     arrived.set()
@@ -136,9 +140,7 @@ async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weigh
 @in_loop
 async def test_no_request_reaches_an_engine_whose_cache_sleeps(keep_weights: bool) -> None:
     """A sync wakes the weights alone. Another replica's episodes send requests meanwhile."""
-    engine = Engine()
-    worker = Worker(engine)
-    await worker.finish_weight_update(6)
+    worker, engine = await with_weights(6)
     await worker.offload(keep_weights=keep_weights)
     waiting = asyncio.create_task(worker.generate(request(0)))
     await asyncio.sleep(0.01)
@@ -157,9 +159,7 @@ async def test_no_request_reaches_an_engine_whose_cache_sleeps(keep_weights: boo
 @in_loop
 async def test_a_token_without_a_probability_is_no_answer() -> None:
     """Losses that see no logprobs of the engine, and evaluations, would take it for a sample."""
-    engine = Engine()
-    worker = Worker(engine)
-    await worker.finish_weight_update(0)
+    worker, engine = await with_weights(0)
     engine.logprob = math.nan
     with pytest.raises(RuntimeError, match="generation-0 sampled a token with the logprob nan or inf"):
         await worker.generate(request(0))
@@ -168,22 +168,22 @@ async def test_a_token_without_a_probability_is_no_answer() -> None:
 @in_loop
 async def test_prefill_decode_and_sleep_are_noted() -> None:
     """A step in which a prompt gets its first token is prefill; no step begins before a request or a sync has ended."""
-    engine: Any = Engine()
     steps: list[Any] = [[SimpleNamespace(prefill_stats=stats) for stats in step] for step in ([1, None], [None], [])]
 
-    class Core:
-        async def get_output_async(self) -> Any:
-            await asyncio.sleep(0.01)
-            return SimpleNamespace(outputs=steps.pop(0))
+    async def get_output_async() -> Any:
+        await asyncio.sleep(0.01)
+        return SimpleNamespace(outputs=steps.pop(0))
 
-    async def generate(*request: Any) -> AsyncIterator[Any]:
-        for _ in range(3):
-            await engine.engine_core.get_output_async()
-        async for output in Engine.generate(engine, *request):
-            yield output
+    class Stepping(Engine):
+        engine_core = SimpleNamespace(get_output_async=get_output_async)
 
-    engine.engine_core, engine.generate = Core(), generate
-    worker = Worker(engine)
+        async def generate(self, *request: Any) -> AsyncIterator[Any]:
+            for _ in range(3):
+                await self.engine_core.get_output_async()
+            async for output in super().generate(*request):
+                yield output
+
+    worker = Worker(Stepping())
     worker._note_steps()
     BUSY.take()
     await worker.finish_weight_update(0)
@@ -211,30 +211,27 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
     assert start_failure({log: log.stat().st_size}) is None
 
 
-def answer(request_id: str) -> GenerationAnswer:
-    return GenerationAnswer(request_id=request_id, failure_type="ValueError", failure="no")
-
-
 @in_loop
 async def test_answers_wait_for_others_as_long_as_all_have_patience() -> None:
     queue, clock = AnswerQueue(), asyncio.get_running_loop().time
+    answers = [GenerationAnswer(request_id=name, failure_type="ValueError", failure="no") for name in "abcde"]
     taking = asyncio.create_task(queue.take())
-    queue.put([answer("a")], patience_s=100.0)
+    queue.put(answers[:1], patience_s=100.0)
     await asyncio.sleep(0.01)
     assert not taking.done()
-    queue.put([answer("b")])  # the last one
-    assert [found.request_id for found in await asyncio.wait_for(taking, 60)] == ["a", "b"]
+    queue.put(answers[1:2])  # the last one
+    assert await taking == answers[:2]
     began = clock()
-    queue.put([answer("c")], patience_s=0.05)
-    assert [found.request_id for found in await asyncio.wait_for(queue.take(), 60)] == ["c"]
+    queue.put(answers[2:3], patience_s=0.05)
+    assert await queue.take() == answers[2:3]
     assert clock() - began > 0.04
-    queue.put([answer("d")], patience_s=100.0)
+    queue.put(answers[3:4], patience_s=100.0)
     waiting = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
     again = asyncio.create_task(queue.take())  # the earlier caller may be dead
-    assert await asyncio.wait_for(waiting, 60) == []
-    queue.put([answer("e")])
-    assert len(await asyncio.wait_for(again, 60)) == 2
+    assert await waiting == []
+    queue.put(answers[4:])
+    assert await again == answers[3:]
 
 
 @in_loop

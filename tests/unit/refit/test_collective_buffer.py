@@ -23,7 +23,7 @@ from nemo_rl.refit.layout import PackLayout, RefitError, Rendezvous
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 from tests.unit.refit.test_weight_transfer import CPU, exported_tensors, own_memory, packing, weights
 
-COLLECTIVE = {"device": CPU, "rank": 0, "local_rank": 0, "transport": "packed_collective"}
+COLLECTIVE: Any = {"device": CPU, "rank": 0, "local_rank": 0, "transport": "packed_collective"}
 SOON_S = 30.0  # long before a limit that nobody waits for
 # Engines are not forked from here: threads left by other tests may hold a lock, and the copy would wait for it.
 FORKSERVER = mp.get_context("forkserver")
@@ -78,7 +78,7 @@ class Sender(WeightSender):
     def __init__(self, num_receivers: int, *, timeout_s: float = 60.0, wire_dtype: str = "float32") -> None:
         self.tensors, self.filled = weights(0), []
         meet = Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=timeout_s)
-        how: Any = COLLECTIVE | {"wire_dtype": wire_dtype, "bucket_bytes": 200_000, "rendezvous": meet}
+        how = COLLECTIVE | {"wire_dtype": wire_dtype, "bucket_bytes": 200_000, "rendezvous": meet}
         super().__init__(exported_tensors(self.tensors), **how)
 
     def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
@@ -147,7 +147,7 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
 def starting(
     num_receivers: int, *numbers: int, damages: int | None = None, **settings: Any
 ) -> Iterator[tuple[Sender, list[Engine]]]:
-    """A policy and the receivers that come. The test asks whether they have joined."""
+    """A policy and the receivers that come, to which the test may add. It asks whether they have joined."""
     sender = Sender(num_receivers, **settings)
     engines = [Engine(sender, number, damages=damages) for number in numbers]
     try:
@@ -268,34 +268,28 @@ def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
 
 
 def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> None:
-    with starting(2) as (sender, _):
+    with starting(2) as (sender, engines):
         before, deadline = num_tcp_sockets(), time.monotonic() + 60
-        engine = Engine(sender, 0)
+        engines.append(Engine(sender, 0))
         while num_tcp_sockets() == before and time.monotonic() < deadline:
             time.sleep(0.02)  # an engine that comes after the policy has gone knocks until its own limit
-        assert not engine.pipe.poll(0.5), "it waits for the other engine"
+        assert not engines[0].pipe.poll(0.5), "it waits for the other engine"
         sender.close()
-        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in engine.answer(SOON_S)
-        engine.process.kill()
+        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in engines[0].answer(SOON_S)
 
 
 def test_a_stranger_who_connects_is_no_member() -> None:
-    with starting(1) as (sender, _):
+    with starting(1) as (sender, engines):
         endpoint = sender.describe()["endpoints"][KEY]
         with socket.create_connection((endpoint["host"], endpoint["watch_port"])) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            engine = Engine(sender, 0)
-            try:
-                assert engine.answer() == "ok"
-                sync(sender, [engine], 0)
-            finally:
-                engine.process.kill()
+            engines.append(Engine(sender, 0))
+            assert engines[0].answer() == "ok"
+            sync(sender, engines, 0)
 
 
 def test_only_rank_0_of_a_policy_sends() -> None:
-    meet = Rendezvous(address="127.0.0.1", num_receivers=1, timeout_s=1.0)
-    how: Any = COLLECTIVE | {"rank": 1, "rendezvous": meet}
-    sender = packing(exported_tensors({"a": torch.ones(3)}), "float32", 64, **how)
+    sender = packing(exported_tensors({"a": torch.ones(3)}), "float32", 64, **COLLECTIVE | {"rank": 1})
     assert "endpoints" not in sender.describe() and "fingerprints" not in sender.pack(0)
 
 

@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,14 +157,11 @@ def test_no_sound_checkpoint_is_an_error_that_lists_all(tmp_path):
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FULL_SAID = r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched"
 
 
 @pytest.mark.parametrize(
-    ("cause", "kind", "said"),
-    [
-        (None, RuntimeError, "worker 0 failed"),
-        (FULL, DiskFullError, r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched"),
-    ],
+    ("cause", "kind", "said"), [(None, RuntimeError, "worker 0 failed"), (FULL, DiskFullError, FULL_SAID)]
 )
 def test_a_write_that_raises_leaves_nothing_behind_and_a_full_disk_is_said(tmp_path, cause, kind, said):
     manager = manager_in(tmp_path)
@@ -224,33 +222,18 @@ def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, be
     assert all(path.startswith("step_") for path in steps_in(tmp_path))
 
 
-@dataclass
-class Writing:
-    """A write that others bring to its end."""
-
-    directory: Path
-    is_over: bool = False
-
-    def is_done(self) -> bool:
-        return self.is_over
-
-    def finish(self) -> None:
-        write_state("x")(self.directory)
-
-
 def test_a_save_in_the_background_is_no_checkpoint_until_it_is_finished(tmp_path):
     manager = manager_in(tmp_path, keep_top_k=1)
     save(manager, 1)
-    writes = []
+    is_over = False
 
-    def start_write(directory: Path) -> Writing:
-        writes.append(Writing(directory))
-        return writes[-1]
+    def start_write(directory: Path) -> SimpleNamespace:
+        return SimpleNamespace(is_done=lambda: is_over, finish=partial(write_state("x"), directory))
 
     pending = manager.start_save(2, start_write, {"current_step": 2}, "", {})
     assert pending.advance() is None and not pending.is_written
     assert steps_in(tmp_path) == ["step_1", "tmp_step_2"] and manager.latest_sound() == tmp_path / "step_1"
-    writes[0].is_over = True
+    is_over = True
     assert pending.is_written
     while (path := pending.advance()) is None:
         time.sleep(0.01)

@@ -68,22 +68,20 @@ def test_alarms(metrics, text):
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
     logs = [answered("[red]4\x1b[2J\x07", "2+2?"), answered("6", "3+3?")]
     plain, live = io.StringIO(), io.StringIO()
-    RunConsole(num_steps=1, file=plain).show_samples(logs, [1.0, 0.0], title="validation at step 5")
+    for file in (plain, live):
+        console = RunConsole(num_steps=1, file=file, force_terminal=file is live)
+        console.show_samples(logs, [1.0, 0.0], title="validation at step 5")
     assert "validation at step 5, sample 1, reward 1.0000" in plain.getvalue()
     assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in plain.getvalue()
-    RunConsole(num_steps=1, file=live, force_terminal=True).show_samples(logs, [1.0, 0.0], title="t")
     assert "\x1b[2J" not in live.getvalue() and "3+3" in live.getvalue()
 
 
-def test_log_records_go_to_the_console():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    file = io.StringIO()
-    try:
-        RunConsole(num_steps=1, file=file).configure_logging()
-        logging.getLogger("nemo_rl.x").warning("step_%d is refused", 3)
-    finally:
-        root.handlers[:], root.level = handlers, level
+def test_log_records_go_to_the_console(monkeypatch):
+    file, root = io.StringIO(), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    RunConsole(num_steps=1, file=file).configure_logging()
+    logging.getLogger("nemo_rl.x").warning("step_%d is refused", 3)
     assert file.getvalue().rstrip().endswith("WARNING nemo_rl.x: step_3 is refused")
 
 

@@ -1,11 +1,10 @@
-import json
-
 import pytest
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.tokenizer import get_tokenizer
 from tests.conversations import answered
+from tests.unit.policy.models import edit_json
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,9 @@ def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path
     assert render(load(tmp_path)) == 'thinkx+y"True0.5'
 
 
-def test_a_missing_pad_token_becomes_the_end_token_and_is_said(saved, tmp_path, caplog):
+def test_a_missing_pad_token_becomes_the_end_token_and_is_said(tmp_path, caplog):
     build_tiny_tokenizer().save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+    edit_json(tmp_path / "tokenizer_config.json", pad_token=None)
     tokenizer = load(tmp_path)
     assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
     assert "no pad token" in caplog.text
