@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,47 +82,7 @@ def test_calls_reach_the_workers_they_name_and_wrong_ones_are_refused(echo_pair:
         echo_pair.call_all("ecko")
 
 
-class RecordedGroup(RayWorkerGroup):
-    """Keeps the calls of four workers; the result of one is its rank and arguments."""
-
-    def __init__(self) -> None:
-        self.name_prefix = "group"
-        self.sharding = TWO_BY_TWO
-
-    @property
-    def world_size(self) -> int:
-        return 4
-
-    def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        return index, kwargs
-
-    def wait(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        return list(refs)
-
-
-def test_workers_are_called_by_axis() -> None:
-    group = RecordedGroup()
-    leaders = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tensor_parallel"], k=2)
-    assert leaders == [(0, {"k": 2}), (2, {"k": 2})]
-    refs = group.run_all_workers_multiple_data("echo", k=[5, 6, 7, 8], common_kwargs={"c": 1})
-    assert refs == [(rank, {"k": k, "c": 1}) for rank, k in enumerate((5, 6, 7, 8))]
-    with pytest.raises(ValueError, match=r"items for \{'k': 2\}, and 4 workers are called"):
-        group.run_all_workers_multiple_data("echo", k=[5, 6])
-    sharded = partial(group.run_all_workers_sharded_data, "echo")
-    rows: Any = {"data": ["a", "b"], "in_sharded_axes": ["data_parallel"]}
-    future = sharded(**rows, replicate_on_axes=["tensor_parallel"], output_is_replicated=["tensor_parallel"])
-    assert future.called_workers == [0, 1, 2, 3]
-    assert group.get_all_worker_results(future) == [(0, {"data": "a"}), (2, {"data": "b"})]
-    for dummies, called in ((False, [0, 2]), (True, [0, 1, 2, 3])):
-        future = sharded(**rows, make_dummy_calls_to_free_axes=dummies)
-        assert future.called_workers == called and future.get_results(group) == [(0, {"data": "a"}), (2, {"data": "b"})]
-    assert group.wait(future.futures)[1] == (1, {"data": None})
-    nested = sharded(data=[["a", "b"], ["c", "d"]], in_sharded_axes=["data_parallel", "tensor_parallel"])
-    assert [kwargs["data"] for _, kwargs in nested.get_results(group)] == ["a", "b", "c", "d"]
-    for axes in (["pipeline"], ["data_parallel", "data_parallel"]):
-        with pytest.raises(ValueError, match="unknown"):
-            sharded(data=["a"], in_sharded_axes=axes)
-    # Bundles are counted on each node.
+def test_bundles_are_counted_on_each_node() -> None:
     nodes = [[0, 1, 2], [3, 4]]
     assert _groups_by_node(nodes, 2, None) == [[0], [1], [3], [4]]
     assert _groups_by_node(nodes, [1, 2], None) == [[0], [3], [4]]
@@ -253,19 +213,34 @@ def test_groups_share_bundles_up_to_the_limit_and_have_process_groups_of_their_o
     assert echo_pair.call_all("sum_ranks") == [1.0, 1.0]
 
 
-def test_two_nodes_in_order_whose_workers_are_decorated_and_get_values_for_references(ray_local: None) -> None:
+def test_decorated_workers_of_two_nodes_are_called_by_axis_and_get_values_for_references(ray_local: None) -> None:
     builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", ray.put("hi"))
-    axes = NamedSharding(np.arange(3).reshape(3, 1), ["data_parallel", "tensor_parallel"])
-    with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
-        assert cluster.bundles_by_node() == [[0], [1, 2]]
-        how: Any = {"remote_worker_builder": builder, "workers_per_node": [1, 2], "sharding_annotations": axes}
-        with RayWorkerGroup(cluster, **how) as group:
-            environments = group.call_all("apply", lambda: dict(os.environ))
-            assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
-            future = group.run_all_workers_sharded_data("echo", k=[3, 4, 5], in_sharded_axes=["data_parallel"])
-            assert [kwargs["k"] for *_, kwargs in group.get_all_worker_results(future)] == [3, 4, 5]
-        assert [environment["NODE_RANK"] for environment in environments] == ["0", "1", "1"]
-        assert [environment["LOCAL_RANK"] for environment in environments] == ["0", "0", "1"]
+    how: Any = {"remote_worker_builder": builder, "workers_per_node": [1, 3], "sharding_annotations": TWO_BY_TWO}
+    with RayVirtualCluster([1, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, **how) as group:
+        assert cluster.bundles_by_node() == [[0], [1, 2, 3]]
+        environments = group.call_all("apply", lambda: dict(os.environ))
+        assert [environment["NODE_RANK"] for environment in environments] == ["0", "1", "1", "1"]
+        assert [environment["LOCAL_RANK"] for environment in environments] == ["0", "0", "1", "2"]
+        leaders = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tensor_parallel"], k=2)
+        assert ray.get(leaders) == [("hi", rank, (), {"k": 2}) for rank in (0, 2)]
+        refs = group.run_all_workers_multiple_data("echo", k=[5, 6, 7, 8], common_kwargs={"c": 1})
+        assert ray.get(refs) == [("hi", rank, (), {"k": 5 + rank, "c": 1}) for rank in range(4)]
+        with pytest.raises(ValueError, match=r"items for \{'k': 2\}, and 4 workers are called"):
+            group.run_all_workers_multiple_data("echo", k=[5, 6])
+        sharded = partial(group.run_all_workers_sharded_data, "echo")
+        rows: Any = {"data": ["a", "b"], "in_sharded_axes": ["data_parallel"]}
+        of_rows = [("hi", 0, (), {"data": "a"}), ("hi", 2, (), {"data": "b"})]
+        future = sharded(**rows, replicate_on_axes=["tensor_parallel"], output_is_replicated=["tensor_parallel"])
+        assert future.called_workers == [0, 1, 2, 3] and group.get_all_worker_results(future) == of_rows
+        for dummies, called in ((False, [0, 2]), (True, [0, 1, 2, 3])):
+            future = sharded(**rows, make_dummy_calls_to_free_axes=dummies)
+            assert future.called_workers == called and future.get_results(group) == of_rows
+        assert ray.get(future.futures[1]) == ("hi", 1, (), {"data": None})
+        nested = sharded(data=[["a", "b"], ["c", "d"]], in_sharded_axes=["data_parallel", "tensor_parallel"])
+        assert [kwargs["data"] for *_, kwargs in nested.get_results(group)] == ["a", "b", "c", "d"]
+        for axes in (["pipeline"], ["data_parallel", "data_parallel"]):
+            with pytest.raises(ValueError, match="unknown"):
+                sharded(data=["a"], in_sharded_axes=axes)
 
 
 def test_more_than_there_is_gives_the_difference(ray_local: None) -> None:
@@ -289,33 +264,23 @@ def test_bundles_are_booked_at_first_use_and_given_back(echo_pair: RayWorkerGrou
     assert eventually(lambda: free_cpus() == 4)
 
 
-def python_with_ray(extra: str, project: Path) -> str:
-    """The Python of `extra`; Ray and this library come from the environment of the tests."""
-    python = python_executable_for(extra, project)
-    if Path(python).is_relative_to(project):
-        show = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        packages = Path(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip())
-        driver_packages = sysconfig.get_path("purelib")
-        # Processed in order: the extra's own packages come first on sys.path.
-        (packages / "driver.pth").write_text(f"import site; site.addsitedir({driver_packages!r})\n")
-    return python
-
-
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
 def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT.replace(', "six==0.0.0.1"', ""))
     try:
-        pythons = {extra: python_with_ray(extra, tmp_path) for extra in ("old", "new")}
+        pythons = [python_executable_for(extra, tmp_path) for extra in ("old", "new")]
     except VenvBuildError as error:
         if "could not reach the package index" not in str(error):
             raise
         pytest.skip(f"no package index: {error}")
-    assert pythons["old"] != pythons["new"]
+    for packages in tmp_path.glob("venvs/*/lib/python*/site-packages"):
+        # Ray and this library are those of the tests. The extra's own packages come first on sys.path.
+        (packages / "driver.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     with (
         RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2) as cluster,
-        RayWorkerGroup(cluster, ECHO, name_prefix="old", py_executable=pythons["old"]) as old,
-        RayWorkerGroup(cluster, ECHO, name_prefix="new", py_executable=pythons["new"]) as new,
+        RayWorkerGroup(cluster, ECHO, name_prefix="old", py_executable=pythons[0]) as old,
+        RayWorkerGroup(cluster, ECHO, name_prefix="new", py_executable=pythons[1]) as new,
     ):
         versions = [group.call_one(0, "apply", lambda: __import__("six").__version__) for group in (old, new)]
         assert versions == ["1.16.0", "1.17.0"]

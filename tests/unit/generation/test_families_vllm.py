@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import ray
@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.data.datasets.shapes import describe, draw, draw_shapes
-from nemo_rl.data.tiny_model import RECIPES, TinyVisionRecipe, build_processor, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import RECIPES, build_processor, build_tiny_tokenizer
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.refit.layout import ExportedTensor
@@ -30,11 +30,10 @@ from tests.unit.policy.families import FAMILIES, save_random_model
 from tests.unit.policy.test_vision import FAMILY_MODELS, Row, gemma3_processor, make_row, theirs_on
 
 # What vLLM's CPU target can run: settings that differ from the table, and the precision.
-_NO_EXPERTS = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "llama4_text": {"attention_chunk_size": 128},
-    "nemotron_h": _NO_EXPERTS,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
 }
 IN_BFLOAT16 = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
@@ -89,8 +88,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
 
 class VisionPolicy(OneRankPolicy):
     def weights(self) -> list[ExportedTensor]:
-        mesh: Any = SimpleNamespace(pipeline=None)
-        return export_weights([self.model], mesh, torch.device("cpu"))
+        return export_weights([self.model], SimpleNamespace(pipeline=None), torch.device("cpu"))
 
 
 def distance_with_images(model: Any, generation: VllmGeneration, rows: list[Row], version: int) -> float:
@@ -119,7 +117,7 @@ def test_logprobs_of_models_that_see_are_those_of_transformers_with_and_without_
     ray_local, tmp_path, family: str
 ):
     recipe, rng = RECIPES["shapes"], random.Random(0)
-    tokenizer = build_tiny_tokenizer(cast(TinyVisionRecipe, recipe))
+    tokenizer = build_tiny_tokenizer(recipe)
     model = FAMILY_MODELS[family](recipe, tokenizer).eval()
     processor = (gemma3_processor if family == "gemma3" else build_processor)(recipe, tokenizer)
     model.save_pretrained(tmp_path)

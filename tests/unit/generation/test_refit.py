@@ -146,8 +146,7 @@ def test_from_training_to_a_sync_only_the_optimizer_moves():
         def __getattr__(self, name: str) -> Any:
             return lambda *tags, **which: moves.append((name, *tags, *which))
 
-    policy: Any = Moved()
-    engines: Any = Moved()
+    policy, engines = Moved(), Moved()
     accelerator = Accelerator(exclusive=True)
     accelerator.register("policy", policy.onload, policy.offload, is_awake=True)
     accelerator.register("generation", engines.onload, engines.sleep)

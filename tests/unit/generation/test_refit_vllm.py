@@ -73,8 +73,7 @@ class AdapterPolicy(OneRankPolicy):
         lora.init_adapters(model, cfg, seed=0)
 
     def weights(self) -> list[ExportedTensor]:
-        mesh: Any = SimpleNamespace(pipeline=None)
-        return export_weights([self.model], mesh, torch.device("cpu"), merged=False)
+        return export_weights([self.model], SimpleNamespace(pipeline=None), torch.device("cpu"), merged=False)
 
     def train(self, seed: int) -> int:
         """Give the adapters other values; returns their bytes in float32."""
@@ -168,7 +167,7 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         policy.leave_out = set()
         refit.prepare()
         figures = refit.sync(0)
-        assert refit.layout is not None and figures["bytes"] == sum(p.nbytes for p in policy.model.parameters())
+        assert figures["bytes"] == sum(p.nbytes for p in policy.model.parameters())
         assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), "none is split"
         assert logprob_difference(policy.model, generation, 0) < 1e-5
         change(policy.model, 1)
@@ -183,27 +182,13 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         assert refit.compare().different == {"model.layers.0.self_attn.k_proj.weight": pytest.approx(0.5, rel=1e-5)}
         assert generation.describe_model()["vocab_size"] == 300
 
-        victim, layout = "model.layers.1.mlp.up_proj.weight", policy.sender.layout
-        number = [meta.name for meta in layout.tensors].index(victim)
-        bucket, piece = next((b, p) for b, ps in enumerate(layout.buckets) for p in ps if p.tensor == number)
-
-        def flip(at: int, sender: WeightSender) -> None:
-            if at == bucket:
-                assert sender._buffer is not None
-                sender._buffer.bytes[sender.layout.half_offset(bucket) + piece.offset + 1] ^= 4
-
-        policy.damage = flip
-        with pytest.raises(RefitError, match=rf"version 2, bucket {bucket}: tensor '{victim}'"):
-            refit.sync(2)
-        policy.damage = None
-        assert_synced(policy, generation, refit, 3)
         policy.backwards = True  # another layout: the plan for the first must not be used
         refit.prepare()
-        assert_synced(policy, generation, refit, 4)
+        assert_synced(policy, generation, refit, 2)
 
         generation.wait(generation.start_weight_update())
         with pytest.raises(RuntimeError, match="no bucket has arrived since the start of the sync"):
-            generation.finish_weight_update(5)
+            generation.finish_weight_update(3)
 
 
 def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
@@ -246,7 +231,6 @@ def test_adapters_alone_make_the_engine_sample_as_the_adapted_model_does(ray_loc
             assert refit.sync(version)["bytes"] == adapter_bytes
             assert logprob_difference(policy.model, generation, version) < 1e-5
         generation.restart_worker(0)
-        assert refit.layout is not None
         policy.train(5)
         assert refit.sync(3)["bytes"] == refit.layout.total_bytes, "a new engine has no base weights"
         policy.train(6)
@@ -260,19 +244,12 @@ PROMPT = [5, 6, 7, 8]
 
 
 class LeavingPolicy(OneRankPolicy):
-    """As `DTensorPolicyWorker`: it leaves the group before it makes another. Misstates bucket `flip`."""
-
-    flip: int | None = None
+    """As `DTensorPolicyWorker`: it leaves the group before it makes another."""
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         if "sender" in vars(self):
             self.sender.close()
         return super().prepare_refit(settings)
-
-    def pack(self, bucket: int) -> list[dict[str, Any]]:
-        packed = super().pack(bucket)
-        wrong = packed[0]["fingerprints"]
-        return [packed[0] | {"fingerprints": bytes([wrong[0] ^ 1]) + wrong[1:]}] if bucket == self.flip else packed
 
     def check_health(self, timeout_s: float | None = None) -> None:
         """It is this process."""
@@ -299,8 +276,7 @@ def engines_apart(
 
 
 def worker_process(generation: VllmGeneration, replica: int) -> int:
-    identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=60)
-    return identity.pid
+    return ray.get(generation.workers[replica].identity.remote(), timeout=60).pid
 
 
 def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
@@ -322,13 +298,6 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         assert generation.dead_workers() == [0]
         generation.restart_worker(0)
         assert_synced(policy, generation, refit, 2)
-
-        # The second bucket may be on its way already: its announced fingerprint is changed instead.
-        policy.flip = 1
-        with pytest.raises(RefitError, match=r"packed_collective, version 3, bucket 1: tensor '.+' .*not what the pol"):
-            refit.sync(3)
-        policy.flip = None
-        assert_synced(policy, generation, refit, 4)
 
 
 def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineShutdownState
@@ -34,6 +34,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from nemo_rl.models.generation.vllm.engine_patches import (
     ExpertRecorder,
     RowInvariantLinear,
+    StepNames,
+    keep_states,
     split_rows,
 )
 from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler
@@ -51,8 +53,8 @@ def sampled(tokens: dict[str, int]) -> ModelRunnerOutput:
     return ModelRunnerOutput(list(tokens), rows, sampled_token_ids=ids.tolist(), logprobs=logprobs)
 
 
-def schedule_all(scheduler: Scheduler) -> tuple[list[SchedulerOutput], dict[str, list[tuple[int, float]]]]:
-    """The steps, and the tokens with logprobs of each request.
+def schedule_all(scheduler: Scheduler) -> tuple[list[Any], dict[str, list[int]], dict[str, list[float]]]:
+    """Every step with the tokens in flight after it; of each request its tokens, and logprobs message by message.
 
     Requests end by a token or at their limit; one comes late and one is aborted.
     """
@@ -65,21 +67,21 @@ def schedule_all(scheduler: Scheduler) -> tuple[list[SchedulerOutput], dict[str,
 
     for number in range(6):
         add(number)
-    steps, answers = [], defaultdict(list)
+    steps, tokens, logprobs = [], defaultdict(list), defaultdict(list)
     draw = np.random.default_rng(0)
     while scheduler.has_unfinished_requests():
         if len(steps) == 9:
             add(6)
         if len(steps) == 12:
             scheduler.finish_requests(["r1"], RequestStatus.FINISHED_ABORTED)
-        steps.append(scheduler.schedule())
-        tokens = {name: int(draw.integers(1, 90)) for name in steps[-1].num_scheduled_tokens}
-        messages = scheduler.update_from_output(steps[-1], sampled(tokens)).values()
-        for output in (output for message in messages for output in message.outputs):
-            assert output.new_logprobs is not None
-            logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            answers[output.request_id] += zip(output.new_token_ids, logprobs, strict=True)
-    return steps, answers
+        step = scheduler.schedule()
+        drawn = {name: int(draw.integers(1, 90)) for name in step.num_scheduled_tokens}
+        for message in scheduler.update_from_output(step, sampled(drawn)).values():
+            for output in message.outputs:
+                tokens[output.request_id] += output.new_token_ids
+                logprobs[output.request_id].append(output.new_logprobs.logprobs[:, 0].tolist())
+        steps.append((step, [request.num_in_flight_tokens for request in scheduler.running]))
+    return steps, tokens, logprobs
 
 
 class Counting(WholeAnswerScheduler):
@@ -95,17 +97,26 @@ def test_every_step_and_answer_is_that_of_vllm(tiny_model_dir) -> None:
     config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
     config.cache_config.num_gpu_blocks = 64
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    common: dict[str, Any] = {
-        "vllm_config": config,
-        "kv_cache_config": KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]),
-        "structured_output_manager": StructuredOutputManager(config),
-        "block_size": 4,
-    }
-    scheduler = Counting(**common)
-    (theirs, whole), (ours, answers) = schedule_all(Scheduler(**common)), schedule_all(scheduler)
-    del whole["r1"]  # it was aborted
-    assert ours == theirs and answers == whole
+    common = config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]), StructuredOutputManager(config), 4
+    scheduler = Counting(*common)
+    theirs, their_tokens, _ = schedule_all(Scheduler(*common))
+    ours, tokens, logprobs = schedule_all(scheduler)
+    del their_tokens["r1"]  # it was aborted
+    assert ours == theirs and tokens == their_tokens
+    assert logprobs == {name: [[-float(token) for token in own]] for name, own in tokens.items()}, "in one message each"
     assert len(ours) > 20 and scheduler.num_own == len(ours) - 2, "those in which requests begin"
+
+
+def test_the_runner_looks_at_steps_that_do_not_follow_and_is_told_positions_in_others() -> None:
+    """Which steps it must look at else, and what it is told, shows in test_vllm_generation.py."""
+    batch = SimpleNamespace(num_reqs=1, num_computed_tokens_cpu=np.array([5]), refresh_metadata=lambda: None)
+    runner, seen = SimpleNamespace(input_batch=batch, requests={"a": SimpleNamespace()}), []
+    update = keep_states(lambda runner, scheduled: seen.append(scheduled.scheduled_cached_reqs.req_ids))
+    names, others = ["a"], StepNames(["a"], ["a", "b"])
+    for own in (names, names, others):
+        cached = replace(CachedRequestData.make_empty(), req_ids=own, new_block_ids=[None], num_computed_tokens=[6])
+        update(runner, replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached))
+    assert vars(runner.requests["a"]) == {"num_computed_tokens": 6} and seen == [names, others]
 
 
 # -- products that are the same in every batch; the engine as a whole is in test_vllm_generation.py
@@ -113,7 +124,7 @@ def test_every_step_and_answer_is_that_of_vllm(tiny_model_dir) -> None:
 SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64), (640, 512)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -123,7 +134,6 @@ def one_thread() -> Iterator[None]:
     RowInvariantLinear._proven.clear()
 
 
-@pytest.mark.usefixtures("one_thread")
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(1, 700), st.integers(0, 2**31), st.booleans())
 def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], num_rows: int, seed: int, with_bias: bool):
@@ -149,7 +159,6 @@ def test_sizes_that_disagree_are_split() -> None:
         split_rows(24, lambda size: size == 16)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_weight_of_zeros_proves_nothing() -> None:
     RowInvariantLinear._proven.clear()
     linear, x = RowInvariantLinear(torch.zeros(32, 16)), torch.ones(24, 16)
@@ -204,14 +213,12 @@ class Core:
 
 
 class Client(ThreadClient):
-    core_class: Any = Core
-    _core: Any
+    core_class = Core
 
 
 @contextmanager
 def client() -> Iterator[Client]:
-    config: Any = "sound"
-    started = Client(config, Executor, False)
+    started = Client("sound", Executor, False)
     yield started
     started.shutdown()
     assert not started._thread.is_alive()
@@ -221,18 +228,17 @@ def client() -> Iterator[Client]:
 @in_loop
 async def test_requests_calls_and_aborts_reach_the_core() -> None:
     with client() as found:
-        for name in ("a", "bcd"):
-            request: Any = name
+        for request in ("a", "bcd"):
             await found.add_request_async(request)
             time.sleep(0.05)
             assert not found._core.begun, "requests of one turn of the event loop begin in one step"
-        answers = [(await asyncio.wait_for(found.get_output_async(), 60)).outputs[0] for _ in range(2)]
+        answers = [(await found.get_output_async()).outputs[0] for _ in range(2)]
         assert [(answer.request_id, answer.new_token_ids) for answer in answers] == [("a", [1]), ("bcd", [3])]
-        assert await asyncio.wait_for(found.call_utility_async("echo", 1, {"b": 2}), 60) == (1, {"b": 2})
+        assert await found.call_utility_async("echo", 1, {"b": 2}) == (1, {"b": 2})
         with pytest.raises(Exception, match="too small"):
-            await asyncio.wait_for(found.call_utility_async("fail"), 60)
+            await found.call_utility_async("fail")
         await found.abort_requests_async(["a"])
-        await asyncio.wait_for(found.call_utility_async("echo"), 60)
+        await found.call_utility_async("echo")
         assert found._core.aborted == ["a"] and found._core.aborts_queue.get(timeout=60) == ["a"]
 
 
@@ -242,22 +248,20 @@ async def test_an_error_of_the_loop_ends_what_waits_for_it() -> None:
     with client() as found:
         waiting = asyncio.create_task(found.call_utility_async("hang"))
         await asyncio.sleep(0)
-        broken: Any = "broken"
-        await found.add_request_async(broken)
+        await found.add_request_async("broken")
         for waits in (found.get_output_async(), waiting):
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(waits, 60)
+                await waits
         assert found.resources.engine_dead, "what `AsyncLLM.errored` reads"
         with pytest.raises(EngineDeadError):
-            await found.add_request_async(broken)
+            await found.add_request_async("broken")
         await found.abort_requests_async(["a"])
 
 
 @SHOWN
 def test_a_core_that_does_not_start_says_why() -> None:
-    config: Any = "broken"
     with pytest.raises(EngineStartError, match=r"^ValueError: no weights in /models/empty$"):
-        Client(config, Executor, False)
+        Client("broken", Executor, False)
 
 
 # -- the recorder of experts on a scripted model runner

@@ -28,6 +28,7 @@ from tests.unit.generation.configs import ask, engine_settings, engines, generat
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, expected_logprobs, logprob_difference
 from tests.unit.policy.steps import policy_config, worker_settings
+from tests.unit.rollouts.engines import request_of
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.timeout(900)  # with the start of two engines
@@ -56,13 +57,8 @@ def model(model_dir: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
-def request_of(prompt: list[int], seed: int = 7, **sampling: Any) -> GenerationRequest:
-    params = SamplingParams(**{"max_new_tokens": 24, **sampling})
-    return GenerationRequest(prompt_token_ids=prompt, sampling=params, seed=seed)
-
-
-def one(generation: VllmGeneration, prompt: list[int], seed: int = 7, **sampling: Any) -> Completion:
-    return ask(generation.workers[0], [request_of(prompt, seed, **sampling)])[0]
+def one(generation: VllmGeneration, prompt: list[int], **sampling: Any) -> Completion:
+    return ask(generation.workers[0], [request_of(prompt, **sampling)])[0]
 
 
 def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[GenerationRequest]:
@@ -109,7 +105,7 @@ def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: Vl
     assert len(long) == 4
     short = random_requests(12, longest_prompt=40, seed=6)
     assert [ask(second, [request])[0] for request in long] == ask(first, [*short[:6], *long, *short[6:]])[6:10]
-    same = ask(first, [request_of([10, 11, 12], 2**62 + number) for number in (5, 5, 6)])
+    same = ask(first, [request_of([10, 11, 12], 2**62 + number, max_new_tokens=24) for number in (5, 5, 6)])
     assert same[0] == same[1] and same[1].token_ids != same[2].token_ids, "seeds decide"
 
 
@@ -153,35 +149,21 @@ def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration)
 
 def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
     worker = generation.workers[1]
-    identity: Any = ray.get(worker.identity.remote())
+    pid = ray.get(worker.identity.remote()).pid
 
     async def ask_stopped() -> str:
         engines = Engines(timeout_s=2)
         engines.replace([worker])
-        os.kill(identity.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         asked = asyncio.create_task(engines.generate(request_of([60])))
         try:
             return str(await asyncio.wait_for(engines.died(), 60))
         finally:
-            os.kill(identity.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             asked.cancel()
 
     assert asyncio.run(ask_stopped()) == "generation-0 (submit) gave no sign of life within 2 s"
     assert one(generation, [60], max_new_tokens=4).token_ids
-
-
-def own_completions(model: str, requests: list[GenerationRequest]) -> dict[str, Completion]:
-    """As a policy worker generates them."""
-
-    def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        settings = worker_settings(model, sampling=SamplingParams(max_new_tokens=1), init_optimizer=False)
-        worker, tokenizer = GeneratingPolicyWorker(policy_config(), settings), AutoTokenizer.from_pretrained(model)
-        how: Any = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 16, "end_token_id": tokenizer.eos_token_id}
-        how["decode"] = partial(tokenizer.decode, skip_special_tokens=True)
-        worker.prepare_generation(GenerationSettings(special_token_ids=frozenset(tokenizer.all_special_ids), **how))
-        return {a.request_id: a.completion for a in worker.generate(requests, 0) if a.completion is not None}
-
-    return run_world(rank_main, 1)[0]
 
 
 @pytest.mark.over_20s("a policy worker loads the model beside the engines")
@@ -203,18 +185,26 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
         for p, prompt in enumerate(prompts)
         for s, sampling in enumerate(stops)
     ]
-    found = own_completions(model_dir, requests)
+
+    def rank_main(rank: int, _: int) -> dict[str, Completion]:
+        settings = worker_settings(model_dir, sampling=SamplingParams(max_new_tokens=1), init_optimizer=False)
+        worker = GeneratingPolicyWorker(policy_config(), settings)
+        how = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 16, "end_token_id": tokenizer.eos_token_id}
+        how |= {"decode": partial(tokenizer.decode, skip_special_tokens=True)}
+        worker.prepare_generation(GenerationSettings(special_token_ids=frozenset(tokenizer.all_special_ids), **how))
+        return {a.request_id: a.completion for a in worker.generate(requests, 0) if a.completion is not None}
+
+    [found] = run_world(rank_main, 1)
     wanted = dict(zip([r.request_id for r in requests], ask(generation.workers[0], requests), strict=True))
     for key, want in wanted.items():
-        assert found[key].token_ids == want.token_ids, key
-        assert found[key].stop_reason == want.stop_reason, key
+        assert (found[key].token_ids, found[key].stop_reason) == (want.token_ids, want.stop_reason), key
         assert found[key].logprobs == pytest.approx(want.logprobs, abs=1e-5), key
     assert len(wanted["0/2"].token_ids) < len(wanted["0/1"].token_ids) < len(wanted["0/0"].token_ids), "all are met"
 
 
 def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generation, model_dir: str, accelerator) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    policy: Any = OneRankPolicy(model)
+    policy = OneRankPolicy(model)
     accelerator.register(REFIT, lambda: None, lambda: None)
     refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32", bucket_bytes=1 << 20)
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -222,7 +212,6 @@ def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generatio
         change(model, version)
         assert refit.sync(version)["bytes"] == whole
         assert logprob_difference(model, generation, version) < 1e-5
-    assert refit.layout is not None
     assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), "nothing was split"
     change(model, 2)
     assert logprob_difference(model, generation, 1) > 0.1, "this test would see stale weights"

@@ -155,7 +155,6 @@ class Link:
         for bucket in range(first, len(self.layout.buckets) if end is None else end):
             fingerprints = self.sender.pack(bucket)["fingerprints"]
             if flip is not None and flip[0] == bucket:
-                assert self.sender._buffer is not None
                 self.sender._buffer.bytes[self.layout.half_offset(bucket) + flip[1]] ^= 1
             self.receiver.receive(bucket, fingerprints)
         self.receiver.finish()
@@ -367,7 +366,6 @@ time.sleep(60)
 """
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         endpoint = json.loads(owner.stdout.readline())
         path = f"/proc/{endpoint['pid']}/fd/{endpoint['fd']}"
         assert os.stat(path).st_mode & 0o777 == 0o600
