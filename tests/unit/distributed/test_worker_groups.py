@@ -172,17 +172,14 @@ def test_starts_that_hang_are_named_and_one_that_is_stopped_is_not_waited_for_as
     assert re.search(r"no answer from still-0 .* in __init__ after 10 s\n.*T \(stopped\)", still.result())
 
 
-def with_child() -> tuple[int, int]:
-    return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
-
-
 def test_failed_starts_and_shutdown_release_what_they_took(echo_pair: RayWorkerGroup, cluster: RayVirtualCluster):
     with pytest.raises(WorkerError, match=r"(?s)echo-1 .* failed in __init__: ValueError: no such weights"):
         failing = RayWorkerBuilder(f"{WORKERS}.EchoWorker", fail_on_rank=1)
         RayWorkerGroup(cluster, failing, name_prefix="echo", num_workers=2)
     assert eventually(lambda: free_cpus() == 4)  # echo_cluster holds four of eight
     group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")  # the bundles can be had again
-    pids = [pid for pids in group.call_all("apply", with_child) for pid in pids]
+    children = group.call_all("apply", lambda: subprocess.Popen(["sleep", "600"]).pid)
+    pids = [*children, *group.call_all("apply", os.getpid)]
     assert all(alive(pid) for pid in pids)
     group.shutdown(method="echo")
     group.shutdown()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -84,27 +85,21 @@ def schedule_all(scheduler: Scheduler) -> tuple[list[Any], dict[str, list[int]],
     return steps, tokens, logprobs
 
 
-class Counting(WholeAnswerScheduler):
-    num_own = 0  # steps that vLLM did not schedule
-
-    def _next_tokens(self) -> SchedulerOutput:
-        self.num_own += 1
-        return super()._next_tokens()
-
-
 def test_every_step_and_answer_is_that_of_vllm(tiny_model_dir) -> None:
     settings = engine_settings(tiny_model_dir, generation_config(64), device="cpu")
     config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
     config.cache_config.num_gpu_blocks = 64
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
     common = config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]), StructuredOutputManager(config), 4
-    scheduler = Counting(*common)
+    scheduler = WholeAnswerScheduler(*common)
     theirs, their_tokens, _ = schedule_all(Scheduler(*common))
-    ours, tokens, logprobs = schedule_all(scheduler)
+    with patch.object(scheduler, "_next_tokens", wraps=scheduler._next_tokens) as own_steps:
+        ours, tokens, logprobs = schedule_all(scheduler)
     del their_tokens["r1"]  # it was aborted
     assert ours == theirs and tokens == their_tokens
     assert logprobs == {name: [[-float(token) for token in own]] for name, own in tokens.items()}, "in one message each"
-    assert len(ours) > 20 and scheduler.num_own == len(ours) - 2, "those in which requests begin"
+    assert not scheduler._completions and len(ours) > 20
+    assert own_steps.call_count == len(ours) - 2, "all but those in which requests begin"
 
 
 def test_the_runner_looks_at_steps_that_do_not_follow_and_is_told_positions_in_others() -> None:

@@ -34,6 +34,7 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.timeout(900)  # with the start of two engines
 
 MAX_MODEL_LEN = 1400
+ACCELERATOR = Accelerator(exclusive=False)
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +43,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(exclusive=False)
-
-
-@pytest.fixture(scope="module")
-def generation(ray_local: None, model_dir: str, accelerator: Accelerator) -> Iterator[VllmGeneration]:
-    with engines(model_dir, generation_config(MAX_MODEL_LEN), replicas=2, accelerator=accelerator) as generation:
+def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
+    with engines(model_dir, generation_config(MAX_MODEL_LEN), replicas=2, accelerator=ACCELERATOR) as generation:
         yield generation
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
 def one(generation: VllmGeneration, prompt: list[int], **sampling: Any) -> Completion:
@@ -78,7 +69,8 @@ def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[G
 
 
 @pytest.mark.over_20s("two engines start, for all tests of this file")
-def test_logprobs_are_those_of_transformers_and_of_the_restricted_distribution(generation, model: Any) -> None:
+def test_logprobs_are_those_of_transformers_and_of_the_restricted_distribution(generation, model_dir: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     requests = [request for request in random_requests(32, longest_prompt=60) if request.sampling.temperature > 0]
     assert {(r.sampling.top_k, r.sampling.top_p) for r in requests} >= {(None, 1.0), (5, 1.0), (None, 0.9)}
     completions = ask(generation.workers[0], requests)
@@ -202,11 +194,11 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
     assert len(wanted["0/2"].token_ids) < len(wanted["0/1"].token_ids) < len(wanted["0/0"].token_ids), "all are met"
 
 
-def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generation, model_dir: str, accelerator) -> None:
+def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generation, model_dir: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     policy = OneRankPolicy(model)
-    accelerator.register(REFIT, lambda: None, lambda: None)
-    refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32", bucket_bytes=1 << 20)
+    ACCELERATOR.register(REFIT, lambda: None, lambda: None)
+    refit = Refit(policy, generation, ACCELERATOR, transport="packed_shm", wire_dtype="float32", bucket_bytes=1 << 20)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     for version in (0, 1):
         change(model, version)

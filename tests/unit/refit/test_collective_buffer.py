@@ -101,18 +101,6 @@ class Engine:
         return self.pipe.recv()
 
 
-def damaging(buffer: CollectiveBuffer, half_bytes: int) -> CollectiveBuffer:
-    """It turns a bit of the first byte of every half that arrives."""
-    wait = buffer.wait
-
-    def damaged(half: int) -> None:
-        wait(half)
-        buffer.bytes[half * half_bytes] ^= 1
-
-    buffer.wait = damaged  # type: ignore[method-assign]
-    return buffer
-
-
 def bytes_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
 
@@ -127,8 +115,14 @@ def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], nu
         pipe.send(str(error))
         return
     pipe.send("ok")
+    arrive = buffer.wait
+
+    def arrive_damaged(half: int) -> None:
+        arrive(half)
+        buffer.bytes[half * layout.bucket_bytes] ^= 1
+
     if damages == number:
-        buffer = damaging(buffer, layout.bucket_bytes)
+        buffer.wait = arrive_damaged
     receiver = WeightReceiver(layout, "packed_collective", buffer)
     own, targets = own_memory(layout)
     while True:
