@@ -95,7 +95,7 @@ def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, 
     """
     frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
     adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]
-    generation = Generation(keeps=keeps)
+    generation = Generation(keeps=keeps, workers=["a", "b"])
     refit = synced(Policy(), generation, exclusive=exclusive)
     with_frozen = PackLayout.build([*frozen, TensorMeta("w", "float32", (2, 2))], 1 << 20)
     with_adapters = PackLayout.build([*LAYOUT.tensors, *adapters], 1 << 20)
