@@ -102,16 +102,18 @@ def test_every_step_and_answer_is_that_of_vllm(tiny_model_dir) -> None:
     assert own_steps.call_count == len(ours) - 2, "all but those in which requests begin"
 
 
-def test_the_runner_looks_at_steps_that_do_not_follow_and_is_told_positions_in_others() -> None:
-    """Which steps it must look at else, and what it is told, shows in test_vllm_generation.py."""
+def test_the_runner_looks_at_steps_that_do_not_follow_and_is_told_positions_and_ends_in_others() -> None:
+    """That it must look at steps with new blocks shows in test_vllm_generation.py."""
     batch = SimpleNamespace(num_reqs=1, num_computed_tokens_cpu=np.array([5]), refresh_metadata=lambda: None)
     runner, seen = SimpleNamespace(input_batch=batch, requests={"a": SimpleNamespace()}), []
-    update = keep_states(lambda runner, scheduled: seen.append(scheduled.scheduled_cached_reqs.req_ids))
-    names, others = ["a"], StepNames(["a"], ["a", "b"])
-    for own in (names, names, others):
+    update = keep_states(lambda _, step: seen.append((step.scheduled_cached_reqs.req_ids, step.finished_req_ids)))
+    names = ["a"]
+    left, others = StepNames(names, names), StepNames(names, ["a", "b"])
+    for own, ended in ((names, ""), (names, ""), (left, "b"), (others, "")):
         cached = replace(CachedRequestData.make_empty(), req_ids=own, new_block_ids=[None], num_computed_tokens=[6])
-        update(runner, replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached))
-    assert vars(runner.requests["a"]) == {"num_computed_tokens": 6} and seen == [names, others]
+        update(runner, replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached, finished_req_ids=set(ended)))
+    assert seen == [(names, set()), ([], {"b"}), (others, set())], "no work for those that go on"
+    assert vars(runner.requests["a"]) == {"num_computed_tokens": 6} and batch.num_computed_tokens_cpu.tolist() == [7]
 
 
 # -- products that are the same in every batch; the engine as a whole is in test_vllm_generation.py
