@@ -159,7 +159,6 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
     [
         ("nowhere.order:Loader", 23, "no module 'nowhere' can be imported from here"),
         ("builtins:slice", 23, "made a slice; it must make a subclass of"),
-        (None, 3, "to at most 3"),
         (None, 0, "empty"),
     ],
 )
@@ -192,7 +191,6 @@ def test_weights_are_proportions_and_decide_the_order():
     ("sizes", "weights", "batch_size", "message"),
     [
         ([9, 9], [1.0, 1.0], 4, r"weights: was \[3, 1\], now \[1, 1\]"),
-        ([9, 9], [None, None], 4, r"weights: was \[3, 1\], now None"),
         ([9, 8], [3.0, 1.0], 3, "num_prompts: was 18, now 17; num_prompts_per_step: was 4, now 3"),
     ],
 )

@@ -1,5 +1,7 @@
 """Rows of evaluation sets in the columns they have on the hub, through a local copy of each."""
 
+from functools import partial
+
 import pytest
 
 from nemo_rl.data.config import DatasetConfig
@@ -61,35 +63,32 @@ def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(write):
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "told"),
+    ("name", "row", "column", "value", "told"),
     [
-        ("aime2024", AIME | {"answer": None}, r"'aime2024': row 1 has no answer: column 'answer' is empty"),
-        ("aime2024", AIME | {"answer": "  "}, r"row 1 has no answer: column 'answer' is empty"),
-        ("aime2024", AIME | {"problem": ""}, r"row 1 has no problem: column 'problem' is empty"),
-        ("math", MATH | {"solution": "It is one half."}, r"row 1 has no answer: none is found in column 'solution'"),
-        ("gpqa", GPQA | {"Correct Answer": None}, r"row 1 has no answer: column 'Correct Answer' is empty"),
-        ("gpqa", GPQA | {"Incorrect Answer 2": None}, r"row 1 has no option: column 'Incorrect Answer 2' is empty"),
-        ("mmlu", MMLU | {"answer": 4}, r"row 1 has the answer 'E' in column 'answer'; its options are A, B, C, D"),
-        ("mmlu_pro", MMLU_PRO | {"answer": "K"}, r"row 1 has the answer 'K' in column 'answer'"),
-        ("mmlu_DE-DE", MMMLU | {"Answer": "E"}, r"row 1 has the answer 'E' in column 'Answer'"),
+        ("aime2024", AIME, "answer", None, "has no answer: column 'answer' is empty"),
+        ("aime2024", AIME, "problem", "  ", "has no problem: column 'problem' is empty"),
+        ("math", MATH, "solution", "It is one half.", "has no answer: none is found in column 'solution'"),
+        ("gpqa", GPQA, "Correct Answer", None, "has no answer: column 'Correct Answer' is empty"),
+        ("gpqa", GPQA, "Incorrect Answer 2", None, "has no option: column 'Incorrect Answer 2' is empty"),
+        ("mmlu", MMLU, "answer", 4, "has the answer 'E' in column 'answer'; its options are A, B, C, D"),
+        ("mmlu_DE-DE", MMMLU, "Answer", "E", "has the answer 'E' in column 'Answer'"),
     ],
 )
-def test_a_row_without_an_answer_is_named(write, name, row, told):
-    good = {"aime2024": AIME, "math": MATH, "gpqa": GPQA, "mmlu": MMLU, "mmlu_pro": MMLU_PRO, "mmlu_DE-DE": MMMLU}[name]
-    rows = rows_of(name, write([good, row]))
+def test_a_row_without_an_answer_is_named(write, name, row, column, value, told):
+    rows = rows_of(name, write([row, row | {column: value}]))
     assert rows[0]["expected_answer"]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"'{name}': row 1 {told}"):
         rows[1]
 
 
 def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):
     (tmp_path / "rows.txt").write_text("problem,answer\n1+1,2\n2+2,\n")
-    path = str(tmp_path / "rows.txt")
-    rows = load_problem_table(path, problem_key="problem", solution_key="answer", file_format="csv")
+    load = partial(load_problem_table, str(tmp_path / "rows.txt"), problem_key="problem")
+    rows = load(solution_key="answer", file_format="csv")
     assert rows[0]["expected_answer"].startswith("2")
     with pytest.raises(ValueError, match=r"row 1 has no answer: column 'answer' is empty"):
         rows[1]
     with pytest.raises(ValueError, match=r"no column 'loesung' \(data.solution_key\)"):
-        load_problem_table(path, problem_key="problem", solution_key="loesung", file_format="csv")
+        load(solution_key="loesung", file_format="csv")
     with pytest.raises(ValueError, match=r"data.file_format='xml'.*one of jsonl, json, csv, parquet"):
-        load_problem_table(path, problem_key="problem", solution_key="answer", file_format="xml")
+        load(solution_key="answer", file_format="xml")

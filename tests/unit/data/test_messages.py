@@ -15,7 +15,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
 from tests.conversations import answered, assistant, user
-from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, TOOLS, chat, render_chat, tokenizer_with
+from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, TOOLS, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents})
@@ -140,12 +140,6 @@ def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
     assert render_chat([ASKED], tokenizer, chat_template_kwargs={"date_string": "today"}) == "today <|user|>1+1<eos>"
 
 
-def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
-    for template in (chat("{{- m.content -}}"), CHAT_TEMPLATE):
-        log = get_formatted_message_log([ASKED, assistant("b")], tokenizer_with(template), TaskDataSpec())
-        assert log[1]["content"].removeprefix("<|assistant|>") == "b<eos>"
-
-
 def test_flat_batches_are_right_padded_and_masked_by_role():
     log = [user("a"), assistant("b"), assistant("c")]
     short = [user("d")]
@@ -167,27 +161,16 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 ROW = {"problem": "1+1", "expected_answer": "2", "messages": answered("2")}
 
 
-def prompt(row, spec=None, processor=math_hf_data_processor):
-    datum = processor(row, spec or TaskDataSpec("t"), tokenizer_with(TOOLS), None, 0)
-    return "".join(message["content"] for message in datum["message_log"]), datum["extra_env_info"]
-
-
 @pytest.mark.parametrize("processor", [math_hf_data_processor, math_data_processor, conversation_processor])
-def test_tools_of_a_row_are_shown_to_the_model_and_handed_to_the_environment(processor):
-    for tools in ([TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}]):
-        text, metadata = prompt({**ROW, "tools": tools}, processor=processor)
-        assert text.startswith("[tool]{") and '"add"' in text and text.endswith("[user]1+1<eos>[assistant]")
-        assert metadata["tools"] == [TOOL]
-
-
-def test_rows_without_tools_have_those_of_the_file(tmp_path):
-    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+def test_tools_of_a_row_or_else_of_the_file_are_shown_to_the_model_and_handed_to_the_environment(processor, tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": {"name": "of_file"}}]))
     spec = TaskDataSpec("t", tools_file=tmp_path / "tools.json")
-    text, metadata = prompt(ROW, spec)
-    assert '"add"' in text and metadata["tools"] == [TOOL]
-    other = {"type": "function", "function": {"name": "other"}}
-    text, metadata = prompt({**ROW, "tools": [other]}, spec)
-    assert '"add"' not in text and metadata["tools"] == [other]
+    for tools in ([TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}], None):
+        datum = processor({**ROW, "tools": tools}, spec, tokenizer_with(TOOLS), None, 0)
+        text = "".join(message["content"] for message in datum["message_log"])
+        assert text.startswith("[tool]{") and text.endswith("[user]1+1<eos>[assistant]")
+        assert datum["extra_env_info"]["tools"] == ([TOOL] if tools else spec.tools)
+        assert ('"add"' in text, '"of_file"' in text) == (bool(tools), not tools)
 
 
 @pytest.mark.parametrize("wrong", ["{", ["add"], {"name": "add"}])

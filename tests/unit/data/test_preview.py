@@ -1,7 +1,6 @@
 import io
 
 import numpy as np
-import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.setup.data_preview import PreviewInputs, PromptPreview, show_rows, token_text
@@ -12,25 +11,23 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Example, ExampleMeta, Prompt
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tiny_tokenizer()
+TOKENIZER = build_tiny_tokenizer()
 
 
-def test_rows_are_shown_and_all_are_summed_up(tokenizer):
+def test_rows_are_shown_and_all_are_summed_up():
     lengths = [2, 12, 4, 8, 30]
 
     def make(prompt):
         name, length = prompt.prompt_id, lengths[prompt.idx]
         long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"}
-        keys = {"prompt_id": name, "index": 0, "lengths": (length,), "num_loss_tokens": 1}
-        meta = ExampleMeta(**keys, **(long if length > 9 else {}))
-        ids = np.array(tokenizer("11", add_special_tokens=False)["input_ids"])
+        more = long if length > 9 else {}
+        meta = ExampleMeta(prompt_id=name, index=0, lengths=(length,), num_loss_tokens=1, **more)
+        ids = np.array(TOKENIZER("11", add_special_tokens=False)["input_ids"])
         return [Example(sample_id="d:0", token_ids=ids, token_mask=np.array([False, True]))], meta
 
     prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(5)]
     file = io.StringIO()
-    inputs = PreviewInputs(prompts=prompts, total=50, make=make, tokenizer=tokenizer, note="a note")
+    inputs = PreviewInputs(prompts=prompts, total=50, make=make, tokenizer=TOKENIZER, note="a note")
     show_rows(Console(file=file, width=100), inputs, 2)
     text = file.getvalue()
     assert "d:0: 2 tokens, 1 of them carry loss\n1[1]\n" in text
@@ -42,13 +39,13 @@ def test_rows_are_shown_and_all_are_summed_up(tokenizer):
     assert text.endswith("a note\n")
 
 
-def test_a_prompt_is_shown_as_the_rollouts_see_it(tokenizer):
+def test_a_prompt_is_shown_as_the_rollouts_see_it():
     task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor, env_name="math")
-    preview = PromptPreview(PromptProcessor({"t": task}, tokenizer, 8))
+    preview = PromptPreview(PromptProcessor({"t": task}, TOKENIZER, 8))
     rows = [{"problem": problem, "expected_answer": "3"} for problem in ("1+2", "1+2+3+4+5")]
     prompts = [Prompt(prompt_id=f"d:{i}", row=row, idx=i, task_name="t") for i, row in enumerate(rows)]
     (made,), meta = preview(prompts[0])
-    assert token_text(made, tokenizer, coloured=False).plain == "<|user|>|1|+|2|<eos>|<|assistant|>"
+    assert token_text(made, TOKENIZER, coloured=False).plain == "<|user|>|1|+|2|<eos>|<|assistant|>"
     assert (meta.lengths, meta.num_loss_tokens, meta.problem) == ((6,), 0, None)
     _, meta = preview(prompts[1])
     said = "row d:1 has 12 tokens, more than data.max_input_seq_length=8"

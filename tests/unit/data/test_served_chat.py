@@ -13,11 +13,6 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def one_by_one(tokenizer, text: str) -> list[int]:
-    """The text in other tokens than the tokenizer chooses, where it merges any."""
-    return [token for character in text for token in ids(tokenizer, character)]
-
-
 @pytest.mark.parametrize(
     ("name", "end", "shown"),
     [
@@ -33,7 +28,8 @@ def test_an_answer_keeps_its_tokens_and_its_end_comes_once(name, end, shown):
     tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>33")
     chat = ServedChat(tokenizer, {})
     first = chat.prompt(HELLO, None)
-    before = [*first.token_ids, *one_by_one(tokenizer, message["content"]), *ids(tokenizer, end)]
+    sampled = [token for character in message["content"] for token in ids(tokenizer, character)]  # which merges none
+    before = [*first.token_ids, *sampled, *ids(tokenizer, end)]
     chat.remember(HELLO, None, message, before, first.retokenized)
     second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
     assert second.token_ids[: len(before)] == before and second.retokenized == 0
@@ -54,21 +50,15 @@ def test_what_is_not_remembered_is_told():
 
 
 def test_memory_is_bounded_and_what_is_used_stays_longest():
-    tokenizer = tokenizer_with(TEMPLATES["plain"])
-    chat = ServedChat(tokenizer, {}, max_remembered_tokens=20)
-
-    def remember(name: str) -> None:
-        chat.remember([user(name)], None, assistant("x"), [5] * 8, 0)
+    chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {}, max_remembered_tokens=20)
 
     def knows(name: str) -> bool:
-        messages = [user(name), assistant("x"), *HELLO]
-        return chat.prompt(messages, None).retokenized == 0
+        return chat.prompt([user(name), assistant("x"), *HELLO], None).retokenized == 0
 
-    remember("a")
-    remember("b")
-    assert knows("a")
-    remember("c")
-    assert not knows("b") and knows("a") and knows("c")
+    for name in "abc":
+        chat.remember([user(name)], None, assistant("x"), [5] * 8, 0)
+        assert knows("a")  # and thereby uses it
+    assert not knows("b") and knows("c")
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ def test_another_row_task_order_of_keys_or_maker_is_another_entry(tmp_path):
     assert TokenCache("g", tmp_path).load([prompt(0, row)]) == [None]
 
 
-ONE_VALUE, ANOTHER_FORMAT = "UPDATE rows SET value = CAST(value || 'x' AS BLOB)", "PRAGMA user_version = 7"
-
-
-@pytest.mark.parametrize("damage", ["no database", "pages", ONE_VALUE, ANOTHER_FORMAT])
+@pytest.mark.parametrize(
+    "damage",
+    ["no database", "pages", "UPDATE rows SET value = CAST(value || 'x' AS BLOB)", "PRAGMA user_version = 7"],
+)
 def test_a_damaged_file_is_put_aside_and_made_anew(tmp_path, caplog, damage):
     prompts = [prompt(i) for i in range(200)]
     cache = TokenCache("f", tmp_path)
