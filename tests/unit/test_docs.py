@@ -5,16 +5,17 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig, GRPOMasterConfig
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
+from nemo_rl.algorithms.setup.data_preview import load_run_config
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.rules import Derived
 from nemo_rl.data.config import (
@@ -39,17 +40,8 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT 
     name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")
 }
 
-SCRIPTS: dict[str, tuple[type[BaseModel], str]] = {
-    "run_sft": (MASTERS["sft"], "sft.yaml"),
-    "run_dpo": (MASTERS["dpo"], "dpo.yaml"),
-    "run_rm": (MASTERS["rm"], "rm.yaml"),
-    "run_grpo_math": (MASTERS["grpo"], "grpo_math_1B.yaml"),
-    "run_grpo_sliding_puzzle": (MASTERS["grpo"], "grpo_sliding_puzzle.yaml"),
-    "collect_rollouts": (MASTERS["grpo"], "grpo_math_1B.yaml"),
-    "run_ppo": (MASTERS["ppo"], "ppo_math_1B.yaml"),
-    "run_distillation": (MASTERS["distillation"], "distillation_math.yaml"),
-    "run_eval": (MASTERS["eval"], "evals/eval.yaml"),
-}
+SCRIPTS: dict[str, type[BaseModel]] = {f"run_{name}": master for name, master in MASTERS.items()}
+SCRIPTS |= dict.fromkeys(("run_grpo_math", "run_grpo_sliding_puzzle", "collect_rollouts"), MASTERS["grpo"])
 SUPERVISED = [f"docs/guides/{method}.md" for method in ("sft", "dpo", "rm")]
 
 
@@ -85,6 +77,13 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+def default_file(script: str) -> Path:
+    """The configuration that a script of examples/ loads without --config."""
+    (name,) = re.findall(r'"(\w+\.yaml)"', (ROOT / "examples" / f"{script}.py").read_text())
+    (path,) = CONFIGS.rglob(name)
+    return path
+
+
 # -- keys
 
 
@@ -103,11 +102,6 @@ TABLES: dict[tuple[str, str], type[BaseModel]] = {
     ("rm", "`env.reward_model`"): RewardModelEnvironmentConfig,
 }
 """(guide, section of a table `key of ...`) -> the section's class."""
-ELSEWHERE: dict[Any, type[BaseModel]] = {
-    PreferenceDataConfig: ExampleDataConfig,
-    PreferenceDatasetConfig: ExampleDatasetConfig,
-}
-"""Class -> the class whose keys another guide has."""
 
 
 @pytest.mark.parametrize(("page", "section"), TABLES, ids=map(": ".join, TABLES))
@@ -116,8 +110,8 @@ def test_a_table_has_every_key_of_its_section_with_its_default(page: str, sectio
     (rows,) = [rows for header, rows in tables(text) if header == f"key of {section}"]
     keys = [key for row in rows for key in code(row[0])]
     assert len(keys) == len(set(keys))
-    elsewhere = set(ELSEWHERE[model].model_fields) if model in ELSEWHERE else set()
-    assert set(keys) | elsewhere >= set(model.model_fields), "keys that are not in the guide"
+    of_sft = TABLES["sft", section].model_fields if page != "sft" and ("sft", section) in TABLES else ()  # told there
+    assert {*keys, *of_sft} >= set(model.model_fields), "keys that are not in the guide"
     assert set(keys) <= set(model.model_fields), "keys that do not exist"
     for row in rows:
         stated = code(row[1]) if "`" in row[1] else re.findall(r"^[\d.]+$", row[1])
@@ -156,12 +150,10 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
     if given is not None and f"<!-- {given} -->" in PAGES[page]:
         return  # a file that the page itself makes, below
     if script in SCRIPTS:
-        model, default = SCRIPTS[script]
-        load_config(model, ROOT / given if given else CONFIGS / default, overrides)
+        load_config(SCRIPTS[script], ROOT / given if given else default_file(script), overrides)
     elif script == "preview_data":
         assert given is not None
-        model = next(model for name, (model, _) in SCRIPTS.items() if name.removeprefix("run_") in Path(given).stem)
-        load_config(model, ROOT / given, overrides)
+        load_run_config(ROOT / given, overrides)
 
 
 GUIDES_WITH_YAML = ("agents", "environments", "eval", "megatron", "multi-turn", "training-backends")
@@ -171,15 +163,14 @@ YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[pa
 
 @pytest.mark.parametrize(("page", "block"), YAML_BLOCKS, ids=[f"{page} {i}" for i, (page, _) in enumerate(YAML_BLOCKS)])
 def test_a_piece_of_yaml_loads_on_top_of_the_default_file(page: str, block: str, tmp_path: Path):
-    model, base = SCRIPTS.get(f"run_{Path(page).stem}", SCRIPTS["run_grpo_math"])
-    if page == "docs/guides/megatron.md":
-        base = "grpo_math_1B_megatron.yaml"
-    if "env" in yaml.safe_load(block):
-        model, base = SCRIPTS["run_grpo_math"]
+    script = f"run_{Path(page).stem}"
+    if script not in SCRIPTS or "env" in yaml.safe_load(block):
+        script = "run_grpo_math"
+    base = CONFIGS / "grpo_math_1B_megatron.yaml" if page == "docs/guides/megatron.md" else default_file(script)
+    whole = block if block.startswith("defaults:") else f"defaults: {base}\n{block}"
     file = tmp_path / "piece.yaml"
-    whole = block if block.startswith("defaults:") else f"defaults: {CONFIGS / base}\n{block}"
     file.write_text(whole.replace("defaults: examples/configs", f"defaults: {CONFIGS}"))
-    load_config(model, file, [])
+    load_config(SCRIPTS[script], file, [])
 
 
 def test_the_guide_to_megatron_names_every_key():
@@ -194,22 +185,16 @@ METHODS = PAGES["docs/guides/grpo.md"].split("## From paper to keys")[1].split("
 
 @pytest.mark.parametrize(("method", "keys"), [row[:2] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_the_keys_of_every_method_of_the_guide_to_grpo_load(method: str, keys: str):
-    loss: dict[str, Any] = {}
-    grpo: dict[str, Any] = {
-        "adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": True},
-        "reward_shaping": {"max_response_length": 512},
-    }
-    if "IcePop" in method:  # "the same, with": the row above comes first
-        loss = {"use_importance_sampling_correction": True}
+    relative = {"normalize_rewards": True, "use_leave_one_out_baseline": True}
+    grpo = {"adv_estimator": relative, "reward_shaping": {"max_response_length": 512}}
+    # "the same, with": the row above comes first
+    loss = {"use_importance_sampling_correction": True} if "IcePop" in method else {}
+    sections = OmegaConf.create({"grpo": grpo, "loss_fn": loss})
     for key, text in re.findall(r"`([\w.]+): ([^`]+)`", keys):
         value = 512 if text.startswith("<") else yaml.safe_load(text)
-        *sections, name = key.split(".")
-        target = grpo if sections[:1] == ["grpo"] else loss
-        for section in sections[1:]:
-            target = target[section]
-        target[name] = value
-    ClippedPGLossConfig.model_validate(loss)
-    GRPOConfig.model_validate(grpo)
+        OmegaConf.update(sections, key if "." in key else f"loss_fn.{key}", value)
+    ClippedPGLossConfig.model_validate(sections.loss_fn)
+    GRPOConfig.model_validate(OmegaConf.to_container(sections.grpo))
 
 
 # -- links, files, metrics
@@ -230,16 +215,10 @@ def test_links_and_named_files_are_there(page: str):
         assert found or any((ROOT / "nemo_rl").rglob(name)), name
 
 
-def test_the_navigation_has_every_page():
-    def files(entry: Any) -> Iterator[str]:
-        if isinstance(entry, str):
-            yield entry
-        for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-            yield from files(part)
-
-    nav = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert len(nav) == len(set(nav))
-    assert {f"docs/{name}" for name in nav} == {page for page in PAGES if page.startswith("docs/")}
+def test_the_navigation_has_every_page_once():
+    nav = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=10_000)
+    named = [f"docs/{name}" for name in re.findall(r"[\w/-]+\.md", nav)]
+    assert sorted(named) == sorted(page for page in PAGES if page.startswith("docs/"))
 
 
 @pytest.mark.parametrize("page", SUPERVISED)
@@ -293,9 +272,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_episode_by_hand_goes_as_the_page_says(folder, capsys):
     exec(compile((folder / "try_second_chance.py").read_text(), "try_second_chance.py", "exec"), {})
-    told = re.search(r"^prints\n\n```text\n(.*?)```", ADDING, re.M | re.S)
-    assert told is not None
-    assert capsys.readouterr().out == told[1]
+    assert f"\nprints\n\n```text\n{capsys.readouterr().out}```" in ADDING
 
 
 def test_the_table_of_fields_is_that_of_the_interface():

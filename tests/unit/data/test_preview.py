@@ -10,7 +10,6 @@ from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Example, ExampleMeta, Prompt
 
-
 TOKENIZER = build_tiny_tokenizer()
 
 

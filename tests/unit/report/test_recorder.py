@@ -55,8 +55,7 @@ def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_
         pass
     policy: Any = FullDisk()
     own.finish(1, policy)
-    lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
-    inner, outer = json.loads(lines[0])["phases"]
+    inner, outer = json.loads((tmp_path / "timeline.jsonl").read_text().splitlines()[0])["phases"]
     assert (inner[0], outer[0]) == ("inner", "generation")
     assert outer[1] <= inner[1] <= inner[2] <= outer[2]
 
@@ -71,12 +70,10 @@ def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path
     own, text = recorder(tmp_path)
     policy: Any = FullDisk()
     own.write_samples(1, policy)
-    assert policy.num_writes == 1 and text.getvalue() == ""
-    if is_last:
-        own.finish(1, policy)
-    else:
-        own.write_samples(2, policy)
-        own.write_samples(3, policy)
+    assert text.getvalue() == ""
+    end = own.finish if is_last else own.write_samples
+    for step in (2, 3):
+        end(step, policy)
     assert policy.num_writes == 1
     assert text.getvalue().count("the report goes without samples: no space left") == 1
 
