@@ -8,8 +8,8 @@ from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.types import Prompt
 from tests.conversations import assistant, user
+from tests.unit.data.test_examples import prompt
 
 DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
 COLUMNS = {"input_key": "question", "output_key": "solution"}
@@ -96,18 +96,13 @@ def test_a_local_copy_of_a_named_dataset(write):
     assert list(rows) == [{"problem": "Q", "expected_answer": "34"}]
 
 
-def own_rows(cfg):
-    return [{"problem": cfg.kwargs["word"], "expected_answer": "x"}]
-
-
-def test_datasets_by_registration_and_import_path(monkeypatch):
+def test_datasets_by_registration(monkeypatch):
     monkeypatch.setitem(DATASET_REGISTRY, "of this test", "")  # and takes it out again
     del DATASET_REGISTRY["of this test"]
-    register_dataset("of this test", own_rows)
-    for name in ("of this test", f"{__name__}:own_rows"):
-        assert load_rows(dataset(dataset_name=name, kwargs={"word": "hello"}))[0][0]["problem"] == "hello"
+    register_dataset("of this test", lambda cfg: [{"problem": cfg.kwargs["word"]}])
+    assert load_rows(dataset(dataset_name="of this test", kwargs={"word": "hello"}))[0] == [{"problem": "hello"}]
     with pytest.raises(ValueError, match="already"):
-        register_dataset("of this test", own_rows)
+        register_dataset("of this test", list)
 
 
 def test_setup_joins_datasets_and_maps_tasks_to_environments(write):
@@ -140,23 +135,20 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
     setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})))
     tokenizer = build_tiny_tokenizer()
     process = PromptProcessor(setup.tasks, tokenizer, 64)
-
-    def made_of(row, number):
-        return Prompt(prompt_id=f"x:{number}", row=row, idx=number, task_name="arithmetic")
-
-    prompt = made_of({"problem": "5+7", "expected_answer": "12"}, 7)
-    datum = process(prompt)
+    ask = partial(prompt, task_name="arithmetic")
+    asked = ask({"problem": "5+7", "expected_answer": "12"})
+    datum = process(asked)
     assert tokenizer.decode(datum["message_log"][0]["token_ids"]) == "<|user|>5+7<eos><|assistant|>"
     assert datum["extra_env_info"] == {"ground_truth": "12"}
     assert (datum["length"], datum["loss_multiplier"], datum["idx"], datum["task_name"]) == (6, 1.0, 7, "arithmetic")
-    stub = PromptProcessor(setup.tasks, tokenizer, 5)(prompt)
+    stub = PromptProcessor(setup.tasks, tokenizer, 5)(asked)
     assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0) and len(stub["message_log"][0]["token_ids"]) <= 5
     in_parts = [{"type": "text", "text": "5+"}, {"type": "text", "text": "7"}]
-    for asked in ("5+7", in_parts):
-        same = process(made_of({"messages": [user(asked), assistant("12")]}, 7))
+    for content in ("5+7", in_parts):
+        same = process(ask({"messages": [user(content), assistant("12")]}))
         assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
         assert same["extra_env_info"] == datum["extra_env_info"]
-    with pytest.raises(ValueError, match="row x:1: has no JSON"):
-        process(made_of({BAD_ROW: "has no JSON"}, 1))
-    with pytest.raises(ValueError, match=r"row x:1 has no column 'problem', which processor 'math_hf_.*has: text"):
-        process(made_of({"text": "a"}, 1))
+    with pytest.raises(ValueError, match="row rows:7: has no JSON"):
+        process(ask({BAD_ROW: "has no JSON"}))
+    with pytest.raises(ValueError, match=r"row rows:7 has no column 'problem', which processor 'math_hf_.*has: text"):
+        process(ask({"text": "a"}))

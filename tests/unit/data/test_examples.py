@@ -33,8 +33,8 @@ def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, col
     return ExampleMaker({"t": task}, tokenizer, max_length, **{"add_eos": False, **kwargs})
 
 
-def prompt(row, prompt_id="rows:7"):
-    return Prompt(prompt_id=prompt_id, row=row, idx=7, task_name="t")
+def prompt(row, task_name="t"):
+    return Prompt(prompt_id="rows:7", row=row, idx=7, task_name=task_name)
 
 
 def learned(example, tokenizer=TOKENIZER):
@@ -182,7 +182,6 @@ def test_own_processors(tmp_path, monkeypatch):
         "    ids = tokenizer(datum_dict['text'].upper(), add_special_tokens=False)['input_ids']\n"
         "    log = [{'role': 'assistant', 'content': '', 'token_ids': torch.tensor(ids)}]\n"
         "    return {'message_log': log, 'length': len(ids), 'loss_multiplier': 1.0, 'idx': idx}\n"
-        "def old(datum_dict, task_data_spec, tokenizer, max_seq_length, idx):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     make = maker("own_example_processor:shout")
@@ -191,7 +190,7 @@ def test_own_processors(tmp_path, monkeypatch):
     (tmp_path / "own_example_processor.py").write_text("# changed\n")
     assert make.fingerprint() != before
     with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
-        find_processor("own_example_processor:old", of_examples=True)
+        find_processor("nemo_rl.data.rows.processors:math_hf_data_processor", of_examples=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -202,12 +201,11 @@ def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(tmp_path, streamin
     setup = setup_examples(ExampleDataConfig(train=[train], max_input_seq_length=64))
     make = ExampleMaker(setup.tasks, TOKENIZER, 64)
     check_examples(make, setup.train, "data.train")
-    if isinstance(setup.train, PromptDataset):
-        assert setup.train.fingerprint()["rows"]["num_rows"] == 200
-        bad = setup.train[103]
+    if streaming:
+        row = setup.train[0].convert(list(setup.train[0].table)[103])
     else:
-        rows = [setup.train[0].convert(row) for row in setup.train[0].table]
-        bad = Prompt(prompt_id="rows:103", row=rows[103], idx=103, task_name="rows")
-    _, meta = make(bad)
+        row = setup.train[103].row
+        assert setup.train.fingerprint()["rows"]["num_rows"] == 200
+    _, meta = make(Prompt(prompt_id="rows:103", row=row, idx=103, task_name="rows"))
     assert meta.problem == "row rows:103: column 'output' has no value; fill it in or remove the row"
     assert meta.problem_kind == "bad_row"

@@ -22,6 +22,7 @@ from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, build_processor, build_tiny_tokenizer
 from nemo_rl.types import Prompt
 from tests.conversations import assistant, user
+from tests.unit.data.test_examples import prompt
 from tests.unit.policy.test_vision import gemma3_processor
 
 SCENE = "red circle 0,blue square 4"
@@ -32,13 +33,11 @@ DRAWN, TOKENS = (f"shapes:{SCENE}",), 9
 def model(tmp_path_factory) -> str:
     """A directory with the tiny processor."""
     directory = str(tmp_path_factory.mktemp("model"))
-    build_processor(RECIPES["shapes"], build_tiny_tokenizer(RECIPES["shapes"])).save_pretrained(directory)
+    build_processor(RECIPES["shapes"], TOKENIZER).save_pretrained(directory)
     return directory
 
 
-@pytest.fixture
-def tokenizer():
-    return build_tiny_tokenizer(RECIPES["shapes"])
+TOKENIZER = build_tiny_tokenizer(RECIPES["shapes"])
 
 
 def test_one_image_from_every_source(tmp_path):
@@ -84,107 +83,102 @@ def task(processor) -> dict[str, Task]:
     return {"t": Task(spec=TaskDataSpec("t"), processor=processor)}
 
 
-def example_maker(model, tokenizer) -> ExampleMaker:
-    return ExampleMaker(task(sft_processor), tokenizer, 128, images=ImageReader(model))
-
-
-def prompt_of(row) -> Prompt:
-    return Prompt(prompt_id="d:7", row=row, idx=7, task_name="t")
+def example_maker(model) -> ExampleMaker:
+    return ExampleMaker(task(sft_processor), TOKENIZER, 128, images=ImageReader(model))
 
 
 def asking(content) -> Prompt:
-    return prompt_of({"problem": content, "expected_answer": ""})
+    return prompt({"problem": content, "expected_answer": ""})
 
 
-def test_a_conversation_with_images_between_its_texts(model, tokenizer):
+def test_a_conversation_with_images_between_its_texts(model):
     both = parts(DRAWN, "Which?", ("shapes:green triangle 8",), "And?")
     messages = [user(both), assistant("one"), user(parts(DRAWN)), assistant("two")]
-    make = pickle.loads(pickle.dumps(example_maker(model, tokenizer)))
-    [example], meta = make.make(prompt_of({"messages": messages}))
-    ids, pad = example.token_ids, tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    make = pickle.loads(pickle.dumps(example_maker(model)))
+    [example], meta = make.make(prompt({"messages": messages}))
+    ids, pad = example.token_ids, TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
     assert [(ids[span.start : span.start + span.length] == pad).all() for span in example.images] == [True] * 3
     assert meta.problem is None and (ids == pad).sum() == 3 * TOKENS
     first, second, third = (span.digest for span in example.images)
     assert first == third != second and example.pixels.keys() == {first, second}  # the first image is processed once
-    assert tokenizer.decode(ids[example.token_mask]) == "one<eos>two<eos>"
+    assert TOKENIZER.decode(ids[example.token_mask]) == "one<eos>two<eos>"
     text = "<|user|>[]Which?[]And?<eos><|assistant|>one<eos><|user|>[]<eos><|assistant|>two<eos>"
     marks = "<|vision_start|>" + TOKENS * "<|image_pad|>" + "<|vision_end|>"
-    assert tokenizer.decode(ids) == text.replace("[]", marks)
+    assert TOKENIZER.decode(ids) == text.replace("[]", marks)
 
 
 @pytest.mark.parametrize("processor", [math_hf_data_processor, conversation_processor])
-def test_a_prompt_with_an_image(model, tokenizer, tmp_path, processor):
+def test_a_prompt_with_an_image(model, tmp_path, processor):
     (tmp_path / "prompt.txt").write_text("Look: {}")
     spec = TaskDataSpec("t", prompt_file=tmp_path / "prompt.txt")
-    process = PromptProcessor({"t": Task(spec=spec, processor=processor)}, tokenizer, 128, ImageReader(model))
+    process = PromptProcessor({"t": Task(spec=spec, processor=processor)}, TOKENIZER, 128, ImageReader(model))
     row = {"problem": parts(DRAWN, "How many?"), "expected_answer": "2"}
     if processor is conversation_processor:
         row["messages"] = [user(row["problem"])]
-    datum = process(prompt_of(row))
+    datum = process(prompt(row))
     [span] = datum["images"]
     assert span.length == TOKENS and datum["pixels"].keys() == {span.digest}
     assert datum["pixels"][span.digest]["image_grid_thw"].tolist() == [[1, 6, 6]]
     text = "<|user|><|vision_start|><|image_pad|><|vision_end|>Look: How many?<eos><|assistant|>"
     assert "".join(message["content"] for message in datum["message_log"]) == text
-    counted = {"num_images": 1} if processor is conversation_processor else {}
-    assert {"ground_truth": "2", **counted}.items() <= datum["extra_env_info"].items()
-    assert ("num_images" in datum["extra_env_info"]) == bool(counted)
+    assert datum["extra_env_info"]["ground_truth"] == "2"
+    assert datum["extra_env_info"].get("num_images") == (1 if processor is conversation_processor else None)
 
 
 @pytest.mark.parametrize(
     "reads, content, message",
     [
-        (True, parts((b"no",), "?"), "row d:7: image of bytes cannot be read"),
-        (True, parts("<|image_pad|> ?"), "row d:7: a text contains <|image_pad|>"),
-        (True, "<|image_pad|> ?", "row d:7: a text contains <|image_pad|>"),
-        (True, parts(DRAWN, DRAWN, DRAWN), "row d:7: 3 images, more than data.max_images=2"),
-        (True, parts((Image.new("RGB", (4000, 4)),)), "row d:7: an image of 4000x4 pixels does not suit the model"),
-        (True, [*parts(DRAWN), {"type": "video", "video": "a", "text": None}], "row d:7: a content has a part of type"),
-        (False, parts(DRAWN), "row d:7: it has images, and the model reads text alone"),
+        (True, parts((b"no",), "?"), "row rows:7: image of bytes cannot be read"),
+        (True, parts("<|image_pad|> ?"), "row rows:7: a text contains <|image_pad|>"),
+        (True, "<|image_pad|> ?", "row rows:7: a text contains <|image_pad|>"),
+        (True, parts(DRAWN, DRAWN, DRAWN), "row rows:7: 3 images, more than data.max_images=2"),
+        (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
+        (True, [*parts(DRAWN), {"type": "video", "video": "a", "text": None}], "a content has a part of type 'video'"),
+        (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
         # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
         (False, [user(parts(DRAWN))], "an observation has images, and the model reads text alone"),
     ],
 )
-def test_what_cannot_be_shown_is_named(model, tokenizer, reads, content, message):
+def test_what_cannot_be_shown_is_named(model, reads, content, message):
     reader = ImageReader(model, max_images=2) if reads else None
     with pytest.raises(ValueError, match=re.escape(message)):
         if isinstance(content, list) and "role" in content[0]:
-            ObservationRenderer(tokenizer, reader)(content[0], sampled=[], num_images=1)
-        PromptProcessor(task(math_hf_data_processor), tokenizer, 128, reader)(asking(content))
+            ObservationRenderer(TOKENIZER, reader)(content[0], sampled=[], num_images=1)
+        PromptProcessor(task(math_hf_data_processor), TOKENIZER, 128, reader)(asking(content))
 
 
-def test_a_row_whose_messages_are_no_messages_is_a_problem_of_the_row(model, tokenizer):
-    _, meta = example_maker(model, tokenizer)(prompt_of({"messages": ["Which?", {"role": "user", "content": "a"}]}))
+def test_a_row_whose_messages_are_no_messages_is_a_problem_of_the_row(model):
+    _, meta = example_maker(model)(prompt({"messages": ["Which?", {"role": "user", "content": "a"}]}))
     assert meta.problem_kind == "bad_row" and "column 'messages' must hold" in meta.problem
 
 
-def test_both_marks_of_gemma_3_are_known(tokenizer, tmp_path):
+def test_both_marks_of_gemma_3_are_known(tmp_path):
     """Its processor replaces one token by another."""
-    gemma3_processor(RECIPES["shapes"], tokenizer).save_pretrained(tmp_path)
+    gemma3_processor(RECIPES["shapes"], TOKENIZER).save_pretrained(tmp_path)
     assert image_marks(str(tmp_path)) == {"<|vision_start|>", "<|image_pad|>"}
 
 
-def test_people_see_the_image_in_a_preview(model, tokenizer):
-    make = PromptPreview(PromptProcessor(task(math_hf_data_processor), tokenizer, 128, ImageReader(model)))
+def test_people_see_the_image_in_a_preview(model):
+    make = PromptPreview(PromptProcessor(task(math_hf_data_processor), TOKENIZER, 128, ImageReader(model)))
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
     asked = asking(parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"))
-    show_rows(console, PreviewInputs(prompts=[asked], total=1, make=make, tokenizer=tokenizer), 1)
+    show_rows(console, PreviewInputs(prompts=[asked], total=1, make=make, tokenizer=TOKENIZER), 1)
     assert "images: 1" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
     assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
 
 
-def test_an_observation_with_an_image_continues_as_a_conversation_would(model, tokenizer):
+def test_an_observation_with_an_image_continues_as_a_conversation_would(model):
     said = user(parts("Look: ", ("sliding_puzzle:1 2\n_ 3",), "And?"))
     messages = [user(parts(DRAWN, "Which?")), assistant("one"), said, assistant("two")]
-    [whole], _ = example_maker(model, tokenizer)(prompt_of({"messages": messages}))
+    [whole], _ = example_maker(model)(prompt({"messages": messages}))
     pixels = {}
-    render = pickle.loads(pickle.dumps(ObservationRenderer(tokenizer, ImageReader(model))))
-    ids, [span], text = render(said, sampled=tokenizer.encode("one"), pixels=pixels)
+    render = pickle.loads(pickle.dumps(ObservationRenderer(TOKENIZER, ImageReader(model))))
+    ids, [span], text = render(said, sampled=TOKENIZER.encode("one"), pixels=pixels)
     assert text == "Look: <|image_pad|>And?"
-    start = len(tokenizer.encode("<|user|>Which?<eos><|assistant|>one")) + TOKENS + 2
-    end = whole.token_ids.tolist().index(tokenizer.encode("t")[0], start)
+    start = len(TOKENIZER.encode("<|user|>Which?<eos><|assistant|>one")) + TOKENS + 2
+    end = whole.token_ids.tolist().index(TOKENIZER.encode("t")[0], start)
     assert whole.token_ids[start : start + len(ids)].tolist() == ids and end == start + len(ids)
     assert [start + span.start, span.length] == [whole.images[1].start, whole.images[1].length]
     assert pixels.keys() == {span.digest} == {whole.images[1].digest}
