@@ -18,14 +18,7 @@ from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig,
 from nemo_rl.algorithms.setup.data_preview import load_run_config
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.rules import Derived
-from nemo_rl.data.config import (
-    DataConfig,
-    DatasetConfig,
-    ExampleDataConfig,
-    ExampleDatasetConfig,
-    PreferenceDataConfig,
-    PreferenceDatasetConfig,
-)
+from nemo_rl.data import config as data
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.composite import CompositeEnvironment
@@ -89,12 +82,12 @@ def default_file(script: str) -> Path:
 
 TABLES: dict[tuple[str, str], type[BaseModel]] = {
     ("sft", "`sft`"): SFTConfig,
-    ("sft", "`data`"): ExampleDataConfig,
-    ("sft", "a dataset"): ExampleDatasetConfig,
+    ("sft", "`data`"): data.ExampleDataConfig,
+    ("sft", "a dataset"): data.ExampleDatasetConfig,
     ("sft", "`sft.early_stopping`"): EarlyStoppingConfig,
     ("dpo", "`dpo`"): DPOConfig,
-    ("dpo", "`data`"): PreferenceDataConfig,
-    ("dpo", "a dataset"): PreferenceDatasetConfig,
+    ("dpo", "`data`"): data.PreferenceDataConfig,
+    ("dpo", "a dataset"): data.PreferenceDatasetConfig,
     ("logging", "`logger`"): LoggerConfig,
     ("logging", "`logger.alarms`"): AlarmsConfig,
     ("report", "`logger.report`"): ReportConfig,
@@ -307,8 +300,8 @@ def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(
 
 
 def test_the_dataset_processor_and_reward_of_the_guide_run(folder: Path):
-    section = DatasetConfig(dataset_name="my_data:capitals", processor="my_data:in_one_word", env_name="math")
-    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100))
+    section = {"dataset_name": "my_data:capitals", "processor": "my_data:in_one_word", "env_name": "math"}
+    setup = setup_data(data.DataConfig.model_validate({"train": section, "max_input_seq_length": 100}))
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}

@@ -77,14 +77,11 @@ ROWS = st.fixed_dictionaries(
         **dict.fromkeys(("input_ids", "token_mask"), st.lists(st.integers() | SCALARS, max_size=4)),
     },
 )
-LAYOUTS: dict[str, Any] = {
-    "chat": chat_row,
-    "columns": partial(columns_row, input_key="input", output_key="output"),
-    "preference": partial(
-        keyed_row, prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", tool_key="tools"
-    ),
-    "none": dict,
-}
+PAIR = {f"{key}_key": key for key in ("prompt", "chosen", "rejected")}
+LAYOUTS: list[Any] = [
+    *(chat_row, dict, partial(columns_row, input_key="input", output_key="output")),
+    partial(keyed_row, **PAIR, tool_key="tools"),
+]
 
 
 @hostile
@@ -92,25 +89,18 @@ LAYOUTS: dict[str, Any] = {
 def test_lines_of_data_are_rows_or_marked(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json.dumps(CHAT).encode() + b"\n" + line)
-    rows = MarkedRows(JsonLines(str(path)), chat_row)
-    for i in range(len(rows)):
-        row = rows[i]
+    for row in MarkedRows(JsonLines(str(path)), chat_row):
         assert BAD_ROW in row or isinstance(row["messages"], list)
 
 
 @hostile
-@given(ROWS, st.sampled_from(sorted(LAYOUTS)))
-def test_no_content_of_a_row_raises(row: dict[str, Any], layout: str) -> None:
-    """Its examples have tokens, or a problem that is told."""
-    found = MarkedRows([row], LAYOUTS[layout])[0]
+@given(ROWS, st.sampled_from(LAYOUTS), st.sampled_from(["math_hf_data", "multichoice_qa", "conversation"]))
+def test_no_content_of_a_row_raises(row: dict[str, Any], layout: Any, name: str) -> None:
+    """Its examples have tokens, or a problem that is told; its prompt has tokens, or is refused."""
     for processor in ("sft_processor", "preference_processor"):
-        examples, meta = maker(processor)(prompt(found))
+        examples, meta = maker(processor)(prompt(MarkedRows([row], layout)[0]))
         assert meta.problem or all(len(example.token_ids) > 0 for example in examples)
-
-
-@hostile
-@given(ROWS, st.sampled_from(["math_hf_data_processor", "multichoice_qa_processor", "conversation_processor"]))
-def test_prompts_are_made_or_refused(row: dict[str, Any], name: str) -> None:
+    name += "_processor"
     task = Task(spec=TaskDataSpec("t"), processor=find_processor(name), processor_name=name)
     try:
         datum = PromptProcessor({"t": task}, TOKENIZER, 256)(prompt(row))
@@ -138,7 +128,7 @@ def test_files_that_are_no_data_are_refused_and_a_row_of_bytes_that_are_no_text_
     for content, marked in ((b'{"input": "a", "output": "\xff\xfe"}\n', [True]), (of_types, [False] * 3)):
         (tmp_path / f"{len(marked)}.jsonl").write_bytes(content)
         rows = MarkedRows(load_table(str(tmp_path / f"{len(marked)}.jsonl"), cache_dir=str(tmp_path / "cache")), dict)
-        assert [BAD_ROW in rows[i] for i in range(len(rows))] == marked
+        assert [BAD_ROW in row for row in rows] == marked
 
 
 def test_a_row_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
@@ -294,10 +284,9 @@ class Malicious:
         return self.call
 
 
-CALLS = st.sampled_from(
+CALL = st.sampled_from(
     [(trap, ("x",)), (eval, ("__import__('os')",)), (getattr, (int, "real")), (exec, ("1",)), (open, ("/dev/null",))]
-)
-CALL = CALLS.map(Malicious)
+).map(Malicious)
 NESTED = CALL | st.lists(CALL, min_size=1, max_size=2) | CALL.map(lambda call: {"state_dict_metadata": {"a": call}})
 
 

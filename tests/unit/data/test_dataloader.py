@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl.data.config import DataConfig, DatasetConfig, whole_weights
+from nemo_rl.data.config import DataConfig, whole_weights
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset, prompt_loader
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.data.rows.setup import StreamedRows
@@ -205,10 +205,10 @@ def test_a_state_of_other_data_is_refused_with_the_differences(sizes, weights, b
     ],
 )
 def test_weights_are_for_all_training_datasets_or_for_none(train, validation, message):
-    keys = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
-    sections = [weights and [DatasetConfig(**keys, weight=w) for w in weights] for weights in (train, validation)]
+    section = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
+    sets = [weights and [section | {"weight": weight} for weight in weights] for weights in (train, validation)]
     with pytest.raises(ValidationError, match=message):
-        DataConfig(train=sections[0], validation=sections[1], max_input_seq_length=9)
+        DataConfig(train=sets[0], validation=sets[1], max_input_seq_length=9)
 
 
 # -- streams

@@ -82,12 +82,9 @@ def test_a_row_without_an_answer_is_named(write, name, row, column, value, told)
 
 
 def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):
-    (tmp_path / "rows.txt").write_text("problem,answer\n1+1,2\n2+2,\n")
+    (tmp_path / "rows.txt").write_text("problem,answer\n1+1,2\n")
     load = partial(load_problem_table, str(tmp_path / "rows.txt"), problem_key="problem")
-    rows = load(solution_key="answer", file_format="csv")
-    assert rows[0]["expected_answer"].startswith("2")
-    with pytest.raises(ValueError, match=r"row 1 has no answer: column 'answer' is empty"):
-        rows[1]
+    assert load(solution_key="answer", file_format="csv")[0]["expected_answer"] == "2"
     with pytest.raises(ValueError, match=r"no column 'loesung' \(data.solution_key\)"):
         load(solution_key="loesung", file_format="csv")
     with pytest.raises(ValueError, match=r"data.file_format='xml'.*one of jsonl, json, csv, parquet"):

@@ -32,7 +32,6 @@ def test_answers_are_right_and_the_split_is_whole_whatever_the_options():
         ("arithmetic", {"operators": ""}, "operators"),
         ("arithmetic", {"max_operand": -1}, "max_operand"),
         ("arithmetic", {"num_samples": 0}, "num_samples"),
-        ("arithmetic", {"num_sample": 3}, "takes num_samples, max_operand, operators"),
         ("sliding_puzzle", {"split": "test"}, "split must be one of train, validation, all"),
         ("sliding_puzzle", {"shuffle_moves": [3, 2]}, "shuffle_moves is a number"),
         ("sliding_puzzle", {"size": 2, "shuffle_moves": 1, "split": "validation"}, "set split=all"),

@@ -123,8 +123,7 @@ def test_calls_and_tools_that_the_template_does_not_show_are_refused():
     """The name of the tool alone says nothing: the other part of the conversation has it as well."""
 
     def formatted(template):
-        options = {"tools": [{"name": "add"}]}
-        return get_formatted_message_log([ASKED, CALL], tokenizer_with(template), TaskDataSpec(), **options)
+        return written([ASKED, CALL], tokenizer_with(template), tools=[{"name": "add"}])
 
     assert len(formatted(TOOL_NAMES + TEMPLATES["thinking"])) == 2
     with pytest.raises(ValueError, match=r"does not show the tool calls of message 1 .*chat_template"):

@@ -22,9 +22,9 @@ def planned(group: int, index: int, *, num_rows: int = 1, advantage: float = 0.0
     return PlannedSample(group=group, index=index, lengths=(10,) * num_rows, advantage=advantage, mask=mask)
 
 
-def recorder(folder: Path, **keys: Any) -> tuple[RunRecorder, io.StringIO]:
+def recorder(folder: Path) -> tuple[Any, io.StringIO]:
     text = io.StringIO()
-    return RunRecorder(ReportConfig(**keys), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text
+    return RunRecorder(ReportConfig(), folder, RunConsole(num_steps=3, file=text, force_terminal=False)), text
 
 
 class FullDisk:
@@ -45,16 +45,14 @@ def test_the_outcome_of_every_group_and_the_times_of_the_phases_are_written(tmp_
     # Then a branch of a sample, and a copy of a row that fills up the step.
     batch = [planned(0, 2, advantage=-0.5), planned(0, 0, advantage=1.5), planned(0, 3), planned(0, -4, mask=0.0)]
     own, _ = recorder(tmp_path)
-    plan = BatchPlan(groups=[None], ranks=[RankPlan(train=[[batch]], logprobs=[batch])])
-    own.groups(4, [dropped, group], [group], plan)
+    own.groups(4, [dropped, group], [group], BatchPlan(groups=[None], ranks=[RankPlan(train=[[batch]], logprobs=[])]))
     line = json.loads((tmp_path / "groups.jsonl").read_text())
     assert line["step"] == 4 and line["groups"][0]["advantages"] == []
     numbers = {"rewards": [1.0, None, 0.25], "lengths": [6, 0, 6], "turns": [1, 0, 1], "advantages": [1.5, 0.0, -0.5]}
     assert line["groups"][1] == {"id": "g", "prompt": "p:1", "task": "math", "status": "cfc", **numbers}
     with own.phase("generation"), own.phase("inner"):
         pass
-    policy: Any = FullDisk()
-    own.finish(1, policy)
+    own.finish(1, FullDisk())
     inner, outer = json.loads((tmp_path / "timeline.jsonl").read_text().splitlines()[0])["phases"]
     assert (inner[0], outer[0]) == ("inner", "generation")
     assert outer[1] <= inner[1] <= inner[2] <= outer[2]
@@ -68,7 +66,7 @@ def test_a_pair_is_reported_whole(limit, num_keys):
 @pytest.mark.parametrize("is_last", [False, True])
 def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path, is_last):
     own, text = recorder(tmp_path)
-    policy: Any = FullDisk()
+    policy = FullDisk()
     own.write_samples(1, policy)
     assert text.getvalue() == ""
     end = own.finish if is_last else own.write_samples

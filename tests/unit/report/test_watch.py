@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def drawn(watch: Watch, now: float | None = None) -> str:
+    watch.update()
     console = Console(file=io.StringIO(), width=110)
     console.print(watch.view(width=110, now=now))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -30,13 +31,11 @@ def drawn(watch: Watch, now: float | None = None) -> str:
 def test_a_run_is_drawn_and_new_lines_are_read(tmp_path):
     folder = write_run(tmp_path / "exp_000", 4)
     watch = Watch(folder)
-    watch.update()
     first = drawn(watch)
     assert "step 4 of 4" in first and "reward" in first and "generation" in first and "62%" in first
     append(folder / "metrics.jsonl", **{"step": 5, "train/reward": 0.125})
     append(folder / "events.jsonl", time=1.0, step=5, kind="warning", text="entropy_collapse: \x1b[31mlook")
     append(folder / "events.jsonl", time=2.0, step=5, kind="info", text="not of interest")
-    watch.update()
     later = drawn(watch)
     assert "step 5" in later and "0.125" in later and "not of interest" not in later
     assert "entropy_collapse" in later and "\x1b[31mlook" not in later  # model output cannot steer the terminal
@@ -50,7 +49,6 @@ def test_a_dead_run_is_called_dead_and_its_last_samples_are_shown_turn_by_turn(t
     (folder / "samples").mkdir()
     (folder / "samples" / "policy-0_000003.js").write_text(f"nemo_rl_sample({json.dumps(sample)});\n")
     watch = Watch(folder)
-    watch.update()
     text = drawn(watch, now=watch.run.written_at + 180)
     assert "dead: its process is gone; last line 3 min ago" in text
     assert "3/0/p:1/0" in text and "2+2" in text and "[…]" in text and "THE END" in text
