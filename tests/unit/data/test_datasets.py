@@ -46,6 +46,8 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
     (tmp_path / "damaged" / "train.parquet").write_bytes(b"PAR1" + bytes(60))
     with pytest.raises(ValueError, match="damaged' cannot be read: "):
         load_rows(dataset(data_path=str(tmp_path / "damaged")))
+    with pytest.raises(ValueError, match=r"empty\.jsonl' is empty$"):
+        load_rows(dataset(data_path=write([], "empty.jsonl")))
     path = write([{"input": "a", "output": "b"}])
     for make in (dataset, partial(ExampleDatasetConfig, processor="p")):
         assert len(load_rows(make(data_path=path, split="train"))[0]) == 1
