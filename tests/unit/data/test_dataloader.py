@@ -182,6 +182,8 @@ def test_a_state_of_other_data_is_refused_with_the_differences():
     said = r"num_prompts: was 18, now 17; weights: was \[3, 1\], now \[1, 1\]; num_prompts_per_step: was 4, now 3\. "
     with pytest.raises(ValueError, match=said):
         mixed([9, 8], [1.0, 1.0], 3).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
+    with pytest.raises(ValueError, match=r"weights: was \[3, 1\], now None"):
+        mixed([9, 9], [None, None], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
     [
         (SFT, {"messages": [*CONVERSATION, USER]}, "ends_with_user", ", column 'messages': the conversation ends"),
         (SFT, {"messages": [USER, {**ANSWER, "content": " \n"}]}, "empty_answer", ", column 'mes.*message is empty"),
-        (SFT, {"messages": [USER, assistant("2" * 60)]}, "too_long", r", column .* \d+ tokens, more than data.max_inp"),
+        (SFT, {"messages": [USER, assistant("2" * 39)]}, "too_long", r", column .* 61 tokens, more than data.max_input"),
         (SFT, {"input_ids": [8, 9], "labels": [-100, -100]}, "no_loss_tokens", ", column .* no token carries loss"),
         (SFT, {"input_ids": []}, "empty_answer", ", column 'input_ids': there is no token"),
         (PAIRS, {**PAIR, "rejected": " "}, "empty_answer", ", column 'bad': the answer is empty"),
@@ -142,20 +142,20 @@ def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short(proc
     assert all(1 <= length <= 4 for length in meta.lengths)
 
 
-def dataset(*rows):
-    return PromptDataset([NamedRows(name="rows", task_name="t", rows=list(rows))])
-
-
 def test_datasets_are_tried_before_the_run(caplog):
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER]}
-    make = maker()
-    check_examples(make, dataset(*[good] * 100), "data.train")
+
+    def check(*rows):
+        dataset = PromptDataset([NamedRows(name="rows", task_name="t", rows=list(rows))])
+        check_examples(maker(), dataset, "data.train")
+
+    check(*[good] * 100)
     assert not caplog.records
-    check_examples(make, dataset(*[good] * 50, *[bad] * 50), "data.train")
+    check(*[good] * 50, *[bad] * 50)
     (record,) = caplog.records
     assert "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row" in record.message
     with pytest.raises(ValueError, match="row rows:99 has no column 'messages'"):
-        check_examples(make, dataset(*[good] * 99, {"x": 1}), "data.train")
+        check(*[good] * 99, {"x": 1})
 
 
 def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
