@@ -157,6 +157,7 @@ OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "
         (sft, [{"prompt": "a", "completion": "b"}], {}, r"did you mean input_key=prompt output_key=completion\?"),
         (sft, SQUAD, {"dataset_name": "squad", "output_key": "a"}, "output_key=a is set but the dataset has columns"),
         (dpo, PAIRS, {"prompt_key": "question"}, r"no column 'question' \(prompt_key\)"),
+        (dpo, BINARY, {}, r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"),
         (sft, BINARY, {"dataset_name": "PreferenceDataset"}, "'PreferenceDataset' holds preferences"),
         (dpo, [], {"dataset_name": "squad", "data_path": None}, "'squad' holds no preferences"),
         (dpo, [], GENERATED | {"chosen_key": "good"}, "chosen_key=good is set but the dataset is generated"),

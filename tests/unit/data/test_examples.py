@@ -106,7 +106,12 @@ SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
     [
         (SFT, {"messages": [*CONVERSATION, USER]}, "ends_with_user", ", column 'messages': the conversation ends"),
         (SFT, {"messages": [USER, {**ANSWER, "content": " \n"}]}, "empty_answer", ", column 'mes.*message is empty"),
-        (SFT, {"messages": [USER, assistant("2" * 39)]}, "too_long", r", column .* 61 tokens, more than data.max_input"),
+        (
+            SFT,
+            {"messages": [USER, assistant("2" * 39)]},
+            "too_long",
+            r", column .* 61 tokens, more than data.max_input",
+        ),
         (SFT, {"input_ids": [8, 9], "labels": [-100, -100]}, "no_loss_tokens", ", column .* no token carries loss"),
         (SFT, {"input_ids": []}, "empty_answer", ", column 'input_ids': there is no token"),
         (PAIRS, {**PAIR, "rejected": " "}, "empty_answer", ", column 'bad': the answer is empty"),
