@@ -245,6 +245,7 @@ class CollectiveBuffer(TransferBuffer):
         self._lock = threading.Lock()
         self._left: str | None = None  # why this member has left the group
         self._joining: threading.Thread | None = None
+        self._met = threading.Event()  # all receivers have joined, or one is too late
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device, rendezvous: Rendezvous) -> CollectiveBuffer:
@@ -287,6 +288,7 @@ class CollectiveBuffer(TransferBuffer):
         if nbytes == 0:
             return
         if self._joining is not None:
+            self._met.wait()  # within the limit of the rendezvous, with the names of those that are late
             self._joining.join(self._timeout_s)
             if self._joining.is_alive():
                 self._leave(f"after {self._timeout_s:.3g} s the engines had not connected")
@@ -379,7 +381,10 @@ class CollectiveBuffer(TransferBuffer):
         token, watched = bytes.fromhex(self.endpoint["token"]), []
         try:
             with watch:
-                self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
+                try:
+                    self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
+                finally:
+                    self._met.set()
                 watch.settimeout(_CONNECT_S)
                 while len(watched) < len(receivers):  # each has connected before it joined
                     connection, _ = watch.accept()
