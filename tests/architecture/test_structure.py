@@ -7,10 +7,10 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_080,
+    "lines of nemo_rl": 57_100,
     "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 24_070,
+    "lines that run_grpo_math.py reaches": 24_075,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_200,
     "files in the largest folder": 20,

@@ -26,6 +26,9 @@ T = TypeVar("T")
 # Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
 # speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
+# glibc keeps the memory that a micro-batch frees for the next one. It would return it to the system, and each page that
+# comes back costs a fault: a tenth of a step of 18M parameters. Further arenas it empties whatever the threshold.
+KEPT_MEMORY = ("arena_max=1", f"mmap_threshold={2**30}", f"trim_threshold={2**32}")
 
 DRAFTING_WORKER = "nemo_rl.models.policy.dtensor.draft.DraftingPolicyWorker"
 
@@ -85,7 +88,7 @@ class Policy:
         self.data_parallel_size = sizes.data_parallel
         # The data-parallel coordinate of each worker is the number of its `RankPlan`.
         self.data_coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
-        host_environment = {} if settings.use_gpu else CPU_ENVIRONMENT | host_copy_environment()
+        host_environment = {} if settings.use_gpu else CPU_ENVIRONMENT | host_copy_environment(*KEPT_MEMORY)
         has_draft = isinstance(config, RolloutPolicyConfig) and config.draft.enabled
         worker = DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
         self._start = partial(

@@ -37,6 +37,7 @@ from nemo_rl.models.generation.vllm.engine_patches import (
     RowInvariantLinear,
     StepNames,
     keep_states,
+    padded_rows,
     split_rows,
 )
 from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler
@@ -147,7 +148,10 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], num_rows
     assert linear(x[:0], weight, bias).shape == (0, shape[0])
 
 
-def test_sizes_that_disagree_are_split() -> None:
+def test_rows_are_added_or_split_until_sizes_agree() -> None:
+    assert [padded_rows(rows, lambda size: True) for rows in (0, 1, 9, 64, 65)] == [8, 8, 9, 64, 72]
+    assert [padded_rows(rows, lambda size: size % 4 == 0) for rows in (9, 12, 13)] == [12, 12, 16]
+    assert [padded_rows(rows, lambda size: False) for rows in (9, 16)] == [16, 16]
     assert split_rows(40, lambda size: True) == [40] and split_rows(40, lambda size: size != 40) == [32, 8]
     assert split_rows(48, lambda size: size in (8, 16)) == [16, 16, 16]
     assert split_rows(1032, lambda size: True) == [512, 512, 8]

@@ -28,8 +28,10 @@ import numpy as np
 import torch
 
 ROW_BLOCKS = (512, 256, 128, 64, 32, 16, 8)
-"""Numbers of rows into which a product is split if it cannot be computed at once, largest first. All products have a
-multiple of the smallest, which is above the sizes for which BLAS has special kernels."""
+"""Numbers of rows into which a product is split if it cannot be computed at once, largest first. No product has fewer
+rows than the smallest, which is above the sizes for which BLAS has special kernels."""
+
+_MAX_ROWS_TRIED = 64  # larger numbers of rows become multiples of the smallest block, which costs little there
 
 _NUM_DRAWN = 64  # random numbers that are drawn for a request at once
 
@@ -317,7 +319,7 @@ class RowInvariantLinear:
         if x.ndim != 2:  # vision towers have a further dimension
             return self(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], self.shape[0])
         num_rows = x.shape[0]
-        padded = -(-num_rows // ROW_BLOCKS[-1]) * ROW_BLOCKS[-1]
+        padded = padded_rows(num_rows, self._agrees)
         if padded != num_rows:
             whole = x.new_zeros(padded, x.shape[1])
             whole[:num_rows] = x
@@ -344,6 +346,20 @@ class RowInvariantLinear:
         if 2 * (reference != bias).sum() > len(bias):  # weights that are zero prove nothing
             self._proven[key] = agrees
         return agrees
+
+
+def padded_rows(num_rows: int, agrees: Callable[[int], bool]) -> int:
+    """The number of rows to compute for `num_rows` rows: as few more as products that `agrees` need.
+
+    With AVX-512 MKL's products of any number of rows agree, with AVX2 the multiples of 4 and one row more.
+    """
+    smallest = ROW_BLOCKS[-1]
+    if num_rows <= _MAX_ROWS_TRIED:
+        for step in (1, 4):
+            padded = max(smallest, -(-num_rows // step) * step)
+            if agrees(padded):
+                return padded
+    return -(-num_rows // smallest) * smallest
 
 
 def split_rows(num_rows: int, agrees: Callable[[int], bool]) -> list[int]:
