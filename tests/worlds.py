@@ -5,6 +5,7 @@ assert run_world(gather_ranks, 2) == [[0, 1], [0, 1]]
 """
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -101,6 +102,7 @@ def _run_rank(
 
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        gc.freeze()  # a collection would touch, and so copy, every object of the parent
         torch.set_num_threads(1)  # an OpenMP pool of the parent does not survive the fork
         store = dist.FileStore(str(folder / "rendezvous"), world_size)
         try:
