@@ -313,7 +313,7 @@ class CollectiveBuffer(TransferBuffer):
 
     def _broadcast(self, data: torch.Tensor) -> dist.Work:
         if self._left is not None:
-            raise ConnectionError(self._left)
+            raise self._leave(self._left)  # after the thread that leaves has aborted the group
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self._timeout_s)
@@ -338,7 +338,7 @@ class CollectiveBuffer(TransferBuffer):
         except RuntimeError as error:
             raise self._leave(f"{self._gone}: {first_line(error)}") from error
         if self._left is not None:
-            raise ConnectionError(self._left)
+            raise self._leave(self._left)  # after the thread that leaves has aborted the group
 
     @property
     def _gone(self) -> str:
