@@ -209,7 +209,7 @@ def test_an_agent_talks_to_the_policy_while_it_trains(tmp_path: Path):
     on = "policy.generation.vllm_cfg.expose_http_server=true"
     process = cli.start(tmp_path, *cli.SMALL, on, "checkpointing.enabled=false", "grpo.max_num_steps=6")
     deadline, versions = time.monotonic() + 300, set()
-    while not (found := list(tmp_path.glob("logs/exp_*/openai_server.json"))):  # that tells agents its address
+    while not (found := list(tmp_path.glob("logs/exp_*/openai_server.json"))):  # in it agents find the server's address
         assert time.monotonic() < deadline, (tmp_path / "out.log").read_text()[-4000:]
         time.sleep(0.1)
     assert stat.S_IMODE(found[0].stat().st_mode) == 0o600

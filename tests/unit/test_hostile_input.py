@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,6 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal
-from nemo_rl.utils.files import flatten_dict
 from tests.unit.config.run_configs import MASTERS
 
 CONFIGS = Path("examples/configs")
@@ -42,8 +42,16 @@ VALUES = st.recursive(
 @cache
 def keys(name: str) -> list[str]:
     """Dotted keys of a configuration, sections included."""
-    paths = [key.split(".") for key in flatten_dict(load_config(MODELS[name], CONFIGS / name).model_dump())]
-    return sorted({".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)})
+    found: list[str] = []
+
+    def walk(node: dict[str, Any], path: str) -> None:
+        for name, value in node.items():
+            found.append(f"{path}{name}")
+            if isinstance(value, dict):
+                walk(value, f"{path}{name}.")
+
+    walk(load_config(MODELS[name], CONFIGS / name).model_dump(), "")
+    return found
 
 
 def with_other_bytes(draw: st.DrawFn, content: bytes, most: int) -> bytes:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from aiohttp import web
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
@@ -247,6 +247,10 @@ def asked(sound: dict[str, Any]) -> st.SearchStrategy[bytes]:
         st.tuples(st.just("responses"), asked(RESPONSES_REQUEST)),
     )
 )
+@example(("chat/completions", b"{"))
+@example(("chat/completions", b"[]"))
+@example(("chat/completions", b"\xff"))
+@example(("chat/completions", b"[" * 100_000))
 def test_the_openai_server_answers_whatever_is_asked(openai_url: str, sent: tuple[str, bytes]) -> None:
     path, body = sent
     status, answer = post(openai_url, f"/v1/{path}", body, {"Authorization": "Bearer secret"})

@@ -80,7 +80,7 @@ def test_scoring_scales_before_shaping_and_masks_what_must_not_train():
     scaling = RewardScalingConfig(enabled=True, target_min=10.0, target_max=20.0)
     how: Any = {"reward_scaling": scaling, "reward_shaping": shaping(stop_properly_penalty_coef=0.5)}
     (scored,) = score_groups([group], grpo(**how, overlong_filtering=True))
-    assert scored.rewards[:2] == [20.0, 10.0] and scored.masks == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert scored.rewards == [20.0, 10.0, 0.0, 0.0, 20.0] and scored.masks == [1.0, 0.0, 0.0, 0.0, 0.0]
     [rewards] = scored.compared_rewards()
     assert list(rewards.valid) == [True, True, False, False, True]
     assert list(rewards.num_loss_tokens) == [10, 0, 0, 0, 0]  # a filtered sample's reward counts, its tokens do not

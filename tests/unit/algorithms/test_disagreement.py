@@ -22,7 +22,8 @@ from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.inspection import _logits, describe_model
-from nemo_rl.refit.layout import WeightComparison
+from nemo_rl.refit.layout import Segment, WeightComparison
+from nemo_rl.refit.transfer import largest_difference
 from nemo_rl.rollouts.probe import Probe, ProbeRequest
 from nemo_rl.types import BatchPlan, GenerationRequest, GroupHandle, RolloutGroup, Sample, SamplingParams
 from tests.fakes import handle, sample
@@ -119,7 +120,10 @@ class LocalEngine:
 
     def compare(self) -> WeightComparison:
         ours, theirs = whole_weights(self.policy), whole_weights(self.worker)
-        found = {name: (value - theirs[name]).abs().max().item() for name, value in ours.items()}
+        found = {
+            name: largest_difference(value, [Segment(tuple(value.shape), value.stride(), 0, theirs[name])])
+            for name, value in ours.items()
+        }
         return WeightComparison(num_tensors=len(ours), different={k: v for k, v in found.items() if v > 0})
 
 

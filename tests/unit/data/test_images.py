@@ -134,7 +134,11 @@ def test_a_prompt_with_an_image(model, tmp_path, processor):
         (True, "<|image_pad|> ?", "row rows:7: a text contains <|image_pad|>"),
         (True, parts(DRAWN, DRAWN, DRAWN), "row rows:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
-        (True, [*parts(DRAWN), {"type": "video", "video": "a", "text": None}], "a content has a part of type 'video'"),
+        (
+            True,
+            [*parts(DRAWN), {"type": "video", "video": "a", "text": None}],
+            "row rows:7: a content has a part of type 'video'",
+        ),
         (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
         # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),

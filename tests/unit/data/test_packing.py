@@ -13,7 +13,10 @@ from nemo_rl.data.packing import PackingAlgorithm, balance, even_out, first_fit,
 def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = [[] for _ in order]
     for i in order:
-        next(members for members in bins if sum(lengths[k] for k in [*members, i]) <= capacity).append(i)
+        for members in bins:
+            if sum(lengths[k] for k in members) + lengths[i] <= capacity:
+                members.append(i)
+                break
     return [members for members in bins if members]
 
 

@@ -28,12 +28,12 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3"}]}
 
 
-def played(path: Path, way: str, reward: float | None = 1.0) -> tuple[dict[str, Any], dict[str, Scripted]]:
+def played(folder: Path, way: str, reward: float | None = 1.0) -> tuple[dict[str, Any], dict[str, Scripted]]:
     """The outcome of the task in a file, and what servers of tools, tasks and a model that calls a tool were asked.
 
     A resources server knows its session by a cookie.
     """
-    file = path / "tasks.jsonl"
+    file = folder / "tasks.jsonl"
     file.write_text(json.dumps(ROW) + "\n")
     [row] = all_rows(TableConfig(dataset_name="nemo_gym", data_path=str(file), processor="conversation_processor"))
     assert [message["role"] for message in row["messages"]] == ["system", "user"]

@@ -93,8 +93,6 @@ def test_each_dataset_has_its_processor_and_its_judge():
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
-
-
 SPOKEN = [{"role": role, "content": role} for role in ("system", "user", "assistant", "environment", "assistant")]
 
 
@@ -115,7 +113,7 @@ class FakeCollector:
         self.num_asked += 1
         if self.num_asked in self.failures:
             raise self.failures[self.num_asked]
-        return [[SPOKEN for _ in handle.samples] for handle in handles]
+        return [[SPOKEN if one.has_reward else [] for one in handle.samples] for handle in handles]
 
 
 def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:

@@ -91,7 +91,7 @@ def synced(policy: Any, generation: Any, exclusive: bool = False) -> Refit:
 def test_frozen_weights_are_sent_once_where_engines_keep_them(exclusive, keeps, sent_again):
     """Not through a reload, which needs all of them, nor to engines that drop their weights for the policy.
 
-    Those drop them only where all come again.
+    Engines may drop their weights (`weights_follow`) only where the next sync sends all of them.
     """
     frozen = [TensorMeta(name, "float32", (2, 2), fixed=True) for name in ("tower.a", "tower.b")]
     adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]

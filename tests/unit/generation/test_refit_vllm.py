@@ -38,13 +38,13 @@ BUCKET_BYTES = 64 << 10  # the embedding is larger
 
 
 class OneRankPolicy:
-    """The refit side of a policy, in this process. `damage` may tamper with the packed bytes."""
+    """The refit side of a policy, in this process. `on_packed` is called with each bucket that was packed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.leave_out: set[str] = set()
         self.backwards = False
-        self.damage: Callable[[int, WeightSender], None] | None = None
+        self.on_packed: Callable[[int], None] | None = None
         self.sender: WeightSender
 
     def weights(self) -> list[ExportedTensor]:
@@ -58,8 +58,8 @@ class OneRankPolicy:
 
     def pack(self, bucket: int) -> list[dict[str, Any]]:
         packed = [self.sender.pack(bucket)]
-        if self.damage is not None:
-            self.damage(bucket, self.sender)
+        if self.on_packed is not None:
+            self.on_packed(bucket)
         return packed
 
 
@@ -199,14 +199,14 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
         change(policy.model, 2)
         assert logprob_difference(policy.model, generation, 1) > 0.6, "this test would see stale weights"
 
-        def fail(at: int, sender: WeightSender) -> None:
+        def fail(at: int) -> None:
             if at == 3:
                 raise RuntimeError("the sender dies")
 
-        policy.damage = fail  # the first buckets, which the engine kept, must not reach the next sync
+        policy.on_packed = fail  # the first buckets, which the engine kept, must not reach the next sync
         with pytest.raises(RefitError, match="the sender dies"):
             refit.sync(2)
-        policy.damage = None
+        policy.on_packed = None
         assert_synced(policy, generation, refit, 3, 0.2)
 
         refit.policy = AdapterPolicy(policy.model)  # type: ignore[assignment]
@@ -284,17 +284,17 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         for version in (0, 1):
             assert_synced(policy, generation, refit, version)
 
-        def kill(bucket: int, sender: Any) -> None:
+        def kill(bucket: int) -> None:
             if bucket == 2:
                 os.kill(worker_process(generation, 0), signal.SIGKILL)
 
-        policy.damage = kill
+        policy.on_packed = kill
         with pytest.raises(WorkerError) as error:
             refit.sync(2)
         # Either the engine's own death or an error of those that were connected with it is seen first.
         assert error.value.engine_died or isinstance(error.value, WorkerDied)
         assert error.value.worker.startswith("generation-0")
-        policy.damage = None
+        policy.on_packed = None
         assert generation.dead_workers() == [0]
         generation.restart_worker(0)
         assert_synced(policy, generation, refit, 2)

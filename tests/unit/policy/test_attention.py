@@ -100,20 +100,22 @@ def test_states_and_gradients_equal_those_of_each_sequence_alone_and_leak_withou
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if can_share_prompts(FAMILIES[family])])
 def test_a_shared_prompt_gives_the_states_and_gradients_of_whole_sequences(family):
-    prompts = [ids for ids, _ in sequences([9, 4, 9])]
-    answers = iter(sequences([5, 1, 12, 5, 3, 7, 2]))
-    together = [(torch.cat([prompts[k], next(answers)[0]]), len(prompts[k])) for k in (0, 1, 0, 2, 1, 0, 2)]
+    prompts = [ids for ids, _ in sequences([9, 4, 9, 6])]  # one sequence has the last for itself
+    answers = iter(sequences([5, 1, 12, 5, 3, 7, 2, 6]))
+    together = [(torch.cat([prompts[k], next(answers)[0]]), len(prompts[k])) for k in (0, 1, 0, 2, 1, 0, 2, 3)]
     rows = [(ids, torch.arange(len(ids)) >= length) for ids, length in together]
     found, scored = [], []
     for shares in (False, True):
         model = build(FAMILIES[family], ATTENTION)
-        batch = RowLayout(padding_free=True, shares_prompts=shares).build(rows)
+        batch = RowLayout(padding_free=True, shares_prompts=shares, divisible_by=4).build(rows)
         states = states_together(model, batch)
         found.append((batch.input_ids.numel(), states, gradients(model, states)))
         scored.append([batch.targets.tolist(), batch.rows.tolist(), batch.positions.tolist(), batch.shape])
     assert scored[0] == scored[1]
     (whole, expected, expected_grads), (tokens, states, grads) = found
-    assert whole - tokens == 2 * 9 + 4 + 9, "each prompt is there once"
+    assert (whole, tokens) == (100, 72), "each prompt is there once: 2 * 9 + 4 + 9 tokens less, and 3 of padding"
+    alone = RowLayout(padding_free=True, shares_prompts=True).build(sequences([3, 1]))
+    assert alone.cu_seqlens is not None and alone.cu_seqlens.key_index is None, "nothing is shared"
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
     assert_same_gradients(grads, expected_grads)
 

@@ -279,7 +279,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> "Expected":
-    return run_world(Expected.of, 1, llama, list(CASES.values()), ORDINARY)[0]
+    return run_world(Expected.of, 1, llama, list(CASES.values()), ORDINARY, timeout=300)[0]
 
 
 def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
@@ -317,7 +317,7 @@ def test_samples_with_little_or_nothing_to_score(llama: Path, kind: str, layout:
         Case(loss=loss, sampling=sampling, samples_per_step=samples, max_grad_norm=1.0)
         for loss, sampling, samples in (("grpo", 4, 4), ("gspo", 0, 4), ("kl-in-reward", 1, 8), ("seq-mask-tis", 0, 8))
     ]
-    odd = run_world(Expected.of, 1, llama, cases, ODD[kind])[0]
+    odd = run_world(Expected.of, 1, llama, cases, ODD[kind], timeout=300)[0]
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
     odd.assert_same_on(layout, list(zip(odd.outcomes, batchings, strict=True)))
 

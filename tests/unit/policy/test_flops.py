@@ -107,6 +107,7 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
     flops, length = flops_of("llama"), 4096
     approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
+    assert flops.train([3, 5]) == 3 * (flops.forward(3) + flops.forward(5)), "a backward pass is two forward passes"
     assert flops.train([3, 5]) - flops.train([3, 5], has_adapters=True) == 8 * flops.per_token
 
 

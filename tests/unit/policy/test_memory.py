@@ -21,7 +21,9 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import tiny_model_config
 from nemo_rl.models.policy.dtensor.draft import DraftHead, PredictionHead, draft_config
+from nemo_rl.models.policy.lm_policy import KEPT_MEMORY
 from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, predict_memory
+from nemo_rl.refit.buffers import host_copy_environment
 from tests.unit.policy.families import family_config
 
 CONFIGS = Path("examples/configs")
@@ -177,3 +179,32 @@ def test_a_process_takes_the_memory_that_was_predicted():
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
     assert 0.85 <= float(done.stdout.split()[-1]) <= 1.15, done.stdout
+
+
+TWO_STEPS = """
+import ctypes, resource, threading
+
+libc, sizes = ctypes.CDLL(None), (1 << 20, 1 << 24, 1 << 26)
+libc.malloc.restype = ctypes.c_void_p
+
+def step():
+    blocks = [libc.malloc(ctypes.c_size_t(size)) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(ctypes.c_void_p(block))
+
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread = threading.Thread(target=step)  # as Ray calls a worker
+    thread.start()
+    thread.join()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_step_has_the_memory_of_the_one_before_without_page_faults():
+    environment = {**os.environ, **host_copy_environment(*KEPT_MEMORY)}
+    out = subprocess.run([sys.executable, "-c", TWO_STEPS], check=True, env=environment, capture_output=True, text=True)
+    first, second = map(int, out.stdout.split())
+    assert first > 10_000 > 100 > second

@@ -40,6 +40,13 @@ def cut(size: int, **changes: Any) -> DTensorConfig:
     return DTensorConfig(pipeline_parallel_size=size, **changes)
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep")
+    models.save_model("deep", path, num_hidden_layers=LAYERS)
+    return path
+
+
 def worker_and_batches(path: Path, number: int, **pipeline: Any) -> tuple[Any, list[ModelBatch]]:
     """A rank of a pipeline of two, and micro-batches of one row."""
     worker = make_worker(path, policy_config(dtensor_cfg=cut(2, **pipeline)), init_reference_model=False)
@@ -55,7 +62,9 @@ def loss_of(number: int, logprobs: torch.Tensor) -> torch.Tensor:
 class CollectiveCount(TorchDispatchMode):
     """Calls of torch.distributed's collectives, by name."""
 
-    calls: Counter[str]
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[func.name().partition("::")[2]] += 1
@@ -67,9 +76,7 @@ def test_a_step_gathers_and_reduces_each_group_of_parameters_once(deep: Path) ->
         worker, batches = worker_and_batches(deep, 6, **pipeline)
         parts = [module for stage in worker.stages for module in stage.modules() if isinstance(module, FSDPModule)]
         groups = sum(len(part._get_fsdp_state()._fsdp_param_groups) for part in parts)
-        count = CollectiveCount()
-        count.calls = Counter()
-        with count:
+        with CollectiveCount() as count:
             worker.runner.train(batches, loss_of, Logprobs())
         assert count.calls["_allgather_base_"] == count.calls["_reduce_scatter_base_"] == groups > 1
 

@@ -69,6 +69,7 @@ def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(llama, tmp_path
 def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
     model["frozen"].requires_grad_(False)
+    model.register_buffer("seen", torch.ones(2))
     tensors = checkpoint.policy_tensors([model])
 
     def rank_main(rank: int, world: int) -> list[list[str]]:
@@ -76,6 +77,9 @@ def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
         model["used"](torch.ones(1, 2)).sum().backward()
         first.step()
         checkpoint.PolicyState.of(tensors, first, None).save(tmp_path, "torch_save")
+        model.seen.zero_()
+        checkpoint.load_tensors(tensors, tmp_path / "weights")
+        assert model.seen.tolist() == [1.0, 1.0], "a buffer is saved too"
         checkpoint.load_optimizer(tensors, again, None, tmp_path)
         return [sorted(name for name in tensors if tensors[name] in one.state) for one in (first, again)]
 

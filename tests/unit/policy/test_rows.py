@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
+from nemo_rl.algorithms.losses.distillation import DistillationInputs
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.algorithms.plan.batch import plan_samples
@@ -34,7 +35,7 @@ def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | No
 
 
 def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused():
-    """tests/parity has the inputs of every loss."""
+    """tests/parity has pairs and rewards."""
     long, short = ({name: torch.ones(n) for name in ("advantages", "generation_logprobs")} for n in (3, 2))
     inputs = loss_inputs([row(3, columns=long), row(2, mask=0.0, columns=short)], PolicyGradientInputs, CPU)
     assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]]
@@ -42,6 +43,8 @@ def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused
     assert inputs.sample_mask.tolist() == [1.0, 0.0] and inputs.token_mask.dtype == torch.float32
     assert inputs.advantages.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
     assert inputs.prev_logprobs.tolist() == [[0.0] * 3] * 2, "may be left out"
+    wide = [row(n, columns={"teacher_topk": torch.ones(n, 2)}) for n in (3, 2)]
+    assert loss_inputs(wide, DistillationInputs, CPU).teacher_topk.sum(dim=-1).tolist() == [[2.0] * 3, [2.0, 2.0, 0.0]]
     with pytest.raises(AssertionError, match="values was not computed"):
         loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
     with pytest.raises(AssertionError, match="some rows have no values"):

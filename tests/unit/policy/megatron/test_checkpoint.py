@@ -41,7 +41,10 @@ def config_of(changes: Changes) -> PolicyConfig:
 
 
 def goes_on(path: Path, changes: Changes, directory: Path, *, resumes: bool) -> Any:
-    """Losses of two calls, and the weights then: behind the checkpoint in `directory`, or while that is written."""
+    """Losses of two calls after a checkpoint, and the weights then.
+
+    A call that `resumes` reads it from `directory`; another one writes it there during its first call.
+    """
     worker = make_worker(path, config_of(changes))
     if resumes:
         worker.load_checkpoint(directory, load_optimizer=True)

@@ -1,12 +1,16 @@
 """Rows of an agent's episode on their way to training: plan, tokens on the worker, records. Rewards: test_rewards."""
 
 import io
+from collections import Counter
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from nemo_rl.algorithms.plan.batch import plan_batch
-from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
+from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens
+from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
 from nemo_rl.models.policy.batch.samples import SampleWriter
 from nemo_rl.models.policy.settings import SampleSettings
@@ -26,6 +30,39 @@ def episode(name: str, reward: float, lengths: list[int]) -> Sample:
         branch.token_ids += 100 * number
     first.branches, first.meta.branches = branches, [branch.meta for branch in branches]
     return first
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=8, max_size=8),
+    num_ranks=st.sampled_from([1, 2, 4]),
+    packed=st.booleans(),
+)
+def test_every_row_of_several_groups_is_planned_once_and_only_copies_fill_up(
+    sizes: list[list[int]], num_ranks: int, packed: bool
+):
+    samples = [episode(f"{i // 4}/{i % 4}", 1.0, lengths) for i, lengths in enumerate(sizes)]
+    groups = [RolloutGroup(group_id=str(g), prompt_id=str(g), samples=samples[4 * g : 4 * g + 4]) for g in range(2)]
+    rule = PackedTokens(tokens=64, algorithm=PackingAlgorithm.FIRST_FIT_DECREASING) if packed else FixedSize(3)
+    plan = plan_batch(
+        [handle(*(sample.meta for sample in one.samples), name=one.group_id) for one in groups],
+        [[float(1 + n) for n, _ in enumerate(one.rows)] for one in groups],
+        [[1.0] * len(one.rows) for one in groups],
+        num_ranks=num_ranks,
+        global_batch_size=4,
+        batching=Batching(train=rule, logprobs=rule, quadratic_weight=0.01),
+    )
+    planned = [s for rank in plan.ranks for step in rank.train for batch in step for s in batch]
+    once = Counter((g, i) for g, one in enumerate(groups) for i, _ in enumerate(one.rows))
+    assert Counter((s.group, s.index) for s in planned if s.index >= 0) == once
+    copies = [s for s in planned if s.index < 0]
+    assert len(copies) < 2 * num_ranks and all(s.mask == 0 for s in copies)
+    for rank in plan.ranks:
+        rows = rows_of_plan(rank, dict(enumerate(groups)))
+        for s in (s for batch in rank.logprobs for s in batch):
+            row, want = rows[s.group, s.index], groups[s.group].rows[s.index]
+            assert row.token_ids.tolist() == want.token_ids.tolist()
+            assert row.mask == s.mask and len(row.token_ids) == s.length
 
 
 def test_every_row_of_an_episode_is_planned_once_and_can_be_read(tmp_path: Path):
