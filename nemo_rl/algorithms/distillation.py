@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
-from nemo_rl.algorithms.plan.batch import plan_samples
+from nemo_rl.algorithms.plan.batch import plan_samples, rows_of_groups
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
@@ -97,14 +97,11 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
     If the number of these samples is no multiple of ranks and micro-batches, the shortest samples of other tasks fill
     the plan. There are enough of them, because the number of all samples is a multiple of both.
     """
+    zeros = [[0.0] * len(group.samples) for group in groups]  # neither advantages nor gradients
     own: list[PlannedSample] = []
     others: list[PlannedSample] = []
-    for number, group in enumerate(groups):
-        samples = own if group.task_name in teacher.tasks else others
-        samples += [
-            PlannedSample(group=number, index=index, lengths=(meta.length,), advantage=0.0, mask=0.0)
-            for index, meta in enumerate(group.samples)
-        ]
+    for (row,) in rows_of_groups(groups, advantages=zeros, masks=zeros):
+        (own if groups[row.group].task_name in teacher.tasks else others).append(row)
     if not own:
         return None, set()
     missing = -len(own) % (teacher.policy.data_parallel_size * teacher.batching.micro_batch_multiple)

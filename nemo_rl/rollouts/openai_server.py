@@ -106,13 +106,14 @@ class Answers:
     """Answers the requests for completions that one client, or all clients of a server, send.
 
     `generate` samples, `sampling` has the defaults. After `ended` is set, requests in flight and later ones raise
-    RequestError. `shows_tokens`: answers have token ids, which training needs.
+    RequestError(*why_ended). `shows_tokens`: answers have token ids, which training needs.
     """
 
     settings: AnswerSettings
     generate: GenerateFn
     sampling: SamplingParams
     ended: asyncio.Event
+    why_ended: tuple[str, int] = ("the run has ended", 503)  # text and HTTP status
     shows_tokens: bool
     on_answer: OnAnswer | None = None
     conversations: Conversations = field(default_factory=Conversations, init=False)
@@ -268,7 +269,7 @@ class Answers:
         try:
             await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
             if not sampled.done():
-                raise RequestError("the run has ended", 503)
+                raise RequestError(*self.why_ended)
             return sampled.result()
         finally:  # also if the client disconnected: the engine stops sampling
             closed.cancel()

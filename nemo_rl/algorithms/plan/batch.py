@@ -29,6 +29,14 @@ def plan_batch(
     optimizer step has `global_batch_size` samples, with all their rows.
     """
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
+    samples = rows_of_groups(groups, advantages, masks)
+    return plan_samples(samples, [(group.ref, group.place) for group in groups], **how)
+
+
+def rows_of_groups(
+    groups: Sequence[GroupHandle], advantages: Sequence[Sequence[float]], masks: Sequence[Sequence[float]]
+) -> list[list[PlannedSample]]:
+    """The rows of each sample, for `plan_samples`."""
     episodes: list[list[PlannedSample]] = []
     for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True)):
         # Branches of an episode begin in different ways, and a row without an answer has no end of its prompt.
@@ -49,7 +57,7 @@ def plan_batch(
         branches = iter(rows[len(group.samples) :])
         for row, meta in zip(rows, group.samples, strict=False):
             episodes.append([row, *(next(branches) for _ in meta.branches)])
-    return plan_samples(episodes, [(group.ref, group.place) for group in groups], **how)
+    return episodes
 
 
 def plan_samples(

@@ -34,6 +34,7 @@ from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, S
 
 _SEED_BITS = 62
 KEY_IN_METADATA = "nemo_rl_key"
+_EPISODE_ENDED = "this episode has ended", 410
 _MAX_ENDED = 100_000  # sessions whose late calls are told that they have ended
 
 
@@ -100,6 +101,7 @@ class Session:
                 generate=self.generate if frozen is None else partial(self._seeded, frozen),
                 sampling=sampling,
                 ended=self.ended,
+                why_ended=_EPISODE_ENDED,
                 shows_tokens=False,
                 on_answer=partial(self._note, role) if frozen is None else None,
             )
@@ -257,7 +259,7 @@ class SessionServer(WebServer):
         session = self.sessions.get(name) or self._by_key.get(name)
         if session is None and name in self._ended:
             self.num_late_calls += 1
-            raise RequestError("this episode has ended", 410)
+            raise RequestError(*_EPISODE_ENDED)
         if session is None or not secrets.compare_digest(key.encode(errors="replace"), session.key.encode()):
             raise RequestError("there is no such session, or the key is wrong", 401)
         request[_SESSION] = session

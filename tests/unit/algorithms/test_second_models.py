@@ -157,6 +157,16 @@ def test_samples_of_other_tasks_fill_up_the_ranks_of_a_teacher_and_are_not_liste
     assert plan_teacher(make_teacher(config, policy, "absent"), groups) == (None, set())
 
 
+def test_a_teachers_plan_knows_prompts_and_images():
+    groups = [handle(sample(prompt=7, images={"a": 64}), sample(prompt=7), task="sums", ref=0)]
+    config = build().teacher
+    assert config is not None
+    plan, _ = plan_teacher(make_teacher(config, FakePolicy(), "sums"), groups)
+    assert plan is not None
+    rows = {row.index: row for micro_batch in plan.ranks[0].logprobs for row in micro_batch}
+    assert [(rows[i].prompt, rows[i].num_pixels) for i in (0, 1)] == [(7, 64), (7, 0)]
+
+
 def test_students_get_the_outputs_of_each_tasks_teacher_and_only_a_dead_teacher_is_replaced(tmp_path):
     """The name of one teacher begins like the name of the other."""
     sections = {

@@ -149,6 +149,7 @@ class ScalarHead(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        vars(self.weight)["is_embedding_or_output_parameter"] = True  # Megatron's mark, which Muon obeys too
 
 
 class PolicyScalarModel(PolicyGPTModel):

@@ -176,11 +176,12 @@ def test_orthogonal_update() -> None:
 MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": False}
 
 
-def first_moves(path: Path) -> dict[str, torch.Tensor]:
+def first_moves(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
     """What a step of Muon takes from each weight, in units of the rate."""
+    config = megatron_policy(changes | {"max_grad_norm": None}, optimizer={**MUON, "weight_decay": 0.0})
 
     def one(rank: int, world: int) -> dict[str, torch.Tensor]:
-        worker = make_worker(path, policy_of({**MUON, "weight_decay": 0.0}))
+        worker = make_worker(path, config, init_reference_model=False)
         before = whole_weights(worker)
         set_gradients(worker, 0)
         step(worker)
@@ -200,6 +201,12 @@ def test_muon_moves_matrices_alone(deep: Path) -> None:
             assert_orthogonal(moved, max(moved.shape))
         elif "gate_proj" not in name and "up_proj" not in name:  # Adam's first step
             torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
+
+
+def test_muon_leaves_the_head_of_a_reward_model_to_adam(deep: Path) -> None:
+    reward = {"enabled": True, "reward_model_type": "bradley_terry"}
+    moved = first_moves(deep, model_name=str(deep), reward_model_cfg=reward)["score.weight"]
+    torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -71,7 +71,7 @@ def handle_of(runner: AgentRunner) -> Any:
 
 def play(
     *agents: Callable[[AgentTask], Any],
-    engine: Engine | None = None,
+    engine: Any = None,
     max_calls: int = 5,
     max_tokens: int | None = None,
     judge: Any = None,
@@ -364,6 +364,31 @@ def test_a_session_is_closed_to_others_and_after_its_end():
         return 1.0
 
     assert [sample.meta.failure for sample in play(first, second)] == [None, None]
+
+
+def test_a_request_that_is_open_when_its_episode_ends_is_told_so():
+    asked = asyncio.Event()
+    late: list[asyncio.Task[str]] = []
+    statuses: list[int] = []
+
+    async def never(request: GenerationRequest, on_tokens: Any = None) -> Completion:
+        asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def hasty(task: AgentTask) -> float:
+        late.append(asyncio.create_task(ask(task, task.messages)))
+        await asked.wait()
+        return 1.0
+
+    async def patient(task: AgentTask) -> float:
+        await asked.wait()
+        with pytest.raises(openai.APIStatusError, match="this episode has ended") as told:
+            await late[0]
+        statuses.append(told.value.status_code)
+        return 1.0
+
+    play(hasty, patient, engine=never)
+    assert statuses == [410]
 
 
 def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversation():
