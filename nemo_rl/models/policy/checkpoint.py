@@ -267,8 +267,8 @@ def _load_settings(
             f"{len(optimizer.param_groups)}: {_PUT_BACK}"
         )
     if (settings["scheduler"] is None) != (scheduler is None):
-        which = "without a scheduler, this run has one" if scheduler is not None else "with a scheduler, this has none"
-        raise CheckpointError(f"the checkpoint was saved by a run {which}: put `scheduler` back")
+        was = "without a scheduler: remove" if scheduler is not None else "with a scheduler: put back"
+        raise CheckpointError(f"the checkpoint was saved by a run {was} `scheduler`")
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SchedulerConfig
@@ -86,6 +87,11 @@ def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
     assert run_world(rank_main, 1) == [[["used.bias", "used.weight"]] * 2]
 
 
+def warmed(parameters: Iterable[nn.Parameter]) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    optimizer = SGD(parameters)
+    return optimizer, LinearLR(optimizer)
+
+
 def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """One group for each parameter."""
     return SGD([{"params": [parameter]} for parameter in parameters])
@@ -97,17 +103,22 @@ def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         (AdamW, partial(SGD, momentum=0.9), r"keeps exp_avg, exp_avg_sq, step of .*, SGD needs momentum_buffer"),
         (AdamW, Adam, r"saved by torch\.optim\.adamw\.AdamW, this run has .*\.Adam:"),
         (in_groups, SGD, r"has 2 groups of parameters, this run's 1: put `optimizer` back"),
+        (warmed, SGD, r"saved by a run with a scheduler: put back `scheduler`"),
+        (SGD, warmed, r"saved by a run without a scheduler: remove `scheduler`"),
     ],
 )
 def test_another_optimizer_is_refused_with_what_each_keeps_and_the_remedy(tmp_path, before, after, message):
     def rank_main(rank: int, world: int) -> None:
         model = nn.Linear(2, 2)
         tensors = checkpoint.policy_tensors([model])
-        old, new = before(model.parameters()), after(model.parameters())
+        (old, schedule), (new, own) = (
+            built if isinstance(built, tuple) else (built, None)
+            for built in (before(model.parameters()), after(model.parameters()))
+        )
         model(torch.ones(1, 2)).sum().backward()
         old.step()
-        checkpoint.PolicyState.of(tensors, old, None).save(tmp_path, "torch_save")
-        checkpoint.load_optimizer(tensors, new, None, tmp_path)
+        checkpoint.PolicyState.of(tensors, old, schedule).save(tmp_path, "torch_save")
+        checkpoint.load_optimizer(tensors, new, own, tmp_path)
 
     with pytest.raises(CheckpointError, match=message):
         run_world(rank_main, 1)

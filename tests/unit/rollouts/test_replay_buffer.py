@@ -33,6 +33,11 @@ def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
     assert taken(buffer, 1, 2) is None, "group 0 is from version 0: now or never"
     buffer.finish([handle(name="0")])
     assert taken(buffer, 1, 2) == ["0"] and taken(buffer, 1, 3) == ["3"]
+    buffer = ReplayBuffer(groups_per_step=1, max_age=3, open_steps=3, order="arrival")
+    buffer.dispatch(requests(0, 3), 0)
+    for name in ("2", "1"):
+        buffer.finish([handle(name=name)])
+    assert taken(buffer, 1, 0) == ["2"], "it came first"
 
 
 @settings(deadline=None, max_examples=30)

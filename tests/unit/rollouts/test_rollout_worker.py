@@ -139,6 +139,9 @@ async def test_a_group_that_ends_is_handed_over_while_others_go_on_and_a_death_c
     undisturbed, other = worker(FakeReplica())
     await ended(undisturbed, [*both, group_request(2, 4)])
     assert tokens(keeper) == tokens(other)
+    for _ in range(2):  # each validation asks for groups of the same names
+        await ended(undisturbed, both[:1])
+    assert [group.group_id for group in other.groups].count("g0") == 3
 
 
 @in_loop

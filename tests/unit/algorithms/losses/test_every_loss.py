@@ -94,13 +94,13 @@ def one_row(values: list[float], old: list[float], returns: list[float]) -> tupl
 
 
 def test_clipping_by_hand():
-    """Return 1 each: moved within the bound, moved too far towards it, moved too far away from it, beyond it."""
-    batch = one_row([0.1, 0.5, -0.5, 2.0], [0.0, 0.0, 0.0, 0.9], [1.0] * 4)
+    """Moved within the bound, too far towards the return, too far away from it, beyond it, too far down towards it."""
+    batch = one_row([0.1, 0.5, -0.5, 2.0, -0.5], [0.0, 0.0, 0.0, 0.9, 0.0], [1.0, 1.0, 1.0, 1.0, -1.0])
     loss, gradient, metrics = evaluated(CLIPPED, *batch)
-    errors = [0.1 - 1, 0.2 - 1, -0.5 - 1, 2.0 - 1]
-    assert loss == pytest.approx(0.5 * sum(error**2 for error in errors) / 4)
-    assert gradient[0].tolist() == pytest.approx([errors[0] / 4, 0.0, errors[2] / 4, errors[3] / 4])
-    assert (metrics["value_clip_fraction"], metrics["value_loss"]) == (0.25, loss)
+    errors = [0.1 - 1, 0.2 - 1, -0.5 - 1, 2.0 - 1, -0.2 + 1]
+    assert loss == pytest.approx(0.5 * sum(error**2 for error in errors) / 5)
+    assert gradient[0].tolist() == pytest.approx([errors[0] / 5, 0.0, errors[2] / 5, errors[3] / 5, 0.0])
+    assert (metrics["value_clip_fraction"], metrics["value_loss"]) == (pytest.approx(0.4), loss)
     # Without a clip it is the scaled squared error.
     unclipped = ValueLoss(ValueLossConfig(value_clip=None, scale=2.0))
     loss, _, metrics = evaluated(unclipped, *one_row([0.5, 2.0], [0.0, 0.0], [1.0, 0.0]))
