@@ -137,19 +137,21 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if is_plain or cfg.speculation.get("method") == "mtp":  # prediction heads see overrides only if they are a function
         arguments["hf_overrides"] = partial(_overridden, overrides=overrides, is_plain=is_plain)
     text = stored.get("text_config", stored) | overrides
-    if settings.device == "cpu" and vllm_cfg.dtype == "float32" and text.get("kv_lora_rank") is not None:
-        arguments.setdefault("attention_backend", "CPU_MLA")  # vLLM's choice where the CPU has AMX takes no float32
+    # On a CPU with AMX vLLM chooses a backend for latent attention that takes no float32. A draft has its own backend.
+    latent = {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.dtype == "float32" else {}
+    if text.get("kv_lora_rank") is not None:
+        arguments = latent | arguments
     if text.get("model_type") == "llama4_text":
         # vLLM's Llama 4 reads it from here alone, and otherwise scales queries only above 32768 positions.
         tuning = {"attn_temperature_tuning": text.get("attn_temperature_tuning", True)}
         arguments["override_generation_config"] = tuning | cfg.vllm_kwargs.get("override_generation_config", {})
     if settings.draft is not None:
         own = {"model": draft_folder(settings.draft)} if settings.draft else {}  # a prediction head is in `model`
-        arguments[SPECULATION] = {**cfg.speculation, **own, "draft_load_config": {"load_format": "dummy"}}
+        arguments[SPECULATION] = {**latent, **cfg.speculation, **own, "draft_load_config": {"load_format": "dummy"}}
     elif cfg.speculation.get("method") in ("draft_model", "eagle3", "mtp"):
         # A draft has its own weights on disk; prediction heads are in the policy's checkpoint, which training does not
         # load. The weights of the target, embeddings and output head among them, come from the policy.
-        arguments[SPECULATION] = {**cfg.speculation, "draft_load_config": {"load_format": "auto"}}
+        arguments[SPECULATION] = {**latent, **cfg.speculation, "draft_load_config": {"load_format": "auto"}}
     if settings.max_images is not None:
         # Images come processed, and their features are kept under names that every sync changes.
         limits = {"image": settings.max_images, "video": 0}
