@@ -182,7 +182,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     with file_lock(target.with_name(target.name + ".lock")):
         if target.is_dir():  # another process has made it meanwhile
             return str(target)
-        logger.info("making the tiny model in %s (a minute at most, once)", target)
+        logger.info("making the tiny model in %s (once; a minute, or two with images)", target)
         work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
         num_threads = torch.get_num_threads()
         try:

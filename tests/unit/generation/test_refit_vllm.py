@@ -334,5 +334,6 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
         assert whole, "all found the end-of-sequence token"
         found = [(expected_logprobs(policy.model, PROMPT, c.token_ids), torch.tensor(c.logprobs)) for c in whole]
         last = [float((ours - theirs)[-20:].abs().max()) for ours, theirs in found]
-        assert (max(last) < 1e-5) if recompute else (min(last) > 1e-3), last
+        # On a busy machine the engine may not have begun all of them before the sync.
+        assert (max(last) < 1e-5) if recompute else (max(last) > 1e-3), last
         assert logprob_difference(policy.model, generation, 1) < 1e-5
