@@ -18,7 +18,7 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
+from nemo_rl.types import BatchPlan, GroupHandle, RowKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +98,11 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
     the plan. There are enough of them, because the number of all samples is a multiple of both.
     """
     zeros = [[0.0] * len(group.samples) for group in groups]  # neither advantages nor gradients
-    own: list[PlannedSample] = []
-    others: list[PlannedSample] = []
-    for (row,) in rows_of_groups(groups, advantages=zeros, masks=zeros):
-        (own if groups[row.group].task_name in teacher.tasks else others).append(row)
+    samples = [sample for (sample,) in rows_of_groups(groups, advantages=zeros, masks=zeros)]
+    own = [sample for sample in samples if groups[sample.group].task_name in teacher.tasks]
     if not own:
         return None, set()
+    others = [sample for sample in samples if groups[sample.group].task_name not in teacher.tasks]
     missing = -len(own) % (teacher.policy.data_parallel_size * teacher.batching.micro_batch_multiple)
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(

@@ -311,6 +311,7 @@ class RowInvariantLinear:
 
     def pack(self, weight: torch.Tensor) -> None:
         """Use this weight from now on."""
+        self._parts: dict[int, list[int]] = {}  # rows of the products for T rows; weights that are zero prove none
         self._weight = self._packed = weight.data
         if torch.backends.mkl.is_available():  # not on ARM
             self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, ROW_BLOCKS[0])
@@ -319,13 +320,13 @@ class RowInvariantLinear:
         if x.ndim != 2:  # vision towers have a further dimension
             return self(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], self.shape[0])
         num_rows = x.shape[0]
-        padded = padded_rows(num_rows, self._agrees)
-        if padded != num_rows:
-            whole = x.new_zeros(padded, x.shape[1])
-            whole[:num_rows] = x
-            x = whole
-        sizes = split_rows(padded, self._agrees)
-        parts = [self._product(part, bias) for part in x.split(sizes)] if len(sizes) > 1 else [self._product(x, bias)]
+        if (sizes := self._parts.get(num_rows)) is None:
+            sizes = self._parts[num_rows] = split_rows(padded_rows(num_rows, self._agrees), self._agrees)
+        if sizes == [num_rows]:
+            return self._product(x, bias)
+        whole = x.new_zeros(sum(sizes), x.shape[1])
+        whole[:num_rows] = x
+        parts = [self._product(part, bias) for part in whole.split(sizes)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
