@@ -147,6 +147,14 @@ def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_r
     check_plan(plan, samples, batching, **layout)
 
 
+def test_a_step_is_filled_up_with_copies_whose_index_counts_from_the_end_of_their_group():
+    rows = [PlannedSample(group=0, index=i, lengths=(n,), advantage=1.0, mask=1.0) for i, n in enumerate((5, 3, 4))]
+    samples = [[rows[0], rows[2]], [rows[1]]]
+    plan = plan_samples(samples, ["ref"], num_ranks=2, global_batch_size=2, batching=fixed(2, 2))
+    planned = [s for rank in plan.ranks for step in rank.train for mb in step for s in mb]
+    assert [(s.index, s.lengths, s.advantage, s.mask) for s in planned if s not in rows] == [(-2, (3,), 0.0, 0.0)]
+
+
 def test_a_pair_takes_the_room_of_two_sequences_of_its_longest():
     pairs = [(60, 20), (50, 49), (30, 30), (10, 8)]
     samples = [[PlannedSample(group=0, index=2 * i, lengths=p, advantage=0.0, mask=1.0)] for i, p in enumerate(pairs)]

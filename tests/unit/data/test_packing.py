@@ -75,7 +75,9 @@ def test_every_sequence_is_in_one_bin_and_no_bin_is_empty_or_too_full(algorithm,
     assert packer.pack(lengths) == bins
     metrics = packer.metrics
     assert metrics is not None and (metrics.num_bins, metrics.num_tokens) == (len(bins), sum(lengths))
-    assert metrics.utilization <= 1 and 0 < metrics.balance <= 1
+    loads = [sum(lengths[i] for i in members) for members in bins]
+    assert metrics.utilization == (sum(loads) / (len(bins) * capacity) if bins else 1.0)
+    assert metrics.balance == (min(loads) / max(loads) if bins else 1.0)
 
 
 @settings(deadline=None, max_examples=100)
@@ -91,8 +93,9 @@ def test_fast_searches_find_what_plain_ones_find(capacity, size, data):
 
 def test_a_sequence_longer_than_a_bin_is_refused_and_more_bins_come_from_splitting_the_fullest():
     with pytest.raises(ValueError, match=r"9 tokens.*policy\.sequence_packing\.train_mb_tokens.*at least 9"):
-        get_packer("first_fit_decreasing", 8).pack([3, 9])
+        get_packer("First_Fit_Decreasing", 8).pack([3, 9])
     assert split_fullest([[0, 1, 2], [3]], [4, 3, 3, 9], 3) == [[0], [3], [1, 2]]
+    assert [len(members) for members in split_fullest([[*range(8)]], [5] * 8, 4)] == [2, 2, 2, 2]
     bins = get_packer("first_fit_decreasing", 30, min_bin_count=3, bin_count_multiple=4).pack([5] * 12)
     assert [len(members) for members in bins] == [3, 3, 3, 3]
 
@@ -124,7 +127,7 @@ def test_evening_out_keeps_the_number_of_bins_and_levels_what_is_not_full():
     lengths = [3, 3, 2, 2, 2] * 4 + [4, 2]
     bins = [[5 * k + i for i in pair_or_three] for k in range(4) for pair_or_three in ([0, 1], [2, 3, 4])]
     bins += [[20], [21]]
-    assert level(lengths, lengths, 10, 6) is None
+    assert level(lengths, lengths, 10, 6) is None and level([3, 3], [1.0, 1.0], 2, 6) == [[0], [1]]
     assert level([4, 3, 3, 2], [1.0, 5.0, 1.0, 1.0], 2, 6) == [[0, 3], [1, 2]], "a bin is filled to the last token"
     evened = even_out(bins, lengths, lengths, 6)
     assert len(evened) == 10 and evened[:3] == bins[:3]

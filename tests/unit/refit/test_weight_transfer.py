@@ -83,6 +83,7 @@ def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_
 def test_bucket_size_grows_with_the_model_up_to_a_limit() -> None:
     sizes = [choose_bucket_bytes([TensorMeta("a", "uint8", (n,))]) for n in (10, 1 << 28, 1 << 34)]
     assert sizes == [8 << 20, 1 << 24, 128 << 20]
+    assert choose_bucket_bytes([TensorMeta("a", "uint8", (1 << 27,))] * 2) == 1 << 24
     large = [TensorMeta("a", "uint8", (1 << 34,))]
     assert choose_bucket_bytes(large, device="cuda") == 512 << 20
     assert choose_bucket_bytes(large, 100 << 20, "cuda") == 100 << 20
@@ -346,10 +347,11 @@ def test_adapters_without_all_of_their_weights_damaged_or_missing_or_for_a_trans
         model.sync(8, model.base, end=last)
     model.sync(9, model.base)
     model.check()
-    model = Model()
-    model.targets[2] = [Segment((8, 6), (1, 8), 0, torch.zeros(8, 6))]  # transposed
-    with pytest.raises(RefitError, match=r"refit=adapter does not work for o: the engine takes it as \[8, 6\]"):
-        model.sync(1)
+    for stride in ((1, 8), (4, 1)):  # transposed, and rows that overlap
+        model = Model()
+        model.targets[2] = [Segment((8, 6), stride, 0, torch.zeros(8, 6))]
+        with pytest.raises(RefitError, match=r"refit=adapter does not work for o: the engine takes it as \[8, 6\]"):
+            model.sync(1)
 
 
 # -- shared memory

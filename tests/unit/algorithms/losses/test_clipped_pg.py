@@ -89,13 +89,15 @@ def run(
 
 
 def test_clip_by_hand():
-    # Ratios 1.5 and 0.5 with A = 2: min(3.0, 2.4) and min(1.0, 1.6).
-    loss, grad, metrics = run({}, *one_row([0.6, 0.2], [0.4, 0.4], 2.0))
-    assert loss == pytest.approx(-(2.4 + 1.0) / 2)
-    assert grad == pytest.approx([0.0, -1.0 / 2])  # the clipped token has no gradient
-    want = {"clip_fraction": 0.5, "probs_ratio": 1.0, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5}
+    # Ratios 1.5, 0.5 and 1 with A = 2: min(3.0, 2.4), min(1.0, 1.6) and 2.
+    batch = one_row([0.6, 0.2, 0.4], [0.4, 0.4, 0.4], 2.0)
+    loss, grad, metrics = run({}, *batch)
+    assert loss == pytest.approx(-(2.4 + 1.0 + 2.0) / 3)
+    assert grad == pytest.approx([0.0, -1.0 / 3, -2.0 / 3])  # the clipped token has no gradient
+    want = {"clip_fraction": 1 / 3, "probs_ratio": 1.0, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5}
     want |= {"probs_ratio_clamped": 1.0, "probs_ratio_clamped_min": 0.8, "probs_ratio_clamped_max": 1.2}
     assert {name: metrics[name] for name in want} == pytest.approx(want)
+    assert run({"use_cispo": True}, *batch)[2]["clip_fraction"] == pytest.approx(2 / 3)
 
 
 def test_kl_in_reward_is_reported_and_not_in_the_loss():

@@ -113,10 +113,11 @@ def test_clipping_by_hand():
     ("values", "expected"), [([5.0, 5.0, 5.0], 0.0), ([2.0, 3.0, 4.0], 1.0), ([3.0, 2.0, 1.0], -3.0)]
 )
 def test_explained_variance_of_a_step(values: list[float], expected: float):
-    """A constant, off by a constant, the wrong way round; and nothing where all returns are equal."""
-    for returns, want in (([1.0, 2.0, 3.0], expected), ([0.7, 0.7, 0.7], 0.0)):
-        _, _, metrics = evaluated(PLAIN, *one_row(values, values, returns))
-        assert explained_variance(metrics) == pytest.approx(want, abs=1e-5)
+    """A constant, off by a constant, the wrong way round, in any unit; and nothing where all returns are equal."""
+    for returns, unit, want in (([1, 2, 3], 1.0, expected), ([1, 2, 3], 0.01, expected), ([0.7] * 3, 1.0, 0.0)):
+        scaled = [unit * value for value in values]
+        _, _, metrics = evaluated(PLAIN, *one_row(scaled, scaled, [unit * value for value in returns]))
+        assert explained_variance(metrics) == pytest.approx(want, abs=1e-4)
 
 
 def test_nll_by_hand():
