@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_110,
+    "lines of nemo_rl": 57_115,
     "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 24_080,

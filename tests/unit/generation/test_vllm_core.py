@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -137,6 +137,7 @@ def one_thread() -> Iterator[None]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(1, 64) | st.integers(1, 700), st.integers(0, 2**31), st.booleans())
+@example((1, 64), 9, 0, False)  # with AVX-512 the product of one column has another order for 9 rows than for 8
 def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], num_rows: int, seed: int, with_bias: bool):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
