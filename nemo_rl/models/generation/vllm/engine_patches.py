@@ -325,9 +325,9 @@ class RowInvariantLinear:
             sizes = self._parts[num_rows] = split_rows(padded_rows(num_rows, self._agrees), self._agrees)
         if sizes == [num_rows]:
             return self._product(x, bias)
-        whole = x.new_zeros(sum(sizes), x.shape[1])
-        whole[:num_rows] = x
-        parts = [self._product(part, bias) for part in whole.split(sizes)]
+        if sum(sizes) != num_rows:
+            x = torch.nn.functional.pad(x, (0, 0, 0, sum(sizes) - num_rows))
+        parts = [self._product(part, bias) for part in x.split(sizes)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
