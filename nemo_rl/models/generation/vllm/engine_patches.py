@@ -357,7 +357,8 @@ class RowInvariantLinear:
 def padded_rows(num_rows: int, agrees: Callable[[int], bool]) -> int:
     """The number of rows to compute for `num_rows` rows: as few more as products that `agrees` need.
 
-    With AVX-512 MKL's products of any number of rows agree, with AVX2 the multiples of 4 and one row more.
+    With AVX-512 MKL's products of two or more columns agree for any number of rows; with AVX2, and of one column, the
+    multiples of 4 do.
     """
     smallest = ROW_BLOCKS[-1]
     if num_rows <= _MAX_ROWS_TRIED:

@@ -117,7 +117,7 @@ def test_explained_variance_of_a_step(values: list[float], expected: float):
     for returns, unit, want in (([1, 2, 3], 1.0, expected), ([1, 2, 3], 0.01, expected), ([0.7] * 3, 1.0, 0.0)):
         scaled = [unit * value for value in values]
         _, _, metrics = evaluated(PLAIN, *one_row(scaled, scaled, [unit * value for value in returns]))
-        assert explained_variance(metrics) == pytest.approx(want, abs=1e-4)
+        assert explained_variance(metrics) == pytest.approx(want, abs=1e-5)
 
 
 def test_nll_by_hand():
