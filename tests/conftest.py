@@ -38,15 +38,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def num_lanes(config: pytest.Config) -> int:
-    """Two, and three with whole runs, which leave the cores idle while they start and wait. None for named files or
-    tests, whose start would take longer than they do, nor for those on a GPU.
+    """Two, and by default a third for all but whole runs, which leave the cores idle while they start and wait. Three
+    slow tests at once would only wait for each other. None for named files or tests, whose start would take longer
+    than they do, nor for those on a GPU.
     """
     if config.option.markexpr == "gpu" or config.option.usepdb:
         return 0
     paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
     if all(path.suffix == ".py" for path in paths):
         return 0
-    return 3 if any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths) else 2
+    has_runs = any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths)
+    return 3 if has_runs and "not slow" in config.option.markexpr else 2
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,7 +33,9 @@ PPO = example("ppo", "ppo_math_cpu")
 DISTILLATION = example("distillation", "distillation_math_cpu")
 
 
-TWINS = [path for path in GRPO if path.stem[-3:] not in ("-8k", "24k")]  # DeepScaleR's stages differ in length alone
+# The others are the first command of the README with another penalty, or have what one of these has, too.
+REPEATED = ("deepscaler", "fp8-rollouts", "long-context", "reward-model")
+TWINS = [path for path in GRPO if not path.stem.startswith(REPEATED)]
 
 
 @pytest.mark.parametrize("recipe", TWINS, ids=lambda path: path.stem)
@@ -120,17 +122,15 @@ def test_weights_arrive_in_flight_and_it_learns(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_one_and_four_generation_workers_sample_the_same_tokens(tmp_path):
+def test_one_engine_beside_training_and_four_apart_sample_the_same_tokens(tmp_path):
     """Every metric but clocks, validation included, is the same number: so are the tokens, logprobs and weights."""
     short = (*SMALL, "grpo.max_num_steps=3", "grpo.val_period=3", "checkpointing.enabled=false")
-    config, resources = CONFIGS / "grpo_math_cpu_split.yaml", "policy.generation.colocated.resources"
-    one = run(tmp_path / "one", *short, config=config)
-    assert "refit over packed_collective" in one.output
-    exact(one.steps, 3)
-    more = ("cluster.cpu_workers_per_node=5", f"{resources}.cpu_workers_per_node=4")
-    assert comparable(run(tmp_path / "four", *short, *more, config=config).steps) == comparable(one.steps)
-    colocated = run(tmp_path / "colocated", *short)
-    assert comparable(colocated.steps) == comparable(one.steps), "where it generates changes nothing either"
+    one = run(tmp_path / "one", *short).steps
+    exact(one, 3)
+    more = keys(cluster="cpu_workers_per_node=5", policy="generation.colocated.resources.cpu_workers_per_node=4")
+    four = run(tmp_path / "four", *short, *more, config=CONFIGS / "grpo_math_cpu_split.yaml")
+    assert "refit over packed_collective" in four.output
+    assert comparable(four.steps) == comparable(one)
 
 
 # -- drafts that train beside the policy

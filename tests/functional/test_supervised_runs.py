@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
-from tests.functional.cli import continues_bit_for_bit, ends, example, keys, run
+from tests.functional.cli import Finished, continues_bit_for_bit, ends, example, keys, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,21 +62,25 @@ def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
     assert not any(row["train/num_left_out"] for row in steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LEARNS)
-def test_the_first_command_of_the_guide_learns(tmp_path, kind):
-    """SFT on two ranks is in test_faults.py."""
-    done = run(tmp_path, **example(kind))
+def assert_first_command_learns(folder: Path, kind: str) -> Finished:
+    done = run(folder, **example(kind))
     assert done.status == 0, done.output[-4000:]
     assert_learned(done.metrics, kind)
+    return done
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_alike_in_transformers(tmp_path):
-    how = ("rm.max_num_steps=40", "checkpointing.save_period=40", "++checkpointing.save_consolidated=true")
-    done = run(tmp_path, *small("rm"), *how, **example("rm"))
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_first_command_of_the_guide_learns(tmp_path, kind):
+    """SFT on two ranks is in test_faults.py."""
+    assert_first_command_learns(tmp_path, kind)
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_and_scores_alike_in_transformers(tmp_path):
+    done = assert_first_command_learns(tmp_path, "rm")
     accuracy = done.curve("validation/validation-default_accuracy")[-1]
-    (directory,) = tmp_path.glob("results/*/step_40/policy/weights/consolidated")
+    (directory,) = tmp_path.glob("results/*/step_150/policy/weights/consolidated")
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory.parents[1] / "tokenizer")
     rows = load_arithmetic_preference(

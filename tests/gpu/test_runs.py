@@ -1,6 +1,6 @@
 """Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
 
-Every run that needs nothing of a GPU alone is done on the device "cpu", too (`-m slow`).
+What no other test runs on a CPU is done on the device "cpu", too (`-m slow`).
 """
 
 import importlib.util
@@ -36,14 +36,6 @@ def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
     return run(folder, *scenario.on(device), *more, **scenario.example)
 
 
-def engine_below(pid: int, device: Device) -> int:
-    """The process of a run that computes its samples; on a CPU the engine is a thread of its worker."""
-    below = processes_below(pid)
-    if device == "cuda":
-        return next(child for child, (_, command) in below.items() if "EngineCore" in command)
-    return next(child for child in below if "/vllm/_C" in Path(f"/proc/{child}/maps").read_text())
-
-
 # -- what a colocated run rests on
 
 
@@ -57,17 +49,20 @@ def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> N
     assert device == "cpu" or sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
 
-def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, device: Device) -> None:
-    first, second = (finished(tmp_path / name, "float32", device) for name in ("first", "second"))
+@pytest.mark.gpu
+def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path) -> None:
+    first, second = (finished(tmp_path / name, "float32", "cuda") for name in ("first", "second"))
     agrees_at_every_step(first, LARGEST_ERROR["float32"], num_steps=4)
     for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/total_num_tokens"):
         assert first.curve(name)[0] == second.curve(name)[0], name
 
 
-def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) -> None:
+@pytest.mark.gpu
+def test_an_engine_that_is_killed_is_replaced(tmp_path: Path) -> None:
     scenario = SCENARIOS["killed engine"]
-    process = run_until(tmp_path, "step 3/12", *scenario.on(device), **scenario.example)
-    os.kill(engine_below(process.pid, device), signal.SIGKILL)
+    process = run_until(tmp_path, "step 3/12", *scenario.on("cuda"), **scenario.example)
+    below = processes_below(process.pid).items()
+    os.kill(next(child for child, (_, command) in below if "EngineCore" in command), signal.SIGKILL)
     done = end(process, tmp_path)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=12)
     assert "restarting generation-" in done.output
@@ -90,12 +85,13 @@ def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
     agrees_at_every_step(finished(tmp_path, "fp8", "cuda"), 1.1, num_steps=4)
 
 
-def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
+@pytest.mark.gpu
+def test_a_run_that_is_killed_continues(tmp_path: Path) -> None:
     scenario = SCENARIOS["resumed"]
-    process = run_until(tmp_path, "step 3/4", *scenario.on(device), **scenario.example)
+    process = run_until(tmp_path, "step 3/4", *scenario.on("cuda"), **scenario.example)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = finished(tmp_path, "resumed", device)
+    again = finished(tmp_path, "resumed", "cuda")
     agrees_at_every_step(again, LARGEST_ERROR["bfloat16"], num_steps=2)
     assert "step_2 after step 2" in again.output and [row["step"] for row in again.metrics] == [3, 4]
 
@@ -110,7 +106,11 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in SAID]
+    + [pytest.param("cpu", name, marks=pytest.mark.slow) for name in ("adapters", "megatron")],
+)
 def test_training_and_generation_agree(tmp_path: Path, device: Device, name: str) -> None:
     if name == "split" and device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed")
@@ -130,13 +130,15 @@ def test_megatron_with_transformer_engine(tmp_path: Path) -> None:
 # -- training from rows
 
 
-def test_sft_learns(tmp_path: Path, device: Device) -> None:
-    falls(finished(tmp_path, "sft", device).curve("train/loss"), 0.8)
+@pytest.mark.gpu
+def test_sft_learns(tmp_path: Path) -> None:
+    falls(finished(tmp_path, "sft", "cuda").curve("train/loss"), 0.8)
 
 
-def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
+@pytest.mark.gpu
+def test_dpo_begins_with_ln_2(tmp_path: Path) -> None:
     """Policy and reference are the same weights in the same kernels, so bfloat16 changes nothing here."""
-    losses = finished(tmp_path, "dpo", device).curve("train/preference_loss")
+    losses = finished(tmp_path, "dpo", "cuda").curve("train/preference_loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3) and losses[-1] < losses[0] - 0.01, losses
 
 
