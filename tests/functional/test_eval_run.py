@@ -83,6 +83,15 @@ def test_what_a_kill_leaves_is_completed_with_the_same_samples(whole, tmp_path):
     assert samples(tmp_path) == samples(whole)
 
 
+@pytest.mark.slow
+def test_images_are_asked_about(tmp_path):
+    asked = (f"eval.save_path={tmp_path}", "data.kwargs.num_samples=60")
+    finished = cli.run(tmp_path, *asked, **cli.example("eval", "evals/eval_vlm_cpu"))
+    assert finished.status == 0, finished.output[-4000:]
+    overall = json.loads((tmp_path / "results.json").read_text())["overall"]
+    assert 0.1 < overall["mean"] < 0.6 and overall["num_failed"] == 0, overall
+
+
 # -- before anything starts
 
 

@@ -123,10 +123,19 @@ def test_weights_arrive_in_flight_and_it_learns(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_one_engine_beside_training_and_four_apart_sample_the_same_tokens(tmp_path):
-    """Every metric but clocks, validation included, is the same number: so are the tokens, logprobs and weights."""
+    """Every metric but clocks, validation included, is the same number: so are the tokens, logprobs and weights.
+
+    Two ranks of training add gradients in another order: their first samples, loss and gradient norm are compared.
+    """
     short = (*SMALL, "grpo.max_num_steps=3", "grpo.val_period=3", "checkpointing.enabled=false")
     one = run(tmp_path / "one", *short).steps
     exact(one, 3)
+    both = ("grpo.max_num_steps=1", "cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4")
+    [two] = run(tmp_path / "two", *short, *both).steps
+    for name in ("train/reward", "train/total_turns", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
+        assert one[0][name] == two[name], name
+    assert two["train/loss"] == pytest.approx(one[0]["train/loss"], abs=1e-6)
+    assert two["train/grad_norm"] == pytest.approx(one[0]["train/grad_norm"], rel=1e-5)
     more = keys(cluster="cpu_workers_per_node=5", policy="generation.colocated.resources.cpu_workers_per_node=4")
     four = run(tmp_path / "four", *short, *more, config=CONFIGS / "grpo_math_cpu_split.yaml")
     assert "refit over packed_collective" in four.output

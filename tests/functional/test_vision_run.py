@@ -1,7 +1,5 @@
 """Whole runs of the real command line with a model that sees images."""
 
-import json
-
 import pytest
 
 from nemo_rl.report.run_files import read_block
@@ -35,14 +33,6 @@ def test_a_killed_run_goes_on_to_the_bit_and_two_engines_draw_the_same_samples(t
         assert two[0][name] == rows[0][name], name
     assert two[0]["train/loss"] == pytest.approx(rows[0]["train/loss"], abs=1e-6)
     assert two[0]["train/grad_norm"] == pytest.approx(rows[0]["train/grad_norm"], rel=1e-5)
-
-
-def test_an_evaluation_asks_about_images(tmp_path):
-    asked = (f"eval.save_path={tmp_path}", "data.kwargs.num_samples=60")
-    finished = run(tmp_path, *asked, **example("eval", "evals/eval_vlm_cpu"))
-    assert finished.status == 0, finished.output[-4000:]
-    overall = json.loads((tmp_path / "results.json").read_text())["overall"]
-    assert 0.1 < overall["mean"] < 0.6 and overall["num_failed"] == 0, overall
 
 
 def test_pictures_of_a_game_and_prompts_without_an_image_in_one_batch(tmp_path):

@@ -1,6 +1,6 @@
 """Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
 
-What no other test runs on a CPU is done on the device "cpu", too (`-m slow`).
+The first is done on the device "cpu", too (`-m slow`), for which other tests do the others.
 """
 
 import importlib.util
@@ -26,12 +26,7 @@ from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_ever
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)])
-def device(request: pytest.FixtureRequest) -> Device:
-    return request.param
-
-
-def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
+def finished(folder: Path, name: str, *more: str, device: Device = "cuda") -> Finished:
     scenario = SCENARIOS[name]
     return run(folder, *scenario.on(device), *more, **scenario.example)
 
@@ -39,10 +34,13 @@ def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
 # -- what a colocated run rests on
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+)
 def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> None:
     """In bfloat16, compiled and with CUDA graphs: a graph that read old weights would sample with old probabilities."""
     num_steps = 8 if device == "cuda" else 2
-    done = finished(tmp_path, "bfloat16", device, f"grpo.max_num_steps={num_steps}")
+    done = finished(tmp_path, "bfloat16", f"grpo.max_num_steps={num_steps}", device=device)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=num_steps)
     assert f"refit over packed_{'ipc' if device == 'cuda' else 'shm'}" in done.output
     rewards = done.curve("train/reward")
@@ -51,7 +49,7 @@ def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> N
 
 @pytest.mark.gpu
 def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path) -> None:
-    first, second = (finished(tmp_path / name, "float32", "cuda") for name in ("first", "second"))
+    first, second = (finished(tmp_path / name, "float32") for name in ("first", "second"))
     agrees_at_every_step(first, LARGEST_ERROR["float32"], num_steps=4)
     for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/total_num_tokens"):
         assert first.curve(name)[0] == second.curve(name)[0], name
@@ -68,10 +66,11 @@ def test_an_engine_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert "restarting generation-" in done.output
 
 
-def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
+@pytest.mark.gpu
+def test_a_draft_model_has_its_own_weights(tmp_path: Path) -> None:
     """Most drafts of the policy's first weights are accepted, and hardly any of random weights."""
     model = resolve_model("tiny:arithmetic")  # vLLM itself reads the draft, and knows no such name
-    done = finished(tmp_path, "drafts", device, f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
+    done = finished(tmp_path, "drafts", f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
     assert done.curve("train/generation/spec_acceptance_rate")[0] > 0.5
 
@@ -82,7 +81,7 @@ def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
     code = "import torch; raise SystemExit(torch.cuda.get_device_capability() < (8, 9))"
     if subprocess.run([sys.executable, "-c", code]).returncode:
         pytest.skip("no FP8 before Ada and Hopper")
-    agrees_at_every_step(finished(tmp_path, "fp8", "cuda"), 1.1, num_steps=4)
+    agrees_at_every_step(finished(tmp_path, "fp8"), 1.1, num_steps=4)
 
 
 @pytest.mark.gpu
@@ -91,7 +90,7 @@ def test_a_run_that_is_killed_continues(tmp_path: Path) -> None:
     process = run_until(tmp_path, "step 3/4", *scenario.on("cuda"), **scenario.example)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = finished(tmp_path, "resumed", "cuda")
+    again = finished(tmp_path, "resumed")
     agrees_at_every_step(again, LARGEST_ERROR["bfloat16"], num_steps=2)
     assert "step_2 after step 2" in again.output and [row["step"] for row in again.metrics] == [3, 4]
 
@@ -106,17 +105,12 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in SAID]
-    + [pytest.param("cpu", name, marks=pytest.mark.slow) for name in ("adapters", "megatron")],
-)
-def test_training_and_generation_agree(tmp_path: Path, device: Device, name: str) -> None:
-    if name == "split" and device == "cuda" and torch.cuda.device_count() < 2:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAID)
+def test_training_and_generation_agree(tmp_path: Path, name: str) -> None:
+    if name == "split" and torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed")
-    # In bfloat16 engines on a CPU repack their weights, to which no adapter can be added.
-    precision = ("policy.precision=float32",) if name == "adapters" and device == "cpu" else ()
-    done = finished(tmp_path, name, device, *precision)
+    done = finished(tmp_path, name)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
     assert SAID[name] in done.output
 
@@ -124,7 +118,7 @@ def test_training_and_generation_agree(tmp_path: Path, device: Device, name: str
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is needed")
 def test_megatron_with_transformer_engine(tmp_path: Path) -> None:
-    agrees_at_every_step(finished(tmp_path, "transformer engine", "cuda"), LARGEST_ERROR["bfloat16"], num_steps=4)
+    agrees_at_every_step(finished(tmp_path, "transformer engine"), LARGEST_ERROR["bfloat16"], num_steps=4)
 
 
 # -- training from rows
@@ -132,13 +126,13 @@ def test_megatron_with_transformer_engine(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_sft_learns(tmp_path: Path) -> None:
-    falls(finished(tmp_path, "sft", "cuda").curve("train/loss"), 0.8)
+    falls(finished(tmp_path, "sft").curve("train/loss"), 0.8)
 
 
 @pytest.mark.gpu
 def test_dpo_begins_with_ln_2(tmp_path: Path) -> None:
     """Policy and reference are the same weights in the same kernels, so bfloat16 changes nothing here."""
-    losses = finished(tmp_path, "dpo", "cuda").curve("train/preference_loss")
+    losses = finished(tmp_path, "dpo").curve("train/preference_loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3) and losses[-1] < losses[0] - 0.01, losses
 
 
