@@ -38,9 +38,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def num_lanes(config: pytest.Config) -> int:
-    """Two, and by default a third for all but whole runs, which leave the cores idle while they start and wait. Three
-    slow tests at once would only wait for each other. None for named files or tests, whose start would take longer
-    than they do, nor for those on a GPU.
+    """Two, and by default a third, because whole runs leave the cores idle while they start and wait. Slow tests are
+    nearly all whole runs: three at once take longer than two and then one. None for named files or tests, whose start
+    would take longer than they do, nor for those on a GPU.
     """
     if config.option.markexpr == "gpu" or config.option.usepdb:
         return 0
