@@ -23,6 +23,7 @@ from nemo_rl.models.policy.attention import (
 )
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from tests.unit.policy import models
+from tests.worlds import run_world
 
 SHAPE = models.SHAPE | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "bos_token_id": 1}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -167,8 +168,8 @@ def test_architectures_whose_tokens_meet_elsewhere_are_refused(model_type, setti
     assert attention_implementation(config) == implementation
 
 
-@pytest.mark.slow
-def test_compiled_layers_do_not_compile_anew_for_other_lengths():
+def frames_compiled(rank: int, world_size: int) -> list[int]:
+    """After each of five batches, which have the states of a model that is not compiled."""
     model, compiled = build(FAMILIES["llama"], ATTENTION), build(FAMILIES["llama"], ATTENTION)
     counter = CompileCounter()
     for layer in cast(nn.ModuleList, compiled.base_model.layers):
@@ -178,6 +179,13 @@ def test_compiled_layers_do_not_compile_anew_for_other_lengths():
         batch = packed(lengths)
         torch.testing.assert_close(states_together(compiled, batch), states_together(model, batch))
         frames.append(counter.frame_count)
+    return frames
+
+
+@pytest.mark.slow
+def test_compiled_layers_do_not_compile_anew_for_other_lengths():
+    # In a process of its own: a process that has compiled cannot fork ranks that train.
+    [frames] = run_world(frames_compiled, 1)
     assert frames[1] == frames[-1]  # once for the first shape, once for any
 
 
