@@ -91,10 +91,17 @@ def test_agents_play_while_weights_arrive_in_flight_and_their_record_is_trained_
         assert [row[name] for row in steps] == again.curve(name), name
 
 
+SAVED = keys(checkpointing="enabled=true save_period=2 metric_name=null", grpo="max_num_steps=6")
+
+
+@pytest.mark.slow
+def test_a_killed_asynchronous_run_plays_its_open_episodes_again(tmp_path: Path) -> None:
+    continues_bit_for_bit(tmp_path, *SMALL, *SAVED, *ASYNC, **EXAMPLE)
+
+
 @pytest.mark.slow
 def test_a_killed_run_plays_its_open_episodes_again_and_two_engines_give_the_same_rows(tmp_path: Path) -> None:
-    saved = keys(checkpointing="enabled=true save_period=2 metric_name=null", grpo="max_num_steps=6")
-    before, _ = continues_bit_for_bit(tmp_path / "one", *SMALL, *saved, **EXAMPLE)
+    before, _ = continues_bit_for_bit(tmp_path / "one", *SMALL, *SAVED, **EXAMPLE)
     many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4", "grpo.max_num_steps=1")
     one, [two] = before[0], run(tmp_path / "two", *SMALL, *many, **EXAMPLE).steps
     for name in ("train/reward", "train/total_turns", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):

@@ -1,7 +1,4 @@
-"""CPU examples of environments by their real command line: no sample fails, and something is learned.
-
-`grpo_vlm_cpu.yaml`, whose environment is a composite, is in test_vision_run.
-"""
+"""The CPU example of every environment by its real command line: no sample fails, and something is learned."""
 
 import re
 import subprocess
@@ -26,6 +23,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "code": (),
     "tools": (),
     "judge": (f"env.judge.prompt_file={EXAMPLES / 'prompts' / 'judge_tiny.txt'}",),  # runs elsewhere
+    "composite": (),
     "multi_env": (),  # with retrieval
 }
 

@@ -33,7 +33,7 @@ PPO = example("ppo", "ppo_math_cpu")
 DISTILLATION = example("distillation", "distillation_math_cpu")
 
 
-# The others are the first command of the README with another penalty, or have what one of these has, too.
+# Each of these is the README's first command with another penalty, or has nothing that another recipe lacks.
 REPEATED = ("deepscaler", "fp8-rollouts", "long-context", "reward-model")
 TWINS = [path for path in GRPO if not path.stem.startswith(REPEATED)]
 

@@ -63,7 +63,7 @@ def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
 
 
 def assert_first_command_learns(folder: Path, kind: str) -> Finished:
-    """By its guide. SFT on two ranks is in test_faults.py."""
+    """A run of the first command of a guide. That of SFT is in test_faults.py, on two ranks."""
     done = run(folder, **example(kind))
     assert done.status == 0, done.output[-4000:]
     assert_learned(done.metrics, kind)

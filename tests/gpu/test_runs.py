@@ -1,6 +1,6 @@
 """Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
 
-The first is done on the device "cpu", too (`-m slow`), for which other tests do the others.
+Runs that no other test does on a CPU are done on the device "cpu", too (`-m slow`).
 """
 
 import importlib.util
@@ -26,6 +26,9 @@ from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_ever
 pytestmark = pytest.mark.timeout(600)
 
 
+EITHER = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+
+
 def finished(folder: Path, name: str, *more: str, device: Device = "cuda") -> Finished:
     scenario = SCENARIOS[name]
     return run(folder, *scenario.on(device), *more, **scenario.example)
@@ -34,9 +37,7 @@ def finished(folder: Path, name: str, *more: str, device: Device = "cuda") -> Fi
 # -- what a colocated run rests on
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("device", EITHER)
 def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> None:
     """In bfloat16, compiled and with CUDA graphs: a graph that read old weights would sample with old probabilities."""
     num_steps = 8 if device == "cuda" else 2
@@ -66,11 +67,12 @@ def test_an_engine_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert "restarting generation-" in done.output
 
 
-@pytest.mark.gpu
-def test_a_draft_model_has_its_own_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", EITHER)
+def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
     """Most drafts of the policy's first weights are accepted, and hardly any of random weights."""
     model = resolve_model("tiny:arithmetic")  # vLLM itself reads the draft, and knows no such name
-    done = finished(tmp_path, "drafts", f"++policy.generation.vllm_kwargs.speculative_config.model={model}")
+    draft = f"++policy.generation.vllm_kwargs.speculative_config.model={model}"
+    done = finished(tmp_path, "drafts", draft, device=device)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
     assert done.curve("train/generation/spec_acceptance_rate")[0] > 0.5
 
@@ -100,7 +102,6 @@ def test_a_run_that_is_killed_continues(tmp_path: Path) -> None:
 SAID = {
     "adapters": "after the first sync only what training changes",
     "megatron": "",
-    "own workers": "",
     "split": "refit over packed_collective",
 }
 
@@ -113,6 +114,11 @@ def test_training_and_generation_agree(tmp_path: Path, name: str) -> None:
     done = finished(tmp_path, name)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
     assert SAID[name] in done.output
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_the_policys_own_workers_generate(tmp_path: Path, device: Device) -> None:
+    agrees_at_every_step(finished(tmp_path, "own workers", device=device), LARGEST_ERROR["bfloat16"], num_steps=4)
 
 
 @pytest.mark.gpu
