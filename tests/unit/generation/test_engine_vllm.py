@@ -97,6 +97,32 @@ assert knobs.language.fp32_default == {found!r}
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_attention_of_a_few_tokens_in_bfloat16_ends_no_process() -> None:
+    """The first kernel of a process that uses AMX, on a CPU that has it: an engine's first step may be one token."""
+    code = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from nemo_rl.models.generation.vllm.engine_patches import enable
+enable()
+isa, scale = _get_attn_isa(torch.bfloat16, 32, 32), 32**-0.5
+query, key, value = (torch.randn(3, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
+keys, values = torch.zeros(1, 2, 64, 32, dtype=torch.bfloat16).chunk(2, dim=2)
+ops.cpu_attn_reshape_and_cache(key, value, keys, values, torch.arange(3), isa)
+starts, lengths, table = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 3], [3], [[0]]))
+plan = ops.cpu_attn_get_scheduler_metadata(1, 4, 2, 32, lengths, torch.bfloat16, starts, True, -1, isa, False)
+got = torch.empty_like(query)
+ops.cpu_attention_with_kv_cache(
+    query, keys, values, got, starts, lengths, scale, True, None, -1, table, 0.0, plan, None
+)
+rows = [part.float().transpose(0, 1) for part in (query, key, value)]
+want = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
+assert (got - want).abs().max() < 0.03
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @dataclass
 class Config:
     load_config: str

@@ -52,6 +52,8 @@ def enable() -> None:
       for zero rows.
     * On a CPU, the kernel of rotary positions takes [T, H, D], which latent attention passes, for one head.
     * On a CPU, attention is causal also inside images of models that see an image in both directions (Gemma 3).
+    * On a CPU with AMX, attention in bfloat16 uses its tiles, and Linux ends a process that has not asked to. vLLM asks
+      only by products of more than four rows. Here the question whether there is AMX asks Linux too.
     """
     from vllm.model_executor.layers import layernorm, utils
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -74,6 +76,7 @@ def enable() -> None:
     rejection_sampler.apply_top_k_top_p = filter_rows
     if not current_platform.is_cpu():
         return
+    torch.cpu._is_amx_tile_supported = torch.cpu._init_amx
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     original: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
 
