@@ -22,6 +22,7 @@ import logging
 import random
 import shutil
 import tempfile
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TINY_MODEL_PREFIX = "tiny:"
-RECIPE_VERSION = 1  # raise it when the code below changes the models
+RECIPE_VERSION = 2  # raise it when the code below changes the models
 
 BOXED = "\\boxed{"
 ROLES = ("system", "user", "assistant", "environment", "tool")
@@ -157,13 +158,9 @@ def recipe_hash(recipe: TinyModelRecipe) -> str:
     import torch
     import transformers
 
-    settings = asdict(recipe)
-    if recipe.task == "arithmetic":  # without a task, as in the names of models in existing caches
-        del settings["task"]
-    else:
-        settings["demonstrations"] = _demonstrations(recipe, random.Random(recipe.seed), recipe.mistake_probability)
     identity = {
-        "recipe": settings,
+        "recipe": asdict(recipe),
+        "demonstrations": _demonstrations(recipe, random.Random(recipe.seed), recipe.mistake_probability),
         "version": RECIPE_VERSION,
         "chat_template": CHAT_TEMPLATE,
         "packages": [torch.__version__, transformers.__version__, tokenizers.__version__],
@@ -301,7 +298,10 @@ def _warm_up(model: Any, processor: Any, recipe: TinyModelRecipe) -> None:
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 20) * max(0.05, 1 - step / num_steps)
         mistakes = recipe.mistake_probability if step >= recipe.num_clean_steps else 0.0
-        _loss(model, encode(_demonstrations(recipe, rng, mistakes), processor)).backward()
+        parts = encode(_demonstrations(recipe, rng, mistakes), processor)
+        num_learned = [int((part["labels"] != -100).sum()) for part in parts]
+        for part, number in zip(parts, num_learned, strict=True):
+            (_loss(model, part) * (number / sum(num_learned))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -309,7 +309,7 @@ def _warm_up(model: Any, processor: Any, recipe: TinyModelRecipe) -> None:
 
 
 def _loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean negative log-likelihood of the assistant's turns of a batch."""
+    """The mean negative log-likelihood of the assistant's turns."""
     import torch.nn.functional as F
 
     targets = inputs.pop("labels")[:, 1:]
@@ -320,28 +320,37 @@ def _loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _encode_demonstrations(
     conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast
-) -> dict[str, torch.Tensor]:
-    """Right-padded `input_ids` and `labels` (-100 on all but the assistant's turns and their ends), int64 [B, S]."""
+) -> list[dict[str, torch.Tensor]]:
+    """Right-padded `input_ids` and `labels` (-100 on all but the assistant's turns and their ends), int64 [B, S].
+
+    Rows above half of the longest one's length come together, then rows above a quarter of it, and so on: a batch of
+    sums and lookups is half padding otherwise.
+    """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     messages = [message for conversation in conversations for message in conversation]
     header_ids = tokenizer([f"<|{message['role']}|>" for message in messages], add_special_tokens=False)["input_ids"]
     body_ids = tokenizer([message["content"] + "<eos>" for message in messages], add_special_tokens=False)["input_ids"]
-    parts = iter(zip(messages, header_ids, body_ids, strict=True))
-    rows: list[torch.Tensor] = []
-    row_labels: list[torch.Tensor] = []
+    turns = iter(zip(messages, header_ids, body_ids, strict=True))
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     for conversation in conversations:
         ids: list[int] = []
         learned: list[int] = []
         for _ in conversation:
-            message, header, body = next(parts)
+            message, header, body = next(turns)
             ids += header + body
             learned += [-100] * len(header) + (body if message["role"] == "assistant" else [-100] * len(body))
-        rows.append(torch.tensor(ids))
-        row_labels.append(torch.tensor(learned))
-    pad = tokenizer.get_vocab()["<pad>"]
-    return {"input_ids": pad_sequence(rows, True, pad), "labels": pad_sequence(row_labels, True, -100)}
+        rows.append((torch.tensor(ids), torch.tensor(learned)))
+    longest = max(len(ids) for ids, _ in rows)
+    parts = defaultdict(list)
+    for row in rows:
+        parts[(longest // len(row[0])).bit_length()].append(row)
+    filler = {"input_ids": tokenizer.get_vocab()["<pad>"], "labels": -100}
+    return [
+        {name: pad_sequence([row[i] for row in part], True, filler[name]) for i, name in enumerate(filler)}
+        for part in parts.values()
+    ]
 
 
 # -- models that see
@@ -397,7 +406,7 @@ def vision_config(recipe: TinyVisionRecipe, tokenizer: PreTrainedTokenizerFast, 
     )
 
 
-def encode_with_images(conversations: list[list[dict[str, Any]]], processor: Any) -> dict[str, torch.Tensor]:
+def encode_with_images(conversations: list[list[dict[str, Any]]], processor: Any) -> list[dict[str, torch.Tensor]]:
     """Inputs of the model for conversations of a question with images and an answer, right-padded; `labels` are -100
     on all but the answer and its end."""
     import torch
@@ -415,4 +424,4 @@ def encode_with_images(conversations: list[list[dict[str, Any]]], processor: Any
     labels = torch.full_like(made["input_ids"], -100)
     for row, (length, answer) in enumerate(zip(made["attention_mask"].sum(1).tolist(), answers, strict=True)):
         labels[row, length - answer : length] = made["input_ids"][row, length - answer : length]
-    return {**made, "labels": labels}
+    return [{**made, "labels": labels}]
