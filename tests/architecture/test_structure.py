@@ -7,7 +7,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_115,
+    "lines of nemo_rl": 57_125,
     "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 24_080,
@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 1_940,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 32_310,
+    "lines of tests": 32_335,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.

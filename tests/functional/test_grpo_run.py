@@ -1,10 +1,7 @@
 """Whole runs of the real command line: learning, resuming, and with the model cut."""
 
-from dataclasses import replace
-
 import pytest
 
-from nemo_rl.data.tiny_model import RECIPES, ensure_tiny_model
 from nemo_rl.report.run_files import Run, read_index, read_lines, status_of
 from nemo_rl.utils.config import AlarmsConfig
 from tests.functional.cli import SMALL, continues_bit_for_bit, ends, exact, learned, run
@@ -41,8 +38,7 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(tmp_path):
     """A mixture of experts, packed: tensor and sequence parallel at first, then with its experts spread over ranks."""
-    model = ensure_tiny_model(tmp_path / "moe", replace(RECIPES["arithmetic-moe"], num_clean_steps=60))
-    common = (*SMALL, TWO_RANKS, PACKED, f"policy.model_name={model}")
+    common = (*SMALL, TWO_RANKS, PACKED, "policy.model_name=tiny:arithmetic-moe")
     rows = run(tmp_path, *common, *TENSOR, "grpo.max_num_steps=2").steps
     exact(rows, 2, largest=1.0001)
     spread = run(tmp_path, *common, EXPERTS, "grpo.max_num_steps=3")
