@@ -91,6 +91,11 @@ class LearningAlarms:
         self._best: tuple[float, float] | None = None  # best validation, and the reward of that time
         self._speaking: set[str] = set()
 
+    @property
+    def max_disagreement(self) -> float | None:
+        """`token_mult_prob_error` above which every step is to warn; None: no step is."""
+        return self._cfg.disagreement if self._cfg.enabled else None
+
     def note(self, metrics: Mapping[str, float]) -> list[str]:
         """The alarms of a step that did not sound before it. `metrics` are by logged name."""
         if not self._cfg.enabled:

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 EVENTS_NAME = "events.jsonl"
-MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation disagree on the sampled tokens
 
 _DISAGREEMENT = "train/token_mult_prob_error"
 
@@ -184,7 +183,7 @@ class RunConsole:
         """Add a text to the line of the next finished step."""
         self._remarks.append(visible(text))
 
-    def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def finish_step(self, step: int, metrics: Mapping[str, float], max_disagreement: float | None = None) -> None:
         """Show the summary and the alarms of step `step`, and advance the progress. `metrics` are by logged name."""
         ends = self._step_ends
         ends.append(self._clock())
@@ -196,7 +195,7 @@ class RunConsole:
         line.append("  ".join(["", summary_line(metrics), *self._remarks, left]), style="not bold")
         self._remarks.clear()
         self._line(line)
-        for alarm in alarms(metrics):
+        for alarm in alarms(metrics, max_disagreement):
             self.warn(alarm)
         self._step = step
 
@@ -291,17 +290,20 @@ def summary_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """Messages about metrics of one step that need attention; empty if there are none."""
+def alarms(metrics: Mapping[str, float], max_disagreement: float | None) -> list[str]:
+    """Messages about metrics of one step that need attention; empty if there are none.
+
+    `max_disagreement`: a `token_mult_prob_error` above it is an alarm; None: none is.
+    """
     found = [
         f"{key} is {metrics[key]}" for key in _MUST_BE_FINITE if key in metrics and not math.isfinite(metrics[key])
     ]
-    error = metrics.get(_DISAGREEMENT)
+    error, limit = metrics.get(_DISAGREEMENT), max_disagreement
     # Samples of older weights than those trained have other probabilities by design.
     is_stale = metrics.get(_LAG, 0.0) > 0
-    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR and not (is_stale and error < math.inf):
+    if error is not None and limit is not None and not error <= limit and not (is_stale and error < math.inf):
         found.append(
-            f"train/token_mult_prob_error is {error:.4f}, above {MAX_TOKEN_MULT_PROB_ERROR}: training and generation "
+            f"train/token_mult_prob_error is {error:.4f}, above {limit:g}: training and generation "
             "disagree on the probabilities of the sampled tokens (stale weights, other dtype, temperature or mask)"
         )
     if metrics.get("train/baseline_reward/pct_mixed") == 0.0:

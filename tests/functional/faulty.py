@@ -232,8 +232,8 @@ def _main() -> None:
             faults.begin(name)
             yield
 
-    def finish(self: RunConsole, step: int, metrics: Mapping[str, float]) -> None:
-        finish_step(self, step, metrics)
+    def finish(self: RunConsole, step: int, metrics: Mapping[str, float], max_disagreement: float | None) -> None:
+        finish_step(self, step, metrics, max_disagreement)
         faults.finish_step()
 
     def spawned(self: RayWorkerGroup, *args: Any, **kwargs: Any) -> None:

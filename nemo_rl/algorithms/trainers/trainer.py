@@ -258,8 +258,9 @@ class Trainer(ABC):
         metrics, self.metrics = self.metrics, {}
         self.tools.logger.log_metrics(metrics, self.state.total_steps)
         logged = self.tools.logger.finish_step(self.state.total_steps)
-        self.tools.console.finish_step(self.state.total_steps, logged)
-        for alarm in self.tools.alarms.note(logged):
+        alarms = self.tools.alarms
+        self.tools.console.finish_step(self.state.total_steps, logged, alarms.max_disagreement)
+        for alarm in alarms.note(logged):
             self.tools.console.warn(alarm)
         if self.tools.recorder is not None:
             self.tools.recorder.finish_step(self.state.total_steps)

@@ -56,12 +56,13 @@ STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0
     ],
 )
 def test_alarms(metrics, text):
-    assert alarms(STALE) == [], "samples of older weights disagree by design"
+    assert alarms(STALE, 1.05) == [], "samples of older weights disagree by design"
+    assert alarms({"train/token_mult_prob_error": 1.06}, None) == [], "logger.alarms.disagreement is null"
     assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
-    (alarm,) = alarms(metrics)
+    (alarm,) = alarms(metrics, 1.05)
     assert text in alarm
     file = io.StringIO()
-    RunConsole(num_steps=2, file=file).finish_step(1, metrics)
+    RunConsole(num_steps=2, file=file).finish_step(1, metrics, 1.05)
     assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
 
 
