@@ -147,7 +147,8 @@ def run_command(
         console.keep_events(path)
         console.info(run(inputs, path, console))
     except RUN_ERRORS as error:
-        console.error(f"{console.where(error)}: {error}\n{files} in {path}; the same command {again}")
+        text = f"{console.where(error)}: {type(error).__name__}: {error}"
+        console.error(f"{text}\n{files} in {path}; the same command {again}")
         return console.end(1)
     except USER_ERRORS as error:
         console.error(str(error))
