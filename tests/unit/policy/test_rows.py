@@ -45,7 +45,7 @@ def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused
     assert inputs.prev_logprobs.tolist() == [[0.0] * 3] * 2, "may be left out"
     wide = [row(n, columns={"teacher_topk": torch.ones(n, 2)}) for n in (3, 2)]
     assert loss_inputs(wide, DistillationInputs, CPU).teacher_topk.sum(dim=-1).tolist() == [[2.0] * 3, [2.0, 2.0, 0.0]]
-    with pytest.raises(AssertionError, match="values was not computed"):
+    with pytest.raises(ValueError, match=r"no row has the column 'values' that the loss needs \(ValueInputs\)"):
         loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
     with pytest.raises(AssertionError, match="some rows have no values"):
         loss_inputs([row(2, columns={"values": torch.zeros(2)}), row(2)], ValueInputs, CPU)

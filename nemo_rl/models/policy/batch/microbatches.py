@@ -105,13 +105,17 @@ def scored_sequences(
 
 
 def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
-    """One micro-batch as a loss sees it, [B, longest row]."""
+    """One micro-batch as a loss sees it, [B, longest row]. Raises ValueError if it needs a column that no row has."""
     width = max(len(row.token_ids) for row in rows)
 
     def column(name: str) -> torch.Tensor:
         values = [row.columns[name] for row in rows if name in row.columns]
         if not values:
-            assert name in inputs_type.optional, f"{name} was not computed"
+            if name not in inputs_type.optional:
+                raise ValueError(
+                    f"no row has the column {name!r} that the loss needs ({inputs_type.__name__}): compute or attach "
+                    f"it before policy.train, or name it in {inputs_type.__name__}.optional, which makes it zeros"
+                )
             return torch.zeros(len(rows), width)
         assert len(values) == len(rows), f"some rows have no {name}"
         return torch.stack(values) if values[0].ndim == 0 else pad_sequence(values, batch_first=True)
