@@ -63,7 +63,7 @@ def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
 
 
 def assert_first_command_learns(folder: Path, kind: str) -> Finished:
-    """A run of the first command of a guide. That of SFT is in test_faults.py, on two ranks."""
+    """Run the first command of a guide, and see it learn. test_faults.py runs the command of SFT, on two ranks."""
     done = run(folder, **example(kind))
     assert done.status == 0, done.output[-4000:]
     assert_learned(done.metrics, kind)

@@ -151,13 +151,13 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
 
 
 GUIDES_WITH_YAML = ("agents", "environments", "eval", "megatron", "multi-turn", "training-backends")
-YAML_PAGES = [*SUPERVISED, *(f"docs/guides/{name}.md" for name in GUIDES_WITH_YAML)]
+YAML_PAGES = [*SUPERVISED, "docs/adding-a-dataset.md", *(f"docs/guides/{name}.md" for name in GUIDES_WITH_YAML)]
 YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[page], "yaml")]
 
 
 @pytest.mark.parametrize(("page", "block"), YAML_BLOCKS, ids=[f"{page} {i}" for i, (page, _) in enumerate(YAML_BLOCKS)])
 def test_a_piece_of_yaml_loads_on_top_of_the_default_file(page: str, block: str, tmp_path: Path):
-    script = f"run_{Path(page).stem}"
+    script = "run_sft" if block.startswith("defaults: examples/configs/sft") else f"run_{Path(page).stem}"
     if script not in SCRIPTS or "env" in yaml.safe_load(block):
         script = "run_grpo_math"
     base = CONFIGS / "grpo_math_1B_megatron.yaml" if page == "docs/guides/megatron.md" else default_file(script)
@@ -294,8 +294,12 @@ def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(
     [block] = [body for body in re.findall(r"^```yaml\n(.*?)^```", ADDING, re.M | re.S) if "weight" in body]
     piece = yaml.safe_load(block)
     (folder / "piece.yaml").write_text(f"defaults: second_chance.yaml\n{block}")
-    config = load_config(GRPOMasterConfig, folder / "piece.yaml", ["+env.math.type=math"])
+    config = load_config(GRPOMasterConfig, folder / "piece.yaml", ["policy.tokenizer.name=tiny:arithmetic"])
     assert [dataset.weight for dataset in config.data.train] == [3.0, 1.0] and len(piece["data"]["train"]) == 2
+    setup = setup_data(config.data)
+    process = PromptProcessor(setup.tasks, build_tiny_tokenizer(), config.data.max_input_seq_length)
+    metadata = [process(setup.train[number])["extra_env_info"] for number in (0, len(setup.train) - 1)]
+    assert ["ground_truth" in known for known in metadata if known] == [True, False], "each environment gets its own"
     named = ADDING.split("metrics, e.g. ")[1].split(" in training;")[0]
     assert {*TASK, "num_samples"} <= set(re.findall(r"`(\w+)`", named))
     assert "arithmetic/reward" in config.train_metrics
