@@ -24,7 +24,8 @@ from typing import Any
 
 import mcp
 from mcp.client.stdio import stdio_client
-from mcp.types import CallToolResult, TextContent
+from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
+from pydantic import ValidationError
 
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, step_each
 from nemo_rl.environments.code.environment import shorten
@@ -34,8 +35,9 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.registry import new_environment
 from nemo_rl.types import LLMMessageLogType
 
-# The client raises these when a server has ended: its own errors, and errors of its streams, process and network.
-_LOST = (mcp.MCPError, OSError, EOFError, RuntimeError, ExceptionGroup)
+# The client raises these when a server has ended, or says what it cannot read: its own errors, and errors of its
+# streams, process and network.
+_LOST = (mcp.MCPError, ValidationError, OSError, EOFError, RuntimeError, ExceptionGroup)
 _GOODBYE_S = 10.0  # for a server that is told to end
 _CANCELLED_S = 5.0  # for the process of one that did not
 
@@ -156,10 +158,18 @@ class Connection:
         return list((await (await self._connected()).list_tools()).tools)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """The result, or the error that the server answered. Any other error closes the connection and is raised."""
         client = await self._connected()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await client.call_tool(name, arguments)
+                try:
+                    return await client.call_tool(name, arguments)
+                except (mcp.MCPError, ValidationError, RuntimeError) as error:  # the last two: a result of a wrong form
+                    if isinstance(error, mcp.MCPError) and error.code == CONNECTION_CLOSED:
+                        raise
+                    # Over HTTP a lost server looks the same, but answers nothing else either.
+                    await client.list_tools(cache_mode="bypass")
+                    return CallToolResult(content=[TextContent(text=str(error))], is_error=True)
         except (*_LOST, TimeoutError):
             await self.close(client)
             raise

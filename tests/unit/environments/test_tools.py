@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,31 +182,58 @@ def test_calls_are_answered_and_other_turns_go_to_the_environment():
         env.shutdown()
 
 
-async def answers_and_holds_on(request: web.Request) -> web.Response:
-    """A server that never answers the end of its session."""
+ANSWERED = {
+    "refuse": {"error": {"code": -32602, "message": "no such key"}},
+    "fail": {"error": {"code": -32603, "message": "a bug"}},
+    "misfit": {"result": {"content": [], "structuredContent": {"n": "many"}}},
+    "misspell": {"result": {"content": 3}},
+    "add": {"result": {"content": [{"type": "text", "text": "3"}], "structuredContent": {"n": 3}}},
+    "restart": {},  # forgets the session
+}
+
+
+async def answers_and_holds_on(sessions: list[str], request: web.Request) -> web.Response:
+    """A server that never answers the end of its session, the last of `sessions`."""
+    if request.headers.get("Mcp-Session-Id", sessions[-1]) != sessions[-1]:
+        return web.Response(status=404)
     if request.method == "DELETE":
         await asyncio.sleep(3600)
     if request.method != "POST":
         return web.Response(status=405)
     asked = await request.json()
-    results = {
-        "initialize": {
-            "protocolVersion": asked.get("params", {}).get("protocolVersion"),
-            "capabilities": {"tools": {}},
-            "serverInfo": {"name": "held", "version": "1"},
-        },
-        "tools/list": {"tools": [{"name": "wait", "inputSchema": {"type": "object"}}]},
+    method, params = asked["method"], asked.get("params", {})
+    if method == "initialize":
+        sessions.append(str(len(sessions)))
+    elif params.get("name") == "restart":
+        sessions.append("")
+        return web.Response(status=404)
+    result = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools = [{"name": name, "inputSchema": {"type": "object"}, "outputSchema": result} for name in ANSWERED]
+    server = {"capabilities": {"tools": {}}, "serverInfo": {"name": "held", "version": "1"}}
+    answers = {
+        "initialize": {"result": {"protocolVersion": params.get("protocolVersion"), **server}},
+        "tools/list": {"result": {"tools": tools}},
+        "tools/call": ANSWERED.get(params.get("name")),
     }
-    if asked["method"] not in results:
+    if method not in answers:
         return web.Response(status=202 if "id" not in asked else 404)
-    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}
-    return web.json_response(answer, headers={"Mcp-Session-Id": "1"})
+    answer = {"jsonrpc": "2.0", "id": asked["id"], **answers[method]}
+    return web.json_response(answer, headers={"Mcp-Session-Id": sessions[-1]})
 
 
-def test_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
-    with served({"/mcp": answers_and_holds_on}) as url:
-        env = mcp(timeout_s=2.0, held={"url": f"{url}/mcp"})
-        assert list(env.servers.specs) == ["wait"]
+def test_what_a_server_answers_is_read_by_the_model_and_a_server_that_holds_on_does_not_keep_the_run_from_its_end():
+    """An error in answer to one call costs nothing; only a server that knows the session no more is connected anew."""
+    sessions = [""]
+    with served({"/mcp": partial(answers_and_holds_on, sessions)}) as url:
+        env = mcp(timeout_s=4.0, held={"url": f"{url}/mcp"})
+        assert list(env.servers.specs) == list(ANSWERED)
+        said = ("no such key", "a bug", "Invalid structured content", "validation error", "3")
+        given = env.step([answered(call(name)) for name in list(ANSWERED)[:5]], [None] * 5)
+        for part, observation in zip(said, given.observations, strict=True):
+            assert part in observation["content"]
+        assert given.failures == [None] * 5 and sessions == ["", "1"]
+        lost, again = (env.step([answered(call(name))], [None]) for name in ("restart", "add"))
+        assert "gave no result" in str(lost.failures) and again.observations[0]["content"] == "3" and len(sessions) == 4
         started = time.monotonic()
         env.shutdown()
         assert time.monotonic() - started < 50
