@@ -199,6 +199,22 @@ def test_each_way_to_confine_files_is_enough(mechanisms: list[str]) -> None:
         assert_nothing_left(pool)
 
 
+FILLS = """
+import os, time
+for i in range(60):
+    open(str(i), "wb").write(bytes(1 << 20))
+    for _ in range(5):
+        {}
+        time.sleep(0.001)
+"""
+
+
+def test_files_are_counted_without_a_file_system_of_its_own_though_a_program_prints_or_has_closed_its_pipes() -> None:
+    with closing(SandboxPool(1, LIMITS, mechanisms=["seccomp", "landlock"])) as pool:
+        for each in ("os.write(1, b'x')", "os.closerange(0, 9)"):
+            assert one(pool, FILLS.format(each)).limit is LimitHit.DISK, each
+
+
 AS_NOBODY = """
 import json, sys
 from dataclasses import asdict

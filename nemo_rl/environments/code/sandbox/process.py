@@ -132,6 +132,7 @@ class _Watch:
 
     def __init__(self, server: Server, pid: int, names: dict[int, str]) -> None:
         self.pid, self.started = pid, time.monotonic()
+        self.inspected = self.started  # the end of the last look at its files and threads
         self.limits, self.work, self.proc = server.limits, server.work, server.proc
         self.names = names  # of the pipes that are open, by file descriptor
         self.output = {name: bytearray() for name in PIPES}
@@ -151,7 +152,7 @@ class _Watch:
                 return
             tick = FIRST_TICK_S if self._read_ready(tick * 1000) else tick
             tick = min(tick * 2, LONGEST_TICK_S) if self.names else FIRST_TICK_S
-            self._check(tick)
+            self._check()
         while self.names and self.limit is None and self._read_ready(0):  # what is left in the pipes
             pass
 
@@ -181,16 +182,18 @@ class _Watch:
         os.close(fd)
         del self.names[fd]
 
-    def _check(self, tick: float) -> None:
+    def _check(self) -> None:
         if time.monotonic() - self.started > self.limits.time_limit_s:
             self.limit = LimitHit.WALL_TIME
-        elif tick == LONGEST_TICK_S and self.limit is None:
+        # By the clock: who prints keeps the ticks short.
+        elif time.monotonic() - self.inspected > LONGEST_TICK_S and self.limit is None:
             fields = stat_fields(self.proc, self.pid)
             if fields and int(fields[17]) > self.limits.max_threads:
                 self.limit = LimitHit.THREADS
             size, files = disk_use(self.work, self.limits.max_files)
             if size > self.limits.max_disk_mib << 20 or files > self.limits.max_files:
                 self.limit = LimitHit.DISK
+            self.inspected = time.monotonic()
 
     def end(self) -> None:
         """End the child and its descendants."""
