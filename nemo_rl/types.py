@@ -83,6 +83,11 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
 
+def are_stop_strings(value: Any) -> bool:
+    """Whether it is None or a list of texts. A text alone would count as a list of its characters."""
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(text, str) for text in value))
+
+
 class StopReason(StrEnum):
     """Why the engine stopped sampling."""
 

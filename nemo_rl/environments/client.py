@@ -9,6 +9,7 @@ import copy
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, mean_metrics
-from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus
+from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ def _cause(error: Exception) -> Exception:
 def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
     """Check an EnvironmentReturn for `size` conversations and cut it into one step, or failure, each.
 
-    A reward that is not finite is a failure of its conversation. StepRefused for no valid EnvironmentReturn.
+    A reward or metric that is not finite is a failure of its conversation. StepRefused for no valid EnvironmentReturn.
     """
     fields = returned if isinstance(returned, tuple) else ()
     if not 5 <= len(fields) <= len(EnvironmentReturn._fields):
@@ -277,8 +278,17 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         metrics = {} if metrics is None else metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(value, Real) for value in metrics.values()):
             raise StepRefused(f"environment {name!r}: metrics of a conversation are numbers by name, got {metrics!r}")
+        if not are_stop_strings(stop_strings):
+            raise StepRefused(
+                f"environment {name!r}: next_stop_strings are lists of texts or None, got {stop_strings!r}"
+            )
+        if not isinstance(answer, str | None):
+            raise StepRefused(f"environment {name!r}: an answer is a text or None, got {answer!r}")
         if failure is None and not math.isfinite(reward):
             failure = f"rewards must be finite, got {reward}"
+        # math.isfinite raises for integers that are too large for a float.
+        if failure is None and (bad := [key for key, value in metrics.items() if not abs(value) <= sys.float_info.max]):
+            failure = f"metrics must be finite: {', '.join(map(str, bad))}"
         if failure is not None:
             outcomes.append(EnvironmentFailure(f"environment {name!r}: {failure}"))
             continue

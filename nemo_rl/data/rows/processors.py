@@ -35,7 +35,7 @@ class PromptParts:
 
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]  # for the environment
-    stop_strings: Sequence[str] | None = None  # end the first turn
+    stop_strings: list[str] | None = None  # end the first turn
 
 
 def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
@@ -73,7 +73,7 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
             task_name=str(task_data_spec.task_name),
         )
         if parts.stop_strings is not None:
-            datum["stop_strings"] = list(parts.stop_strings)
+            datum["stop_strings"] = parts.stop_strings
         if max_seq_length is not None and datum["length"] > max_seq_length:
             kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(log)))
             datum["message_log"] = [
@@ -186,7 +186,7 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
     return _question(row["problem"], metadata, row.get("stop_strings"))
 
 
-def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
+def _question(problem: Any, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
     # A list stays one, even without images: some templates read nothing else.
     content = problem if isinstance(problem, list) else str(problem)
     return PromptParts([{"role": "user", "content": content}], metadata, stop_strings)

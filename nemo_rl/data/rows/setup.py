@@ -23,7 +23,7 @@ from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import both_forms, find_processor
-from nemo_rl.types import DatumSpec, Pixels, Prompt
+from nemo_rl.types import DatumSpec, Pixels, Prompt, are_stop_strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +203,11 @@ class PromptProcessor(RowReader):
     def __call__(self, prompt: Prompt) -> DatumSpec:
         """Tokenise. A prompt longer than `max_input_seq_length` tokens becomes a stub with `loss_multiplier` 0.
 
-        Raises ValueError as `process`.
+        Raises ValueError as `process`, and for stop strings that are no list of texts.
         """
         datum, pixels = self.process(prompt, both_forms)
+        if not are_stop_strings(given := datum.get("stop_strings")):
+            raise ValueError(f"row {prompt.prompt_id}: stop_strings must be a list of texts, got {given!r}")
         made = DatumSpec(**{**datum, "task_name": prompt.task_name})
         if pixels:
             made["images"], made["pixels"] = images_of_log(made["message_log"]), pixels

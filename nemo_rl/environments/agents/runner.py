@@ -211,7 +211,7 @@ def outcome(returned: Any) -> AgentOutcome:
         raise ValueError(f"an agent returns reward, rewards and metrics, not {', '.join(sorted(map(str, unknown)))}")
     reward = None if given.get("reward") is None else float(given["reward"])
     rewards = {str(role): float(value) for role, value in given.get("rewards", {}).items()}
-    if not all(map(math.isfinite, (reward or 0.0, *rewards.values()))):
-        raise ValueError(f"an agent's rewards must be finite, got {reward} and {rewards}")
     metrics = {str(name): float(value) for name, value in given.get("metrics", {}).items()}
+    if not all(map(math.isfinite, (reward or 0.0, *rewards.values(), *metrics.values()))):
+        raise ValueError(f"an agent's rewards and metrics must be finite, got {reward}, {rewards} and {metrics}")
     return AgentOutcome(end=AgentEnd.DONE, reward=reward, rewards=rewards, metrics=metrics)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import datasets
@@ -6,6 +7,7 @@ import pytest
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
+from nemo_rl.data.rows.processors import episode_processor
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from tests.conversations import assistant, user
@@ -153,3 +155,6 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
         process(ask({BAD_ROW: "has no JSON"}))
     with pytest.raises(ValueError, match=r"row rows:7 has no column 'problem', which processor 'math_hf_.*has: text"):
         process(ask({"text": "a"}))
+    setup.tasks["arithmetic"] = replace(setup.tasks["arithmetic"], processor=episode_processor)
+    with pytest.raises(ValueError, match="row rows:7: stop_strings must be a list of texts, got '</a>'"):
+        process(ask({"problem": "5+7", "extra_env_info": {}, "stop_strings": "</a>"}))

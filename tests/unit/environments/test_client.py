@@ -1,4 +1,5 @@
 import asyncio
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,9 @@ def test_a_wrong_return_names_environment_and_field():
         ("metadata must be a list of 1, got a NoneType", {"metadata": None}),
         ("metrics of a conversation are numbers by name", {"metrics": [{"score": "high"}]}),
         ("metrics must be a list of 1", {"metrics": [{}, {}]}),
+        ("metrics must be finite: high, large", {"metrics": [{"high": math.inf, "score": 1, "large": 10**400}]}),
+        ("next_stop_strings are lists of texts or None", {"next_stop_strings": ["</answer>"]}),
+        ("an answer is a text or None", {"answers": [np.int64(7)]}),
         (needs, {"observations": [user(["text"])]}),
         (needs, {"observations": [user([{"type": "video", "video": "v"}])]}),
         (needs, {"observations": [user([{"type": "image"}])]}),

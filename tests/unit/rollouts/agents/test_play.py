@@ -1,6 +1,7 @@
 """Agents play episodes over real HTTP, with a made-up engine: their conversations, their samples, their ends."""
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -170,6 +171,7 @@ def test_an_agent_without_an_outcome_has_no_reward():
         (SampleStatus.AGENT_SILENT, "without a call"): says_nothing,
         (SampleStatus.FAILED, "gave no reward"): asks_and(None),
         (SampleStatus.AGENT_CRASHED, "finite"): asks_and(float("nan")),
+        (SampleStatus.AGENT_CRASHED, "{'calls': inf}"): asks_and({"reward": 1.0, "metrics": {"calls": math.inf}}),
     }
     *played, well = play(*outcomes.values(), asks_twice, time_limit_s=8)
     for number, ((status, reason), failed) in enumerate(zip(outcomes, played, strict=True)):
