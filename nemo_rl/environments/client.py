@@ -148,7 +148,10 @@ class EnvironmentClient:
     async def _call(self, batch: list[_Request]) -> list[Outcome]:
         if self._ended_at is not None:  # a restart does not count as time of the step
             await self._restarted()
-        ref = self.actor.step.remote([one.messages for one in batch], [one.metadata for one in batch])
+        try:
+            ref = self.actor.step.remote([one.messages for one in batch], [one.metadata for one in batch])
+        except Exception as error:  # pickling runs code of the metadata, which may raise anything
+            raise StepRefused(f"what is sent to environment {self.name!r} cannot be pickled: {error!r}") from error
         try:
             returned = await asyncio.wait_for(ref, self.step_timeout_s)
         except RayTaskError as error:  # first: Ray makes it an instance of the environment's exception as well
@@ -348,7 +351,7 @@ def _numbers(values: Any, field_name: str, size: int, name: str) -> torch.Tensor
     where = f"environment {name!r}: {field_name}"
     try:
         tensor = torch.as_tensor(values, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise StepRefused(f"{where} must be a tensor [{size}], got {_describe(values)}") from error
     matrix = tensor[:, None] if tensor.dim() == 1 else tensor
     may_be_several = field_name == "rewards" and matrix.dim() == 2 and matrix.shape[1] > 0

@@ -189,6 +189,7 @@ def test_a_wrong_return_names_environment_and_field():
         ("rewards must be finite", {"rewards": torch.tensor([float("nan")])}),
         ("rewards must have shape [1], or [1, n], got [1, 0]", {"rewards": torch.zeros(1, 0)}),
         ("rewards must be a tensor", {"rewards": "high"}),
+        ("rewards must be a tensor", {"rewards": [10**400]}),
         ("terminateds must have shape [1]", {"terminateds": torch.zeros(1, 2)}),
         ("observations must be a list of 1, got a list of 0", {"observations": []}),
         ("an observation needs role and content", {"observations": ["text"]}),
@@ -216,6 +217,18 @@ def test_a_failure_is_of_one_conversation_alone():
     assert good.reward == 1.0 and good.metrics == {"score": 1.0}
     assert str(bad) == "environment 'maze': the judge is gone (sample 0/0/d:1/1)"
     assert actor.batches == [2], "nothing is asked twice"
+
+
+def test_metadata_that_cannot_be_sent_fail_their_conversation_alone():
+    class OverRay(FakeActor):
+        def remote(self, logs, metadata):
+            if any(log[-1]["content"] == "lock" for log in logs):
+                raise TypeError("cannot pickle '_thread.lock' object")
+            return super().remote(logs, metadata)
+
+    good, bad = asked(OverRay(), "a", "lock")
+    assert good.reward == 1.0
+    assert "'maze' cannot be pickled: TypeError" in str(bad) and str(bad).endswith("(sample 0/0/d:1/1)")
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():
