@@ -61,7 +61,8 @@ class Session:
 
     The run decides temperature, top-p and top-k, because training needs samples from the distribution that it trains;
     the agent decides stop strings and the length of an answer. The seed of a request is derived from `seed_of`, its
-    prompt and the number of equal prompts before it, so that samples do not depend on the order of parallel requests.
+    role, its prompt and the number of equal prompts of the role before it, so that samples do not depend on the order
+    of parallel requests.
 
     `roles` have URLs and conversations of their own. With a function it is a model with weights of its own, whose calls
     are neither recorded nor limited; with None it is the policy. "" is the role of an agent without roles.
@@ -91,14 +92,14 @@ class Session:
         self._sampling = sampling
         self._seed_of = seed_of
         self._limits = limits
-        self._asked: Counter[int] = Counter()  # requests with the same prompt
+        self._asked: Counter[int] = Counter()  # requests of a role with the same prompt
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)  # numbers of those that failed, a heap
         self._num_generated = 0
         self.ended = asyncio.Event()
         self._answers = {
             role: Answers(
                 settings=settings,
-                generate=self.generate if frozen is None else partial(self._seeded, frozen),
+                generate=partial(self.generate, role=role) if frozen is None else partial(self._seeded, role, frozen),
                 sampling=sampling,
                 ended=self.ended,
                 why_ended=_EPISODE_ENDED,
@@ -125,13 +126,15 @@ class Session:
     def calls(self) -> list[Call]:
         return [call for tree in self.trees.values() for call in tree.calls]
 
-    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
+    async def generate(
+        self, request: GenerationRequest, on_tokens: OnTokens | None = None, *, role: str = ""
+    ) -> Completion:
         """Complete a prompt and record it. RequestError at a limit."""
         self._check_limits()
         self.num_running += 1
         started = time.perf_counter()
         try:
-            completion = await self._seeded(self._generate, request, on_tokens)
+            completion = await self._seeded(role, self._generate, request, on_tokens)
         finally:
             self.num_running -= 1
         self.num_sampled += 1
@@ -140,10 +143,11 @@ class Session:
         return completion
 
     async def _seeded(
-        self, generate: GenerateFn, request: GenerationRequest, on_tokens: OnTokens | None = None
+        self, role: str, generate: GenerateFn, request: GenerationRequest, on_tokens: OnTokens | None = None
     ) -> Completion:
         """Sample from the distribution of the run, with a seed of the episode in place of the request's."""
-        prompt = xxhash.xxh3_64_intdigest(np.asarray(request.prompt_token_ids, dtype=np.int32).tobytes())
+        token_ids = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        prompt = xxhash.xxh3_64_intdigest(role.encode() + token_ids.tobytes())
         if self._given_back[prompt]:
             repetition = heappop(self._given_back[prompt])
         else:

@@ -439,6 +439,18 @@ async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_
     assert seeds[2] == seeds[0] != seeds[1]
 
 
+def test_the_order_in_which_roles_ask_does_not_change_the_answers():
+    said: list[dict[str, str]] = []
+
+    async def asks(roles: Sequence[str], task: AgentTask) -> float:
+        said.append({role: await ask(task, task.messages, task.roles[role]) for role in roles})
+        return 1.0
+
+    for order in (("white", "black"), ("black", "white")):
+        play(partial(asks, order), roles={"white": None, "black": None})
+    assert said[0] == said[1] and said[0]["white"] != said[0]["black"]
+
+
 def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_not_trained():
     """One question, asked in the name of two roles and of a frozen opponent."""
 
