@@ -90,9 +90,9 @@ class McpEnvironment(EnvironmentInterface[Any]):
         return EnvironmentStep(observation=observation, reward=0.0, terminated=False, metadata=metadata)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
-        """The environment's metrics, the number of calls since the last time, and the share of calls that failed."""
+        """The environment's metrics, and the numbers of calls since the last time and of those that failed."""
         batch, metrics = self.environment.global_post_process_and_metrics(batch)
-        own = {"tool_calls": float(self.num_calls), "tool_error_rate": self.num_errors / max(1, self.num_calls)}
+        own = {"num_tool_calls": float(self.num_calls), "num_tool_errors": float(self.num_errors)}
         self.num_calls = self.num_errors = 0
         return batch, {**metrics, **own}
 

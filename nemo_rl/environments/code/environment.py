@@ -127,7 +127,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
             "solved_rate": (batch["rewards"] >= 1).float().mean().item(),
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
             "num_programs": float(num_programs),
-            **{f"programs_that_hit/{limit}": limits_hit[limit] / max(1, num_programs) for limit in LimitHit},
+            **{f"num_programs_that_hit_{limit}": float(limits_hit[limit]) for limit in LimitHit},
         }
 
     def shutdown(self) -> None:

@@ -98,8 +98,8 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         metrics = {
             "accuracy": (batch["rewards"] >= 1).float().mean().item(),
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
-            "tool_calls": float(self.num_calls),
-            "refused_tool_call_rate": self.num_refused / max(1, self.num_calls),
+            "num_tool_calls": float(self.num_calls),
+            "num_refused_tool_calls": float(self.num_refused),
             "num_verifications_timed_out": float(self.verifier.num_timed_out),
         }
         self.num_calls = self.num_refused = self.verifier.num_timed_out = 0

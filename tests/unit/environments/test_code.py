@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl.data.rows.processors import find_processor
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 from tests.conversations import answered as said
@@ -70,12 +72,16 @@ def test_a_forged_finish_passes_no_test_of_input_and_output(environments) -> Non
 
 
 def test_a_program_sees_what_it_printed_and_never_what_is_expected(environments) -> None:
+    finished = BatchedDataDict[Any]({"rewards": torch.zeros(1), "is_end": torch.ones(1)})
+    environments[1].global_post_process_and_metrics(finished)
     rows = [{"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "777"}]}]
     result = environments[1].step([said("<code>print(2 * int(input()))</code>")], rows)
     assert result.observations[0]["content"] == "<result>\n1 of 2 tests passed. Output of test 2:\n8\n</result>"
     result = environments[1].step([said("<code>while True: print('x')</code>")], [{"ground_truth": "1"}])
     assert "printed more than 65536 bytes" in result.observations[0]["content"]
     assert len(result.observations[0]["content"]) < 2200
+    _, metrics = environments[1].global_post_process_and_metrics(finished)
+    assert (metrics["num_programs"], metrics["num_programs_that_hit_output"]) == (3.0, 1.0)
 
 
 def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code.tools import (
     PythonToolEnvironment,
     Tool,
@@ -83,9 +85,13 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
         call("python", code="while True: pass"): "seconds",
         call("calculator", expression="1") * 6: "only the first 4 calls",
     }
+    finished = BatchedDataDict[Any]({"rewards": torch.zeros(1), "is_end": torch.ones(1)})
+    environment.global_post_process_and_metrics(finished)
     told, _ = play(environment, list(wrong), {"ground_truth": "12"})
     for part, (text, reward, ends) in zip(wrong.values(), told, strict=True):
         assert part in text and reward == 0.0 and not ends
+    _, metrics = environment.global_post_process_and_metrics(finished)
+    assert (metrics["num_tool_calls"], metrics["num_refused_tool_calls"]) == (13.0, 7.0)
 
 
 def test_calls_are_found_in_several_styles() -> None:
@@ -169,7 +175,8 @@ def test_calls_are_answered_and_other_turns_go_to_the_environment():
         assert "gave no result" in str(lost.failures)
         again = env.step([answered(call("add", a=2, b=2))], [truth])
         assert again.observations[0]["content"] == "4"
-        assert (env.num_calls, env.num_errors) == (6, 2)
+        _, metrics = env.global_post_process_and_metrics(BatchedDataDict({}))
+        assert metrics == {"num_tool_calls": 6.0, "num_tool_errors": 2.0}
         two = call("repeat", text="a", times=9000) + call("repeat", text="b", times=3)
         [long] = env.step([answered(two)], [truth]).observations
         assert "7000 characters left out" in long["content"] and long["content"].endswith("a\n[2] bbb")
