@@ -536,6 +536,11 @@ class McpEnvironmentConfig(ActorsConfig):
             yield "environment", "answers turns, without agents, a GPU, or parts that are sections of env"
         if problem := unknown_type(inner.type):
             yield "environment.type", problem
+        if isinstance(inner, Actors):  # it runs in the actors of this section
+            if own_python(inner) not in (None, self.py_executable):
+                yield "environment.py_executable", "has no effect here; set it in the section of type mcp itself"
+            if inner.num_actors not in (1, self.num_actors):
+                yield "environment.num_actors", "has no effect here; set it in the section of type mcp itself"
 
 
 class EnvironmentConfig(Actors):

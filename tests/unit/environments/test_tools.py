@@ -261,6 +261,8 @@ def test_a_server_that_cannot_be_used_is_named_and_one_that_does_not_start_in_ti
 MISTAKES = """
 +env.with_tools.max_call_per_turn=2 -> the nearest valid key is env.with_tools.max_calls_per_turn
 +INNER.num_worker=2 -> the nearest valid key is env.with_tools.environment.num_workers
+~INNER & +INNER={type: 'my_envs:Chess', py_executable: [chess]} -> env.with_tools.environment.py_executable ... itself
+~INNER & +INNER={type: code_jaccard, num_actors: 4} -> env.with_tools.environment.num_actors ... itself
 INNER.type=mat -> env.with_tools.environment.type ... did you mean math
 INNER.type=[math] -> must be a valid string
 +env.with_tools.servers.sums.url=http://127.0.0.1:1 -> a server has one of both
