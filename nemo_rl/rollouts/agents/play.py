@@ -76,7 +76,7 @@ class Agents:
         """Play one episode. Cancelling it closes the session and stops the agent.
 
         Raises:
-            ValueError: the prompt has images, which agents do not get.
+            ValueError: the prompt has images, which agents do not get; the address of sessions cannot be used.
         """
         if datum.get("images"):
             raise ValueError(f"prompt {prompt.prompt_id} has images, and agents get text alone; use an environment")
@@ -88,7 +88,11 @@ class Agents:
             limits=self.settings.limits,
             roles=self._roles,
         )
-        url = await self.server.open(session)
+        try:
+            url = await self.server.open(session)
+        except OSError as error:
+            address = f"env.{self.name}.session.host={self.settings.host} and port={self.settings.port}"
+            raise ValueError(f"{address} cannot be listened on: {error}; set others, or port=0 for any free") from error
         task = AgentTask(
             base_url=f"{url}/v1",
             api_key=session.key,

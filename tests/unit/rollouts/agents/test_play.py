@@ -79,12 +79,13 @@ def play(
     roles: Any = MappingProxyType({}),
     credit: Any = "shared",
     discount: float = 1.0,
+    port: int = 0,
     **runner: Any,
 ) -> list[Sample]:
     """One episode of each agent, all at once; or one of the command or service that `runner` names."""
     limits = SessionLimits(max_calls=max_calls, max_generated_tokens=max_tokens)
     own = {"verifies": "verifier" in runner, "credit": credit, "discount": discount}
-    settings = AgentSettings(name="mine", answers=ANSWERS, limits=limits, host="127.0.0.1", port=0, **own)
+    settings = AgentSettings(name="mine", answers=ANSWERS, limits=limits, host="127.0.0.1", port=port, **own)
     [message] = get_formatted_message_log([user("1+2")], TOKENIZER, TaskDataSpec(), add_generation_prompt=True)
     runners = [AgentRunner({"run": f"{__name__}:asks_twice", **runner}) for _ in agents] or [AgentRunner(runner)]
     for own, agent in zip(runners, agents, strict=False):
@@ -340,6 +341,13 @@ def test_a_service_is_posted_its_task():
     for failed, reason in ((odd, "not points"), (refused, "409: it cannot")):
         assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
     assert [(task.episode, task.seed) for task in tasks] == [("g/0", 0)] * 3
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"env\.mine\.session\.host=127\.0\.0\.1 and port={port} cannot be"):
+            play(asks_twice, port=port)
 
 
 def test_a_session_is_closed_to_others_and_after_its_end():
