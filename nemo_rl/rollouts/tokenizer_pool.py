@@ -58,8 +58,7 @@ class TokenizerWorker:
             return [self.make(prompt) for prompt in prompts]
         found = self.cache.load(prompts)
         made = [row if row is not None else self.make(prompt) for row, prompt in zip(found, prompts, strict=True)]
-        # The cache holds tokens alone.
-        new = [i for i, row in enumerate(found) if row is None and not any(example.images for example in made[i][0])]
+        new = [i for i, row in enumerate(found) if row is None]
         if new:
             self.cache.store([prompts[i] for i in new], [made[i] for i in new])
         return made

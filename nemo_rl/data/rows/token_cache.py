@@ -1,4 +1,7 @@
-"""A cache of tokenised rows on disk, for all processes, epochs and runs. The key is the content of the row."""
+"""A cache of tokenised rows on disk, for all processes, epochs and runs. The key is the content of the row.
+
+It holds tokens alone. A row with images stays out: what it becomes depends on files and servers, too.
+"""
 
 import datetime
 import decimal
@@ -15,6 +18,7 @@ import numpy as np
 import xxhash
 from safetensors.numpy import load, save
 
+from nemo_rl.data.chat.images import has_images
 from nemo_rl.types import Example, ExampleMeta, Prompt
 from nemo_rl.utils.files import cache_root, file_lock
 
@@ -65,7 +69,7 @@ class TokenCache:
             return [None] * len(prompts)
 
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None:
-        """Store tokenised rows in one transaction. Rows without an exact JSON form are omitted."""
+        """Store tokenised rows in one transaction. Rows with images, or without an exact JSON form, are omitted."""
         if not self._stores:
             return
         keyed = [(self._key(prompt), prompt.prompt_id, row) for prompt, row in zip(prompts, made, strict=True)]
@@ -83,6 +87,8 @@ class TokenCache:
         self._connection.close()
 
     def _key(self, prompt: Prompt) -> bytes | None:
+        if has_images(prompt.row):
+            return None
         try:
             # Keys are not sorted: a template writes the description of a tool in their order.
             row = json.dumps([prompt.task_name, prompt.row], default=_exact, ensure_ascii=False)

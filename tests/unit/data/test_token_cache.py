@@ -54,6 +54,13 @@ def test_another_row_task_order_of_keys_or_maker_is_another_entry(tmp_path):
     assert TokenCache("g", tmp_path).load([prompt(0, row)]) == [None]
 
 
+def test_a_row_whose_image_could_not_be_read_is_tried_again(tmp_path):
+    shown = prompt(0, {"problem": [{"type": "image", "image": "gone.png"}]})
+    cache = TokenCache("f", tmp_path)
+    cache.store([shown], [make(shown, problem="image 'gone.png' cannot be read", problem_kind="bad_row")])
+    assert cache.load([shown]) == [None]
+
+
 @pytest.mark.parametrize(
     "damage",
     ["no database", "pages", "UPDATE rows SET value = CAST(value || 'x' AS BLOB)", "PRAGMA user_version = 7"],
