@@ -24,7 +24,7 @@ LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
 SUM = "reference_logprob_sum"  # column of one number per row, which the loss reads
 
 ReferenceSums = dict[str, tuple[float, float]]
-"""Id of the prompt -> the reference policy's logprobs of the chosen and of the rejected answer."""
+"""Id of the prompt -> the reference policy's logprobs of chosen and rejected answer; unusable rows have none."""
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -47,10 +47,21 @@ class DPOTrainer(SupervisedTrainer):
 
 
 def sums_of_plan(sums: ReferenceSums, batch: Sequence[ExampleHandle], plan: BatchPlan) -> dict[RowKey, np.ndarray]:
-    """The sums of the rows of the `plan` of `batch`, float32 [] each; 0 for the copies that fill up ranks."""
+    """The sums of the rows of the `plan` of `batch`, float32 [] each; 0 for stubs, and copies that fill up ranks.
+
+    Raises ValueError for a row that could not be used when the sums were computed, and can be now.
+    """
     found = {key: 0.0 for rank in plan.ranks for mb in rank.logprobs for s in mb for key in s.keys}
     for number, handle in enumerate(batch):
         for row in handle.rows:
+            if row.problem is not None:
+                continue
+            if row.prompt_id not in sums:
+                raise ValueError(
+                    f"row {row.prompt_id} could not be used (an image that could not be read?) when the reference "
+                    "logprobs were computed, and has none: remove reference_logprobs_*.npz from "
+                    "checkpointing.checkpoint_dir, and start the run again"
+                )
             for offset, value in enumerate(sums[row.prompt_id]):
                 found[number, row.index + offset] = value
     return {key: np.array(value, dtype=np.float32) for key, value in found.items()}
@@ -69,7 +80,8 @@ def compute_reference_sums(
         found = policy.sum_column(LOGPROBS, f"{LOGPROBS}_sum")
         for number, handle in enumerate(batch):
             for row in handle.rows:
-                sums[row.prompt_id] = (found[number, row.index], found[number, row.index + 1])
+                if row.problem is None:
+                    sums[row.prompt_id] = (found[number, row.index], found[number, row.index + 1])
     return sums
 
 

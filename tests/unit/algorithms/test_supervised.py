@@ -239,8 +239,8 @@ def test_each_pair_has_the_reference_sums_over_its_tokens_that_carry_loss(num_ra
     plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING)
     sums = compute_reference_sums(policy, filter(None, [made[:first_batch], made[first_batch:]]), plan)
     # Ids count up from 1, rejected ones from 2; the last two tokens carry loss.
-    ends = {0: (3 + 4, 6 + 7), 1: (0, 0), 2: (8 + 9, 10 + 11)}
-    assert list(sums) == [f"d:{i}" for i in range(7)]
+    ends = {0: (3 + 4, 6 + 7), 2: (8 + 9, 10 + 11)}
+    assert list(sums) == [f"d:{i}" for i in range(7) if i != 1]
     for i, want in ends.items():
         assert sums[f"d:{i}"] == pytest.approx([-end / 100 for end in want])
 
@@ -257,3 +257,6 @@ def test_the_rows_of_a_plan_get_their_own_and_copies_nothing(tmp_path):
     assert all(value.dtype == np.float32 and value.shape == () for value in found.values())
     assert (found[0, 0], found[0, 1]) == (6.0, -6.0) and (found[1, 2], found[1, 3]) == (4.0, -4.0)
     assert (found[3, 2], found[3, 3]) == (0.0, 0.0), "a copy of the shortest pair, in a group of its own"
+    del sums["d:1"], sums["d:4"]
+    with pytest.raises(ValueError, match=r"row d:4 could not be used .* start the run again"):
+        sums_of_plan(sums, made, plan)
