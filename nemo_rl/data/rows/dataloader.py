@@ -7,6 +7,7 @@ chairman assignment problem", Discrete Mathematics 32 (1980).
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from nemo_rl.data.chat.images import image_digest, read_image
 from nemo_rl.data.config import whole_weights
 from nemo_rl.data.interfaces import Row, Rows
 from nemo_rl.types import Prompt
 from nemo_rl.utils.registry import import_object
 
 MAX_HASHED_ROWS = 10_000
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in the text of an object: its place in memory
 
 
 class PromptSource(ABC):
@@ -89,8 +92,15 @@ def rows_digest(rows: Iterator[Row]) -> str:
     """A hash of the rows' content, in their order: 16 hexadecimal digits."""
     digest = xxhash.xxh64()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode())
+        digest.update(json.dumps(row, sort_keys=True, default=_text_of, ensure_ascii=False).encode())
     return digest.hexdigest()
+
+
+def _text_of(value: Any) -> str:
+    """A value that JSON lacks, as a text that is the same in every process: of an image its pixels, no address."""
+    from PIL import Image
+
+    return image_digest(read_image(value)) if isinstance(value, Image.Image) else _ADDRESS.sub("", str(value))
 
 
 @dataclass(frozen=True, kw_only=True)

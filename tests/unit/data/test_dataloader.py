@@ -9,10 +9,11 @@ import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from pydantic import ValidationError
 
 from nemo_rl.data.config import DataConfig, whole_weights
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset, prompt_loader
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset, prompt_loader, rows_digest
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.data.rows.streaming import StreamedPrompts
@@ -134,6 +135,12 @@ def test_the_next_batch_of_examples_is_begun_when_one_is_handed_out():
 
 
 # -- datasets with a length
+
+
+def test_equal_rows_have_equal_digests_wherever_they_lie_in_memory():
+    kept = [[{"image": Image.new("RGB", (4, 4), colour), "x": object()}] for colour in ("red", "red", "blue")]
+    first, same, other = map(rows_digest, map(iter, kept))
+    assert first == same != other
 
 
 def test_a_loader_of_your_own_decides_the_order_and_resumes():
