@@ -45,7 +45,7 @@ def get_formatted_message_log(
     the spans of the assistant are the contents of the blocks.
 
     Raises:
-        ValueError: if there is no message, or the template refuses the conversation or omits a role.
+        ValueError: if there is no message, or the template refuses the conversation or omits a role; see `tokenised`.
     """
     if not message_log:
         raise ValueError("a conversation without a single message")
@@ -66,9 +66,8 @@ def get_formatted_message_log(
     shown, characters = chat, []
     if images:
         chat, characters = expand(chat, images)
-    encoded = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]]
-    all_ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    token_ids, starts = tokenised(chat.text, tokenizer)
+    all_ids = torch.tensor(token_ids, dtype=torch.int64)
     placed = spans_of_images(images, characters, starts)
     formatted: LLMMessageLogType = []
     first = 0
@@ -96,6 +95,20 @@ def _filled(spec: TaskDataSpec, content: Any) -> Any:
     return [*images, {"type": "text", "text": filled}] if images else filled
 
 
+def tokenised(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens of a rendered text, and the character at which each of them begins.
+
+    Raises ValueError for half of a surrogate pair: JSON may hold one, and no tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"a text has {half!r}, half of a character such as an emoji; remove or replace it") from error
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+
+
 def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> tuple[list[int], list[int]]:
     """The tokens of `tail`, the text that follows a sampled turn, and where in `tail` each of them begins.
 
@@ -104,10 +117,9 @@ def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int |
     """
     # Tokenised after a special token, as in the conversation: some tokenizers begin a separate text with a space.
     eos = str(tokenizer.eos_token)
-    encoded = tokenizer(eos + tail, add_special_tokens=False, return_offsets_mapping=True)
-    assert encoded["input_ids"][0] == tokenizer.eos_token_id
-    token_ids: list[int] = encoded["input_ids"][1:]
-    starts = [start - len(eos) for start, _ in encoded["offset_mapping"][1:]]
+    token_ids, starts = tokenised(eos + tail, tokenizer)
+    assert token_ids[0] == tokenizer.eos_token_id
+    token_ids, starts = token_ids[1:], [start - len(eos) for start in starts[1:]]
     special = set(tokenizer.all_special_ids)
     end = next((i for i, token in enumerate(token_ids) if token in special), None)
     first = end + 1 if end is not None and token_ids[end] == last else 0

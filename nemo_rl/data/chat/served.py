@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.messages import tokens_after_turn
+from nemo_rl.data.chat.messages import tokenised, tokens_after_turn
 from nemo_rl.data.chat.template import ChatTemplate, format_chat, plain_message
 from nemo_rl.data.interfaces import from_json
 
@@ -71,8 +71,7 @@ class ServedChat:
                 rest, _ = tokens_after_turn(tail, self.tokenizer, int(known[-1]))
                 return ChatPrompt(token_ids=[*known.tolist(), *rest], retokenized=retokenized + after)
         chat = format_chat(asked, template, add_bos=False, add_eos=False, add_generation_prompt=True)
-        ids: list[int] = self.tokenizer(chat.text, add_special_tokens=False)["input_ids"]
-        return ChatPrompt(token_ids=ids, retokenized=len(answers))
+        return ChatPrompt(token_ids=tokenised(chat.text, self.tokenizer)[0], retokenized=len(answers))
 
     def remember(
         self,

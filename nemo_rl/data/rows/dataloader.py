@@ -92,7 +92,8 @@ def rows_digest(rows: Iterator[Row]) -> str:
     """A hash of the rows' content, in their order: 16 hexadecimal digits."""
     digest = xxhash.xxh64()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=_text_of, ensure_ascii=False).encode())
+        text = json.dumps(row, sort_keys=True, default=_text_of, ensure_ascii=False)
+        digest.update(text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

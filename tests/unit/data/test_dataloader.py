@@ -138,7 +138,8 @@ def test_the_next_batch_of_examples_is_begun_when_one_is_handed_out():
 
 
 def test_equal_rows_have_equal_digests_wherever_they_lie_in_memory():
-    kept = [[{"image": Image.new("RGB", (4, 4), colour), "x": object()}] for colour in ("red", "red", "blue")]
+    images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "red", "blue")]
+    kept = [[{"image": image, "x": object(), "half of an emoji": "\ud83d"}] for image in images]
     first, same, other = map(rows_digest, map(iter, kept))
     assert first == same != other
 

@@ -121,6 +121,7 @@ SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
         (PAIRS, {"chosen": "a", "rejected": "b"}, "bad_row", " has no column 'prompt'"),
         (PAIRS, {"prompt": "a", "chosen": "b"}, "bad_row", " has no column 'bad'"),
         (PAIRS, {**PAIR, "rejected": 3}, "bad_row", ": column 'bad' must hold a text or a list of"),
+        (SFT, {"messages": [USER, assistant("\ud83d")]}, "bad_row", r": a text has '\\ud83d', half of a character"),
         (SFT, {"messages": []}, "bad_row", ": column 'messages' is an empty list"),
         (SFT, {"messages": [{"content": "a"}]}, "bad_row", ": column 'messages' must hold"),
         (TOKENS, {"labels": [1]}, "bad_row", " has no column 'input_ids'"),
