@@ -329,7 +329,8 @@ def load_image_folder(cfg: TableConfig) -> Rows | StreamedTable:
             return {"messages": [{**message, "content": _inside(folder, message["content"])} for message in said]}
         names = row["images"] if row.get("images") is not None else [row["file_name"]]
         images = [str(folder / name) for name in names]
-        return {"problem": with_images(row["problem"], images), "expected_answer": str(row["answer"])}
+        asked = problem_row(row, input_key="problem", output_key="answer")
+        return {"problem": with_images(asked["problem"], images), "expected_answer": asked["expected_answer"]}
 
     return converted(load_data_path(cfg, str(folder / METADATA_FILE)), convert)
 

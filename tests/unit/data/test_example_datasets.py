@@ -1,6 +1,7 @@
 """Datasets of conversations and preferences, from rows in their real columns."""
 
 import json
+import os
 
 import pytest
 
@@ -181,6 +182,11 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
     rows, _ = load_rows(sft(dataset_name="squad", data_path=write([{**SQUAD[0], "answers": None}])))
     assert "has columns context, question, answers, which do not have the layout" in rows[0][BAD_ROW]
+    asked = {"file_name": "a.png", "problem": "a", "answer": "b"}
+    folder = os.path.dirname(write([asked, asked | {"answer": None}, asked | {"problem": None}], "metadata.jsonl"))
+    whole, *bad = rows_of(folder, dataset_name="image_folder")
+    assert whole["expected_answer"] == "b"
+    assert "nothing in column 'answer'" in bad[0][BAD_ROW] and "nothing in column 'problem'" in bad[1][BAD_ROW]
 
 
 @pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (2, "two")])
