@@ -202,6 +202,8 @@ class DataConfig(DataSection):
                 whole_weights(given)
             except ValueError as error:
                 yield "train.0.weight", str(error)
+        if given and self.custom_dataloader is not None:
+            yield "custom_dataloader", "sets with weights have an order of their own; set it to null, or weight to null"
         for index, dataset in enumerate(self.validation or []):
             if dataset.weight is not None:
                 yield f"validation.{index}.weight", "only data.train has weights; leave it out, or set repeat"

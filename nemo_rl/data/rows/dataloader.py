@@ -179,7 +179,8 @@ class PromptDataLoader(PromptSource):
         weights = [part.weight for part in dataset.parts if part.weight is not None]
         assert len(weights) in (0, len(dataset.parts)), "weights for all parts or for none"
         whole = whole_weights(weights) if weights else None
-        order = {"num_prompts": len(dataset), "weights": whole}
+        own = None if type(self) is PromptDataLoader else f"{type(self).__module__}:{type(self).__qualname__}"
+        order = {"num_prompts": len(dataset), "weights": whole, "custom_dataloader": own}
         super().__init__(num_prompts_per_step, **options, **order)
         if len(dataset) == 0:
             raise ValueError("the dataset is empty: there is no prompt in it")

@@ -157,6 +157,8 @@ def test_a_loader_of_your_own_decides_the_order_and_resumes():
     assert sorted(chain(*whole[:30])) == sorted(f"d0:{i}" for i in range(240))
     assert whole[:3] != take(fresh(seed=2), 3)
     assert_resumes(fresh, whole, 7)
+    with pytest.raises(ValueError, match=r"changed: custom_dataloader: was examples\..*:ShortFirst, now None\. "):
+        PromptDataLoader(dataset(240), 8, seed=1).load_state_dict(fresh().state_dict())
 
 
 def test_what_is_no_loader_and_an_empty_dataset_are_refused():
