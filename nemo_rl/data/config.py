@@ -411,7 +411,10 @@ class PreferenceDataConfig(ExampleSection[PreferenceDatasetConfig]):
     def validation_sets(self) -> list[tuple[str, PreferenceDatasetConfig]]:
         """The validation sets under their names, the files of `val_data_paths` last."""
         whole = {"split_validation_size": 0.0, "repeat": 1, "max_samples": None, "streaming": False}
-        of_file = {**whole, "split": None, "subset": None}
+        of_file: dict[str, Any] = {**whole, "split": None, "subset": None}
+        name = self.train[0].dataset_name
+        if name is not None and ":" not in name and ("/" in name or Path(name).suffix in FILE_SUFFIXES):
+            of_file["dataset_name"] = None  # the training data's own path
         files = [
             (name, self.train[0].model_copy(update={**of_file, "name": name, "data_path": path}))
             for name, path in self.val_data_paths.items()

@@ -57,7 +57,8 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
 def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
-    Raises ValueError for a name that is neither registered, nor an import path, a file or a Hugging Face path.
+    Raises ValueError for a name that is neither registered, nor an import path, a file or a Hugging Face path; for a
+    path beside `data_path`.
     """
     name = cfg.dataset_name
     known = DATASET_REGISTRY if name is None or name in DATASET_REGISTRY else known_datasets()
@@ -67,6 +68,11 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
     if ":" in factory:
         return import_object(factory, "dataset_name")
     if "/" in factory or is_local(factory):
+        if cfg.data_path is not None:
+            raise ValueError(
+                f"dataset_name={factory!r} is a path itself, and data_path={cfg.data_path!r} is another: set one of "
+                "them to null"
+            )
         load_file = import_object(_LOAD_FILE, "dataset_name")
         return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
     raise ValueError(

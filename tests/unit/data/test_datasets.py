@@ -83,6 +83,7 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(write):
         ({"input_key": "input"}, r"no column 'input' \(input_key\); its .* are: question, solution"),
         ({"dataset_name": "json:nothing"}, "has no 'nothing'"),
         ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, "takes no kwargs"),
+        ({"dataset_name": "o/set"}, r"dataset_name='o/set' is a path itself, and data_path='.*' is another"),
         ({"split_validation_size": 20}, "of 20 rows leaves 20 for validation and 0"),
         ({"split_validation_size": 0.01}, "leaves 0 for validation"),
         ({"split_validation_size": 1.5}, "a fraction below 1, or a whole number of rows"),

@@ -65,6 +65,9 @@ def test_val_data_paths_are_read_like_the_training_data():
     paths = {name: dataset.data_path for name, dataset in sets}
     assert paths == {"default": "z.jsonl", "x": "x.jsonl", "y": "y.jsonl"} and list(paths) == ["default", "x", "y"]
     assert (sets[1][1].chosen_key, sets[1][1].repeat, sets[1][1].max_samples) == ("good", 1, None)
+    assert sets[1][1].dataset_name == "BinaryPreferenceDataset"
+    [(_, dataset)] = dpo(train={"dataset_name": "a.jsonl"}, val_data_paths={"x": "x.jsonl"}).data.validation_sets
+    assert (dataset.dataset_name, dataset.data_path) == (None, "x.jsonl"), "not the rows of a.jsonl"
 
 
 @pytest.mark.parametrize(
