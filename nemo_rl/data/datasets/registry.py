@@ -99,17 +99,22 @@ def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
 
     Raises ValueError or FileNotFoundError for anything wrong with the dataset; see the factories.
     """
-    rows = all_rows(cfg)
-    if cfg.dataset_name in GENERATED and cfg.split_validation_size > 0:
-        # Not a share of the rows but the validation split, each problem once.
-        kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
-        return rows, all_rows(cfg.model_copy(update={"split": "validation", "kwargs": kwargs, "max_samples": None}))
+    rows, share = all_rows(cfg), cfg.split_validation_size
     label = dataset_label(cfg)
+    if cfg.dataset_name in GENERATED and share > 0:
+        if cfg.split not in (None, "train"):
+            raise ValueError(
+                f"dataset {label!r}: split_validation_size sets its split validation aside, which split={cfg.split} "
+                "trains on; set split=train, or name the rows to validate on in data.validation"
+            )
+        # Not a share of the rows but the validation split, each problem once; of a number, at most so many.
+        kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
+        held_out = {"split": "validation", "kwargs": kwargs, "max_samples": int(share) or None}
+        return rows, all_rows(cfg.model_copy(update=held_out))
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to train on")
-    if cfg.split_validation_size == 0:
+    if share == 0:
         return rows, None
-    share = cfg.split_validation_size
     num_validation = round(len(rows) * share) if share < 1 else int(share)
     if not 0 < num_validation < len(rows):
         raise ValueError(

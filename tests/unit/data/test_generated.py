@@ -42,6 +42,14 @@ def test_wrong_options_are_named(name, keys, message):
         rows_of(name, **keys)
 
 
+def test_the_validation_split_is_set_aside_whole_or_in_part_and_never_trained_on():
+    section = {"dataset_name": "lookup", "processor": "default", "env_name": "math"}
+    whole, some = (load_rows(DatasetConfig(**section, split_validation_size=size))[1] for size in (0.1, 3))
+    assert len(whole) > 3 and list(some) == list(whole)[:3]
+    with pytest.raises(ValueError, match="which split=all trains on; set split=train"):
+        load_rows(DatasetConfig(**section, split_validation_size=0.1, split="all"))
+
+
 def test_pairs_have_the_right_answer_and_a_mistake():
     section = {"dataset_name": "arithmetic_preference", "processor": "preference_processor"}
     options = {"num_samples": 400, "margins": True}
