@@ -160,7 +160,13 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     """Weights & Biases. A step that runs again after a resume keeps its first values there."""
 
-    failures = ("wandb.errors:CommError", "builtins:TimeoutError")
+    # CommError is of the server; with the others the package's own process on this machine has died.
+    failures = (
+        "wandb.errors:CommError",
+        "builtins:OSError",
+        "wandb.sdk.mailbox:MailboxClosedError",
+        "wandb.sdk.mailbox:HandleAbandonedError",
+    )
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import wandb

@@ -6,12 +6,15 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
@@ -191,6 +194,20 @@ def test_wandb_offline_resumes_by_its_id(tmp_path):
     files = sorted(tmp_path.glob(f"exp_00?/wandb/offline-run-*/run-{run_id}.wandb"))
     assert [exit_status(file) for file in files] == [0, 1]
     assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
+
+
+def test_a_process_of_wandb_that_dies_stops_no_run(tmp_path, caplog):
+    logger = Logger(LoggerConfig(wandb_enabled=True, wandb=WandbConfig(mode="offline")), tmp_path)
+    [core] = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    core.kill()
+    core.wait()
+    logger.log_metrics({"loss": 1.0}, 1, "train")
+    logger.finish_step(1)
+    logger.close()
+    with suppress(OSError):
+        wandb.teardown()  # a later test starts another
+    [message] = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
+    assert message.startswith("wandb does not answer, and the run goes on without it; metrics.jsonl has every metric")
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb", pytest.param("swanlab", marks=pytest.mark.slow)])  # it tries 20 s
