@@ -141,9 +141,11 @@ def _share(samples: Sequence[PlannedSample], num_ranks: int, batching: Batching)
     rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
     # As many bins on each rank, and a multiple that pipeline schedules take.
     multiple = num_ranks * batching.micro_batch_multiple
-    units = _units(samples, rule, batching, at_least=multiple)
-    tokens = [_tokens(unit, rule, batching) for unit in units]
-    bins = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=multiple).pack(tokens)
+    units, tokens, bins = _pack(samples, rule, batching)
+    if round_up(len(bins), multiple) > len(units):
+        # Samples are such a multiple, units need not be.
+        units, tokens, bins = _pack(samples, rule, batching, at_least=len(samples))
+    bins = split_fullest(bins, tokens, round_up(len(bins), multiple))
     pieces = _even_out(units, tokens, bins, rule, batching, group=num_ranks)
     parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
     return [[pieces[k] for k in part] for part in parts]
@@ -189,20 +191,27 @@ def _fill_packed(shares: list[list[MicroBatch]], rule: PackedTokens, batching: B
     """
     num_pieces = len(shares[0])
     ranks = [
-        _units([sample for piece in share for sample in piece], rule, batching, at_least=num_pieces) for share in shares
+        _pack([sample for piece in share for sample in piece], rule, batching, at_least=num_pieces) for share in shares
     ]
-    tokens = [[_tokens(unit, rule, batching) for unit in mine] for mine in ranks]
-    bins = [get_packer(rule.algorithm, rule.tokens).pack(of_units) for of_units in tokens]
     # The rank that needs most bins decides, because every rank must run as many.
-    count = min(round_up(max(map(len, bins)), batching.micro_batch_multiple), num_pieces)
+    count = min(round_up(max(len(bins) for _, _, bins in ranks), batching.micro_batch_multiple), num_pieces)
     filled = []
-    for mine, of_units, own_bins, share in zip(ranks, tokens, bins, shares, strict=True):
+    for (units, tokens, bins), share in zip(ranks, shares, strict=True):
         micro_batches = share
         if count < num_pieces:
-            micro_batches = _even_out(mine, of_units, split_fullest(own_bins, of_units, count), rule, batching)
+            micro_batches = _even_out(units, tokens, split_fullest(bins, tokens, count), rule, batching)
         # Costliest first: ranks meet at micro-batches of similar work, and memory runs out at the first one or never.
         filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
     return filled
+
+
+def _pack(
+    samples: Sequence[PlannedSample], rule: PackedTokens, batching: Batching, *, at_least: int = 0
+) -> tuple[list[MicroBatch], list[int], Bins]:
+    """At least `at_least` units, the tokens of each, and the units of each bin."""
+    units = _units(samples, rule, batching, at_least=at_least)
+    tokens = [_tokens(unit, rule, batching) for unit in units]
+    return units, tokens, get_packer(rule.algorithm, rule.tokens).pack(tokens)
 
 
 def _units(

@@ -207,6 +207,10 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
     # With room to spare the micro-batches are even, not the first full and the last empty.
     plan = plan_of(lengths, packed(300, 300), num_ranks=2, global_batch_size=16)
     assert [sorted(map(sum, lengths_of(rank.train[0]))) for rank in plan.ranks] == [[200, 200], [200, 200]]
+    # The two answers that share a prompt would be joined: three units, each of which fills a micro-batch of its own.
+    sharing = replace(packed(100, 100), shares_prompts=True)
+    plan = plan_of([99, 99, 6, 5], sharing, 2, num_ranks=2, global_batch_size=4)
+    assert [sorted(lengths_of(rank.train[0])) for rank in plan.ranks] == [[[6], [99]], [[5], [99]]]
     with pytest.raises(ValueError, match=r"a sample of 99 tokens.*sequence_packing\.logprob_mb_tokens.* 100"):
         plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
 
