@@ -139,7 +139,13 @@ class GRPOConfig(ScoredRolloutConfig):
         ),
         "num_generations_per_prompt < 2 and adv_estimator.name=grpo requires "
         "adv_estimator.use_leave_one_out_baseline": (
-            "a group of 1 has no advantage; set 2 or more, or {section}.adv_estimator.name=reinforce_plus_plus"
+            "a group of 1 has no advantage; set 2 or more, or {section}.adv_estimator.name=reinforce_plus_plus and "
+            "{section}.adv_estimator.minus_baseline=false"
+        ),
+        "num_generations_per_prompt < 2 and adv_estimator.name=reinforce_plus_plus excludes "
+        "adv_estimator.minus_baseline": (
+            "a reward minus the mean of a group of 1 is 0; set 2 or more, or "
+            "{section}.adv_estimator.minus_baseline=false"
         ),
         "use_dynamic_sampling excludes num_generations_per_prompt < 2": (
             "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"

@@ -18,8 +18,9 @@ policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true & loss_fn
     & grpo.skip_reference_policy_logprobs_calculation=true & grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true
     & checkpointing.metric_name=train:filtered_reward & +policy.draft.enabled=true & EAGLE3}
     & +env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
-    & checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2 & EAGLE3, model: a}
+grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
+    & grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false} & EAGLE3, model: a}
+    & checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2
     & policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens: 511}
     & policy.max_total_sequence_length=511 -> fine
 checkpointing.metric_name=val:pass_at_4 & grpo.val_num_generations_per_prompt=6 & grpo.val_period=4
@@ -61,6 +62,8 @@ grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
     -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use_leave_one_out_baseline=false
     -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
+grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
+    -> grpo.num_generations_per_prompt ... set 2 or more, or grpo.adv_estimator.minus_baseline=false
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
