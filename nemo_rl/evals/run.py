@@ -118,15 +118,20 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     sampling = vars(sampling_params(config.generation, model.tokenizer))
     # The order of the keys is part of the folder's name.
     order = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
+    engine, decisive = config.generation.vllm_cfg, {"kv_cache_dtype"}
+    if any(config.env[name].type == "agent" for name in data.environments):
+        decisive.add("http_server_serving_chat_kwargs")
     identity = {
         **model.identity,
         **data.identity(config),
         "eval": {key: vars(config.eval)[key] for key in ("seed", "num_tests_per_prompt", "max_rollout_turns")},
         "generation": {
             **{key: sampling[key] for key in order},
-            "max_model_len": config.generation.vllm_cfg.max_model_len,
-            "precision": config.generation.vllm_cfg.precision,
+            "max_model_len": engine.max_model_len,
+            "precision": engine.precision,
             "vllm_kwargs": config.generation.vllm_kwargs,
+            # Defaults are not part of the folder's name.
+            **engine.model_dump(include=decisive, exclude_defaults=True),
         },
     }
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in (config.generation.model_name, *data.tasks)]

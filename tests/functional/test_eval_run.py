@@ -126,9 +126,15 @@ def test_a_folder_of_another_evaluation(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     identity = json.dumps(prepare(load("eval.save_path=mine")).identity)
     (tmp_path / "mine" / "identity.json").write_text(identity)
-    said = told(capsys, "eval.save_path=mine", "eval.seed=7", "generation.temperature=0.5")
+    on_gpus = ("cluster.gpus_per_node=1", "generation.vllm_cfg.kv_cache_dtype=fp8")
+    said = told(capsys, "eval.save_path=mine", "eval.seed=7", "generation.temperature=0.5", *on_gpus)
+    assert "generation.kv_cache_dtype: the folder has" in said
     assert "eval.seed: the folder has 42, this run 7" in said
     assert "generation.temperature: the folder has 1.0, this run 0.5" in said
+    chat = "generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools=false"
+    assert json.dumps(prepare(load(chat)).identity) == identity
+    agent = prepare(load(chat, "+env.it={type: agent, run: 'json:loads'}", "data.env_name=it")).identity["generation"]
+    assert agent["http_server_serving_chat_kwargs"] == {"enable_auto_tools": False}
     assert "num_tests_per_prompt" not in said and (tmp_path / "mine" / "identity.json").read_text() == identity
 
 
