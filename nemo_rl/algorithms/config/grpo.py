@@ -9,6 +9,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
 from nemo_rl.config.rules import Derived, StrictModel
+from nemo_rl.environments.config import AgentEnvironmentConfig
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -131,6 +132,9 @@ class GRPOConfig(ScoredRolloutConfig):
     rules: ClassVar = {
         "adv_estimator.name=gdpo excludes num_generations_per_prompt < 2": (
             "a group of 1 has no advantage; set num_generations_per_prompt=2 or more"
+        ),
+        "reward_shaping.enabled excludes adv_estimator.name=gdpo": (
+            "gdpo takes each of several rewards, and shaping changes their sum; set it to false"
         ),
         "num_generations_per_prompt < 2 and adv_estimator.name=grpo excludes "
         "adv_estimator.use_leave_one_out_baseline": (
@@ -308,3 +312,11 @@ class GRPOMasterConfig(RolloutMasterConfig):
                 f"needs exactly one optimizer step per RL step; set policy.train_global_batch_size={samples} "
                 "(num_prompts_per_step x num_generations_per_prompt)",
             )
+        for name in dict.fromkeys(dataset.env_name for dataset in self.data.train):
+            agent = self.env.get(name)
+            if self.grpo.reward_shaping.enabled and isinstance(agent, AgentEnvironmentConfig) and agent.rewards_rows:
+                yield (
+                    "grpo.reward_shaping.enabled",
+                    f"shapes the reward of a whole episode, and each row of env.{name} has its own (credit: branch, or "
+                    "roles); set it to false",
+                )

@@ -92,7 +92,7 @@ def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> li
 
 
 def _own_rewards(handle: GroupHandle, cfg: ScoredRolloutConfig) -> list[list[float]] | None:
-    """Scaled, not shaped: shaping is about the length of a whole sample. None if the samples share their rewards."""
+    """Scaled; the configuration refuses to shape them. None if the rows of each sample share its reward."""
     if not any(row.own_reward is not None for row in handle.rows):
         return None
     return [
@@ -123,7 +123,8 @@ def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) ->
     if cfg.stop_properly_penalty_coef is not None:
         # A factor keeps the order of truncated samples, and leaves a reward of 0 as it is.
         return reward * cfg.stop_properly_penalty_coef if sample.status is SampleStatus.TRUNCATED else reward
-    excess = sample.num_generated_tokens - (cfg.max_response_length - cfg.overlong_buffer_length)
+    num_tokens = sum(row.num_generated_tokens for row in sample.rows)
+    excess = num_tokens - (cfg.max_response_length - cfg.overlong_buffer_length)
     fraction = min(max(excess / cfg.overlong_buffer_length, 0.0), 1.0)
     return reward - fraction * cfg.overlong_buffer_penalty
 

@@ -94,6 +94,11 @@ class AgentEnvironmentConfig(ActorsConfig):
         "discount: discount != 1 requires credit=discounted": "no effect with {credit}; set credit=discounted",
     }
 
+    @property
+    def rewards_rows(self) -> bool:
+        """Whether each row of an episode has a reward of its own."""
+        return self.credit == "branch" or bool(self.roles)
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         ways = {"run": self.run, "command": self.command, "url": self.url}
         given = [name for name, value in ways.items() if value is not None]

@@ -46,13 +46,16 @@ def test_the_penalty_of_dapo_grows_with_length_and_that_for_no_end_replaces_it()
     cfg = shaping(overlong_buffer_length=20, overlong_buffer_penalty=0.5, max_response_length=100)
     shaped = [shape_reward(1.0, sample(1.0, generated=number), cfg) for number in (80, 90, 150)]
     assert shaped == pytest.approx([1.0, 0.75, 0.5])
+    episode = sample(1.0, generated=30)
+    episode.branches = [sample(generated=60)]
+    assert shape_reward(1.0, episode, cfg) == pytest.approx(0.75), "all rows of an agent's episode count"
     cfg = shaping(max_response_length=5, overlong_buffer_length=5, stop_properly_penalty_coef=0.25)
     assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 0.5
     assert shape_reward(2.0, sample(2.0), cfg) == 2.0
 
 
 def test_branches_with_rewards_of_their_own_are_compared_one_by_one():
-    """They are scaled, not shaped, and a failed episode's are left out. A branch without one shares the episode's."""
+    """They are scaled, and a failed episode's are left out. A branch without one shares the episode's."""
     scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 10.0}
     cfg = grpo(reward_scaling=scaling)
     branched, failed = sample(1.0, generated=10), sample(0.0, SampleStatus.FAILED)

@@ -64,6 +64,11 @@ grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use
     -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
 grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
     -> grpo.num_generations_per_prompt ... set 2 or more, or grpo.adv_estimator.minus_baseline=false
+grpo.reward_shaping.enabled=true & grpo.adv_estimator.name=gdpo
+    -> grpo.reward_shaping.enabled ... gdpo takes each of several rewards
+grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: agent, run: 'json:loads', credit: branch}
+    -> grpo.reward_shaping.enabled ... each row of env.it has its own
+grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: agent, run: 'json:loads'} -> fine
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
