@@ -1,5 +1,6 @@
 """Configuration that every run has: its machines, logs and checkpoints."""
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -250,6 +251,22 @@ def logged_metric(name: str) -> str:
     if prefix not in ("val", "train") or not metric:
         raise ValueError(f'must be "val:<metric>", "train:<metric>" or null, e.g. "val:accuracy" (got {name!r})')
     return f"{'validation' if prefix == 'val' else 'train'}/{metric}"
+
+
+def chosen_metric(key: str, name: str, metrics: Mapping[str, float], known: Collection[str]) -> float | None:
+    """The metric `name` that the setting `key` chooses; None if `metrics` lack it this time.
+
+    `metrics` and `known` are by logged name. `known` metrics follow from the configuration, and not every step has
+    them. Others come from environments: if its environment reports others, ValueError names them.
+    """
+    logged = logged_metric(name)
+    if logged in metrics:
+        return metrics[logged]
+    owner = "/".join(logged.split("/")[:-1][:2]) + "/"  # train/<environment>/
+    others = sorted(other for other in metrics.keys() - known if other.startswith(owner))
+    if logged not in known and others:
+        raise ValueError(f'{key} is "{name}" and no metric is called {logged}; there are: {", ".join(others)}')
+    return None
 
 
 class CheckpointingConfig(StrictModel):

@@ -119,6 +119,13 @@ class RunConfig(StrictModel):
         """Names that validations report under `validation/`."""
 
     @property
+    def known_metrics(self) -> frozenset[str]:
+        """The names of both as they are logged."""
+        return frozenset(
+            {f"train/{name}" for name in self.train_metrics} | {f"validation/{name}" for name in self.val_metrics}
+        )
+
+    @property
     def training_cluster(self) -> ClusterConfig:
         """The machines that train."""
         return self.cluster

@@ -90,6 +90,7 @@ def launch(
                 checkpointing=saves,
                 resolved_config_yaml=dump_config(config),
                 identity=inputs.identity,
+                known_metrics=config.known_metrics,
                 profile=config.performance.profile,
                 monitor=monitor,
                 alarms=LearningAlarms(config.logger.alarms),

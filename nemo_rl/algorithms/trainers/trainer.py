@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from nemo_rl.types import LossFunction, TrainResult, reduce_steps
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
-from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig
+from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig, chosen_metric
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.registry import import_object
@@ -70,6 +70,7 @@ class RunTools:
     checkpointing: CheckpointingConfig
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
+    known_metrics: Collection[str] = frozenset()  # logged names that follow from the configuration
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     monitor: Any = None  # a `distributed.meters.UsageMonitor`, if the run has one
     recorder: RunRecorder | None = None
@@ -117,7 +118,9 @@ class Trainer(ABC):
         self.timer = Timer()
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
         self.validated_at = -1  # step after which the last validation ran
-        self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
+        self.checkpointer: CheckpointManager | None = None
+        if tools.checkpointing.enabled:
+            self.checkpointer = CheckpointManager(tools.checkpointing, known_metrics=tools.known_metrics)
         self.pending_save: PendingSave | None = None
         self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
@@ -225,14 +228,18 @@ class Trainer(ABC):
             metrics = self.validate()
         self.record("validation", metrics)
         self.validated_at = self.state.total_steps
-        self._update_early_stopping(metrics)
+        self._update_early_stopping()
         self.record("timing/validation", {"total_validation_time": self.timer.get_elapsed("validation")[-1]})
 
-    def _update_early_stopping(self, metrics: Mapping[str, float]) -> None:
+    def _update_early_stopping(self) -> None:
         settings, state = self.loop.early_stopping, self.state
         if settings.metric_name is None:
             return
-        value = metrics[settings.metric_name.removeprefix("val:")]
+        key = settings.key("metric_name")
+        value = chosen_metric(key, settings.metric_name, self.metrics, self.tools.known_metrics)
+        if value is None:
+            self.tools.console.warn(f"this validation has no {settings.metric_name}: it counts as no better")
+            value = math.nan
         sign, best = (1.0 if settings.higher_is_better else -1.0), state.best_validation
         if not math.isnan(value) and (best is None or sign * (value - best) > settings.min_delta):
             state.best_validation, state.validations_without_best = value, 0

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import yaml
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_sizes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
-from nemo_rl.utils.config import CheckpointingConfig, logged_metric
+from nemo_rl.utils.config import CheckpointingConfig, chosen_metric, logged_metric
 from nemo_rl.utils.files import is_disk_full, remove_tree, size_text, try_lock
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,15 @@ class CheckpointManager:
     """Saves, finds and removes the checkpoints of one run under `cfg.checkpoint_dir`.
 
     Construction repairs what a dead run left unfinished: its `tmp_step_*` are removed, and a checkpoint that was being
-    replaced comes back. `free_bytes` returns the space left on the disk of a path.
+    replaced comes back. `free_bytes` returns the space left on the disk of a path. `chosen_metric` says
+    what `known_metrics` are.
     """
 
     def __init__(
         self,
         cfg: CheckpointingConfig | Mapping[str, Any],
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+        known_metrics: Collection[str] = frozenset(),
     ) -> None:
         if not isinstance(cfg, CheckpointingConfig):
             from nemo_rl.config.loader import build_section  # Hydra, which workers do not need
@@ -73,6 +75,7 @@ class CheckpointManager:
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
         self._free_bytes = free_bytes
+        self._known_metrics = known_metrics
         self._damaged_steps: set[int] = set()  # kept on disk for inspection, otherwise ignored
         self._tmp_lock_fds: dict[Path, int] = {}
         if self.checkpoint_dir.is_dir():
@@ -272,17 +275,12 @@ class CheckpointManager:
         return value if self.higher_is_better else -value
 
     def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
-        """ValueError if `metric_name` is missing among others of its prefix (validation may not run at a step)."""
-        name = self._logged_metric
-        if name is None or name in metrics:
+        """ValueError if nothing reports `metric_name`; a warning if this step does not (see `chosen_metric`)."""
+        name = self.metric_name
+        if name is None:
             return
-        prefix = name.partition("/")[0] + "/"
-        if others := sorted(other for other in metrics if other.startswith(prefix)):
-            raise ValueError(
-                f'checkpointing.metric_name is "{self.metric_name}" and no metric is called {name}; there are: '
-                + ", ".join(others)
-            )
-        logger.warning("no %s metrics at this step: its checkpoint counts as the worst by %s", prefix, self.metric_name)
+        if chosen_metric("checkpointing.metric_name", name, metrics, self._known_metrics) is None:
+            logger.warning("this step has no %s: its checkpoint counts as the worst", name)
 
     def _disk_full_text(self, step: int, what: str) -> str:
         latest = self.get_latest_checkpoint_path()

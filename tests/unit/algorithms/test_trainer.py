@@ -55,7 +55,8 @@ class FakeTrainer(Trainer):
         self.position.taken += 1
 
     def validate(self) -> dict[str, float]:
-        return {"val_loss": self.values[self.state.total_steps]}
+        value = self.values[self.state.total_steps]
+        return {} if value is None else {"val_loss": value}
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -270,6 +271,7 @@ def stopping(folder: Path, values: list[float], *, val_at_start: bool = False, *
         ([5, 6, 7, 1], {"patience": 2, "threshold": 6}, 1),
         ([math.nan, math.nan, 1, 2], {"patience": 2}, 2),
         ([math.nan, 3, 2, 1], {"patience": 2}, 4),
+        ([3, None, 2, None, None, 1], {"patience": 2}, 5),
         ([9, 9, 9, 9], {"metric_name": None, "patience": 1}, 4),
     ],
 )
@@ -278,6 +280,11 @@ def test_steps_until_the_run_ends(tmp_path, values, rule, taken):
     trainer.train()
     assert trainer.state.total_steps == taken
     assert ("is good enough or gets no better" in trainer.text.getvalue()) == trainer.state.stopped_early
+
+
+def test_a_metric_that_no_validation_has_ends_the_run_with_those_that_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r'metric_name is "val:val_los" and no .*; there are: validation/val_loss'):
+        stopping(tmp_path, [1.0, 2.0], metric_name="val:val_los").train()
 
 
 def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):

@@ -95,6 +95,19 @@ def test_the_best_and_the_latest_are_kept(tmp_path, caplog, higher_is_better, ac
     assert ("counts as the worst" in caplog.text) == (None in accuracies)
 
 
+@pytest.mark.parametrize("name", ["train:loss", "train:sums/reward", "train:code/passed", "train:math/acuracy"])
+def test_a_step_may_lack_the_metric_that_ranks_unless_its_environment_reports_others(tmp_path, caplog, name):
+    known = {"train/loss", "train/sums/reward", "train/sums/num_samples"}
+    manager = CheckpointManager({"checkpoint_dir": str(tmp_path), "metric_name": name}, known_metrics=known)
+    logged = {"train__reward": 1.0, "train__sums__num_samples": 0.0, "train__math__accuracy": 1.0}
+    if name != "train:math/acuracy":
+        save(manager, 1, **logged)
+        assert f"no {name}: its checkpoint counts as the worst" in caplog.text
+        return
+    with pytest.raises(ValueError, match=r'metric_name is "train:math/acuracy".*; there are: train/math/accuracy$'):
+        save(manager, 1, **logged)
+
+
 def test_checkpoints_that_others_made_are_ranked_and_said_to_be_foreign(tmp_path):
     manager = manager_in(tmp_path, metric_name="val:accuracy")
     for step, accuracy in [(10, None), (20, 0.9), (30, 0.5)]:
