@@ -305,6 +305,7 @@ class RolloutTrainer(Trainer):
         is_new, self.disagrees = is_high and not self.disagrees, is_high
         if not alarms.enabled or not is_new or self.generation is None:
             return
+        self._write_samples()  # an investigation loads other rows
         with self.phase("investigation"):
             import_object(INVESTIGATE, "investigation")(self, groups)
 

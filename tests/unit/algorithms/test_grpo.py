@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
+from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SampleStatus
+from nemo_rl.utils.config import ReportConfig
 from tests.fakes import FakePolicy, FakeRollouts, handle, result, sample, sample_meta
 from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
 from tests.unit.config.run_configs import build
@@ -120,16 +123,38 @@ def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_pat
     assert len({request.group_id for request in validation}) == 8
 
 
+class Silent(FakePolicy):
+    """Its rows have no tokens."""
+
+    def inspect(self, function: Any, *args: Any) -> list[Any]:
+        return [[]]
+
+    def write_samples(self, step: int) -> None:
+        self.note("write")
+
+    def samples_written(self) -> list[str]:
+        return []
+
+
+def test_the_samples_of_a_step_are_written_before_an_investigation_loads_others(tmp_path):
+    config, policy = build(*small(tmp_path, "grpo")), Silent()
+    policy.results[0].metrics["token_mult_prob_error"] = 9.0
+
+    def make(tools: Any, parts: Any) -> GRPOTrainer:
+        tools.recorder = RunRecorder(ReportConfig(), tmp_path, tools.console)
+        parts = replace(parts, policy=policy, generation=SimpleNamespace(abandon_requests=None))
+        return GRPOTrainer(config, tools, parts)
+
+    FakeRun(tmp_path, config, make).trainer.step()
+    assert policy.calls[-3:] == ["train", "write", "disagreement"]
+
+
 def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
     class Branching(FakeRollouts):
         def _group(self, request):
             group = super()._group(request)
             group.samples[0].branches = [sample_meta("branch", 1.0)]
             return group
-
-    class Silent(FakePolicy):
-        def inspect(self, function: Any, *args: Any) -> list[Any]:
-            return [[]]
 
     config, policy = build(*small(tmp_path, "grpo")), Silent()
 

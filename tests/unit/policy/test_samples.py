@@ -65,7 +65,9 @@ def write(
     """One sample of a group, by a writer of its own if none is given; what went wrong, if anything did."""
     group, by = group or rollout_group(), by or writer(run)
     by.begin([key], {key[0]: group})
-    return by.write(step, {key: row_of(group.rows[key[1]], **columns)})
+    problem = by.write(step, {key: row_of(group.rows[key[1]], **columns)})
+    assert by.write(step, {}) is None, "each sample once"
+    return problem
 
 
 def written(run: Path) -> list[dict[str, Any]]:

@@ -99,8 +99,12 @@ class SampleWriter:
             }
 
     def write(self, step: int, rows: Mapping[RowKey, Row]) -> str | None:
-        """Write the remembered samples, whose tokens and columns are in `rows`. Returns why it cannot be done."""
-        if not self._about:
+        """Write the remembered samples, whose tokens and columns are in `rows`, once.
+
+        Returns why it cannot be done.
+        """
+        remembered, self._about = self._about, {}
+        if not remembered:
             return None
         folder = self._settings.folder
         if not folder.parent.is_dir():
@@ -110,7 +114,7 @@ class SampleWriter:
             if self._block is None or sum(map(len, self._lines)) > self._settings.block_bytes:
                 self._block, self._lines = _unused(folder / f"{self._name}_{step:06d}.js"), []
             summaries = []
-            for key, about in self._about.items():
+            for key, about in remembered.items():
                 sample = self._sample(step, about, rows[key])
                 self._lines.append(f"{SAMPLE_CALL}({script_json(sample)});\n")
                 summaries.append(_summary(sample, self._block.name))
