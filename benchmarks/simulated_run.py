@@ -142,7 +142,7 @@ class SimulatedPolicy:
     def write_samples(self, step: int) -> list[str]:
         return []
 
-    def train(self, loss_fn: Any, task: Any) -> TrainResult:
+    def train(self, loss_fn: Any, task: Any, is_last_pass: bool = True) -> TrainResult:
         self.group.call_all("train")
         metrics = {"loss": 0.0, "global_valid_toks": 1.0}
         return TrainResult(losses=[0.0], grad_norms=[0.0], learning_rates=[0.0], metrics=metrics)

@@ -128,8 +128,8 @@ class FakePolicy:
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         self.note("token_advantages")
 
-    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        self.note("train")
+    def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
+        self.note("train" if is_last_pass else "pass")
         if self.on_wait is not None:
             self.on_wait()
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]

@@ -295,8 +295,8 @@ class Trainer(ABC):
         `policy.nonfinite_action` says.
         """
         results = []
-        for _ in range(num_passes):
-            results.append(policy.train(loss_fn, task))
+        for number in range(1, num_passes + 1):
+            results.append(policy.train(loss_fn, task, is_last_pass=number == num_passes))
             if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
                 break
         result, is_first = merge_results(results), policy is self.policies[0]

@@ -208,9 +208,12 @@ class Policy:
         """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
         return self._call("evaluate", loss_fn, task)[0]
 
-    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
-        results = self._call("train", loss_fn, task)
+    def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
+        """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator.
+
+        `is_last_pass`: of the training step over the plan.
+        """
+        results = self._call("train", loss_fn, task, is_last_pass)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first

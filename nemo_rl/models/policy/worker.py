@@ -280,8 +280,11 @@ class PolicyWorker(ABC):
 
     # -- training
 
-    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        """Take the optimizer steps of the loaded plan, in order. The loss gets the output of `task` for each token."""
+    def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
+        """Take the optimizer steps of the loaded plan, in order. The loss gets the output of `task` for each token.
+
+        `is_last_pass`: of the training step, which may have several over one plan.
+        """
         result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
         steps = []
         for micro_batches in self.plan.train:
@@ -289,7 +292,7 @@ class PolicyWorker(ABC):
             # This count is equal on all ranks, unlike the list of nonfinite samples.
             if result.num_skipped_steps and self.config.nonfinite_action == "stop":
                 break
-        if self.config.scheduler_step_per == "train_call":
+        if is_last_pass and self.config.scheduler_step_per == "train_call":
             self._step_scheduler()
         result.metrics = reduce_steps(steps)
         return result

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.batch.samples import SampleSettings
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -139,6 +139,19 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_its_samples(qwen: P
     assert 0 < len(guilty) < 16
     assert {name for result in results for name in result.nonfinite_samples} == guilty
     assert [result.num_skipped_steps for result in results] == [1, 1]
+
+
+def test_a_scheduler_of_training_steps_waits_for_the_last_pass(qwen: Path) -> None:
+    schedule = [SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.5})]
+    how = {"scheduler_step_per": "train_call", "train_global_batch_size": 16, "scheduler": schedule}
+
+    def rank_main(rank: int, world: int) -> list[float]:
+        worker = steps.make_worker(qwen, steps.policy_config(**how))
+        steps.load_step(worker)
+        passes = [worker.train(ClippedPGLoss(steps.LOSS), Logprobs(), is_last) for is_last in (False, True, True)]
+        return [result.learning_rates[0] / passes[0].learning_rates[0] for result in passes]
+
+    assert run_world(rank_main, 1)[0] == pytest.approx([1.0, 1.0, 1.2])
 
 
 def test_samples_whose_logprobs_disagree_are_masked_and_counted(qwen: Path) -> None:

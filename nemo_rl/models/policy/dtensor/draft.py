@@ -457,8 +457,8 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
         super().__init__(config, settings)
         self.draft = DraftTrainer(self)
 
-    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        return super().train(loss_fn, LearningTask(task, self.draft))
+    def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
+        return super().train(loss_fn, LearningTask(task, self.draft), is_last_pass)
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:

@@ -145,8 +145,8 @@ class MegatronPolicyWorker(PolicyWorker):
 
     # -- optimizer steps
 
-    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        result = super().train(loss_fn, task)
+    def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
+        result = super().train(loss_fn, task, is_last_pass)
         self.runner.gather_parameters()  # refits and checkpoints read all of them
         return result
 
