@@ -144,7 +144,12 @@ class PolicyWorker(ABC):
         """Read the saved `_state` of any layout."""
 
     def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
-        """The images of a micro-batch; None for a model of text."""
+        """The images of a micro-batch; None for a model of text, which refuses rows with images."""
+        if any(row.images for row in rows):
+            raise ValueError(
+                f"{self.config.key('model_name')}={self.config.model_name!r} reads text alone, and rows have images; "
+                "name a vision-language model, or leave these rows out"
+            )
         return None
 
     # -- residency

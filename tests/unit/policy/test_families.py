@@ -26,6 +26,7 @@ from tests.unit.policy.families import FAMILIES, family_config, random_model
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.models import edit_json
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
+from tests.unit.policy.test_vision import smolvlm
 from tests.worlds import run_world
 from tools import models_page
 
@@ -99,7 +100,7 @@ def test_mxfp4_experts_are_read_slice_by_slice_as_transformers_reads_them(tmp_pa
             torch.testing.assert_close(found, want | state, rtol=0, atol=0)
 
 
-def test_other_quantised_models_and_decoding_of_layers_with_a_state_are_refused(tmp_path: Path):
+def test_other_quantised_models_and_decoding_of_layers_with_a_state_or_of_images_are_refused(tmp_path: Path):
     config = family_config("llama")
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config.save_pretrained(tmp_path)
@@ -109,6 +110,8 @@ def test_other_quantised_models_and_decoding_of_layers_with_a_state_are_refused(
     config = RolloutPolicyConfig(**dict(policy_config()), generation=generation)
     with pytest.raises(ValueError, match="backend=hf: prompts are padded on the left"):
         check_policy(config, family_config("qwen3_next"), "unused")
+    with pytest.raises(ValueError, match="backend=hf: a 'smolvlm' model would not see the images"):
+        check_policy(config, smolvlm().config, "unused")
 
 
 # -- the page

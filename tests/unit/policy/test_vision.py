@@ -422,6 +422,16 @@ def test_other_families_are_cut_too(model, tmp_path, family, sizes):
     assert_same(found, steps(other, 1, {})[0], rel=1e-5)
 
 
+def test_a_model_of_text_refuses_rows_with_images(llama, model):
+    def score(rank: int, world: int) -> None:
+        worker = DTensorPolicyWorker(policy_config(), worker_settings(llama))
+        load_step(worker, groups_with_images(*model[1:]))
+        with pytest.raises(ValueError, match=r"policy\.model_name='unused' reads text alone, and rows have images"):
+            worker.compute(Logprobs(), "prev_logprobs")
+
+    run_world(score, 1)
+
+
 def test_a_frozen_part_stays_as_it_is_and_adapters_on_a_part_change_it_alone(alone):
     untrained, trained, frozen = (alone[name][2] for name in ("untrained", "padded", "frozen tower"))
     tower = [name for name in frozen if part_of(name, FAMILIES["qwen2_5_vl"]) == "vision_tower"]

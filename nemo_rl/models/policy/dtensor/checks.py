@@ -20,20 +20,28 @@ from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.files import refuse_megatron_checkpoint
 from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
 
 
 def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
     """ValueError, naming the key and what would work, if layout, optimizer or scheduler do not work."""
     check_layout(config, model)
-    kind = model.get_text_config().model_type
-    if isinstance(config, RolloutPolicyConfig) and config.generation.backend == "hf" and kind in OTHER_MIXERS:
-        raise ValueError(
-            f"{config.generation.key('backend')}=hf: prompts are padded on the left there, and the layers of type "
-            f"{OTHER_MIXERS[kind]} of a {kind!r} model would read the padding; set it to vllm"
-        )
+    if isinstance(config, RolloutPolicyConfig) and config.generation.backend == "hf":
+        _check_decoding(config.generation.key("backend"), model)
     optimizer = build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(config, optimizer)
+
+
+def _check_decoding(key: str, model: PretrainedConfig) -> None:
+    kind = model.get_text_config().model_type
+    if kind in OTHER_MIXERS:
+        raise ValueError(
+            f"{key}=hf: prompts are padded on the left there, and the layers of type {OTHER_MIXERS[kind]} of a "
+            f"{kind!r} model would read the padding; set it to vllm"
+        )
+    if sees_images(model):
+        raise ValueError(f"{key}=hf: a {model.model_type!r} model would not see the images of prompts; set it to vllm")
 
 
 def check_saved_weights(directory: Path, config: PolicyConfig, model: PretrainedConfig) -> None:

@@ -107,7 +107,7 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
         if self.vision is None:
-            return None
+            return super().images_of(rows)
         return self.vision.build(self.layout, [row.token_ids for row in rows], [row.images for row in rows])
 
     # -- optimizer steps
