@@ -115,10 +115,9 @@ def convert_checkpoint(
                 auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
             elif is_megatron_checkpoint(source.policy):
                 # The tensors have the names and shapes of models on disk already: some are copied at a time.
-                wanted = checkpoint_shapes(config)
-                check_checkpoint_fits(source.weights, wanted)
+                check_checkpoint_fits(source.weights, checkpoint_shapes(config))
                 save_config(config, partial)
-                write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), partial)
+                write_safetensors(read_tensors(source.weights, config, dtype=chosen), partial)
             else:
                 _convert_shards(source, config, partial, chosen, saved)
         if not source.is_model_directory and (source.policy / "generation_config.json").is_file():

@@ -120,16 +120,19 @@ def check_optimizer(directory: Path, counters: Counters, optimizer: str) -> None
     )
 
 
-def read_tensors(weights: Path, names: list[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) in the order of `names`, as saved or in `dtype`. Holds 4 GiB, or one larger tensor.
+def read_tensors(
+    weights: Path, model: PretrainedConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of all of `model`, as saved or, except buffers, in `dtype`. Holds 4 GiB, or a larger tensor.
 
     Works in one process, without a process group. CheckpointError if they cannot be read.
     """
     saved = saved_tensors(weights)
     batch: dict[str, torch.Tensor] = {}
     num_bytes = 0
-    for name in names:
-        wanted = dtype if dtype is not None and saved[name].properties.dtype.is_floating_point else None
+    is_buffer = {source.name: entry.is_buffer for entry in weight_map(model).entries for source in entry.sources}
+    for name, keeps_dtype in is_buffer.items():  # the bias that chooses experts needs more precision than weights
+        wanted = None if keeps_dtype else dtype
         tensor = torch.empty(saved[name].size, dtype=wanted or saved[name].properties.dtype)
         if batch and num_bytes + tensor.nbytes > _BATCH_BYTES:
             yield from _filled(batch, weights)

@@ -16,12 +16,20 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.converters import convert_megatron_to_hf
+from nemo_rl.models.policy.checkpoint import save_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.models.policy.megatron.checkpoint import _rectangles
-from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, refuse_megatron_checkpoint
+from nemo_rl.models.policy.megatron.files import (
+    MARKER,
+    Counters,
+    check_checkpoint,
+    checkpoint_shapes,
+    refuse_megatron_checkpoint,
+)
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.unit.policy.megatron import hf_models
 from tests.unit.policy.megatron.parity import cut
 from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
 from tests.worlds import run_world
@@ -120,6 +128,17 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
     assert all(torch.equal(got[name], want[name]) and torch.equal(model[name], want[name]) for name in want)
     convert_checkpoint(step, tmp_path / "half", "bfloat16")  # what evaluation calls
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_a_conversion_keeps_the_precision_of_the_bias_that_chooses_experts(tmp_path):
+    model, policy = hf_models.config_of("deepseek_v3"), tmp_path / "step_1" / "policy"
+    model.save_pretrained(policy)
+    Counters().write(policy)
+    saved = {name: 1 + torch.rand(shape) for name, shape in checkpoint_shapes(model).items()}
+    save_tensors(saved, policy / "weights", "torch_save")
+    convert_checkpoint(tmp_path / "step_1", tmp_path / "half", "bfloat16")
+    for name, tensor in load_file(tmp_path / "half" / "model-00001.safetensors").items():
+        assert torch.equal(tensor, saved[name] if "correction_bias" in name else saved[name].bfloat16()), name
 
 
 def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
