@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -24,7 +24,9 @@ from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.manifest import seal
 from tests.functional.test_bad_input import edited, without
+from tests.unit.policy.megatron.hf_models import full_name, random_model
 from tests.unit.policy.models import save_model
+from tests.unit.policy.test_vision import FAMILY_MODELS, shapes
 from tests.worlds import run_world
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -206,6 +208,21 @@ def test_dtypes_and_untouched_tensors_stay_as_they_are(tmp_path: Path) -> None:
         expected = (base[name].double() + update).to(torch.bfloat16)
         torch.testing.assert_close(merged[name], expected, rtol=2**-7, atol=0)  # one unit in the last place
         assert (merged[name] == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "qwen3_5_text"])
+def test_layers_are_merged_under_their_names_on_disk(family, tmp_path: Path) -> None:
+    base = FAMILY_MODELS[family](*shapes()) if family in FAMILY_MODELS else random_model(family)
+    base.save_pretrained(tmp_path / "base")
+    weights, merged = (tmp_path / name / "model.safetensors" for name in ("base", "merged"))
+    before = {full_name(family, name): tensor for name, tensor in load_file(weights).items()}
+    save_file(before, weights, metadata={"format": "pt"})
+    want = save_adapter(tmp_path / "adapter", base).merge_and_unload().state_dict()
+    convert_adapter(tmp_path / "adapter", f"{tmp_path}/base", f"{tmp_path}/base", tmp_path / "merged")
+    after = load_file(merged)
+    assert after.keys() == before.keys() != want.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    torch.testing.assert_close(type(base).from_pretrained(merged.parent).state_dict(), want, rtol=0, atol=1e-5)
 
 
 def of_size(**sizes: int) -> Callable[[Path], Any]:

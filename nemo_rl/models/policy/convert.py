@@ -27,11 +27,13 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from nemo_rl.config.sources import load_tree
 from nemo_rl.models.policy.checkpoint import policy_tensors, save_config, write_safetensors
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from nemo_rl.models.policy.peft_format import PeftAdapter, last_part, layer_of, read_peft_adapter, tensor_names
 from nemo_rl.models.policy.pretrained import DTYPES
+from nemo_rl.models.policy.vision.families import name_in_model
 from nemo_rl.models.policy.weight_loading import checkpoint_files
 from nemo_rl.refit.layout import merge
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -256,15 +258,14 @@ def merge_adapter(adapter_directory: Path, base_name: str, base_path: str, outpu
             "same model, change base_model_name_or_path in its adapter_config.json"
         )
     base, files = _base_model(base_name, base_path)
-    layers = _adapted_layers(adapter, files)
+    layers = _adapted_layers(adapter, files, AutoConfig.from_pretrained(base))
     for source in (Path(file) for file in sorted(set(files.values()))):
         tensors = {}
         with safe_open(source, framework="pt") as weights, safe_open(adapter.weights, framework="pt") as matrices:
             for name in weights.keys():  # noqa: SIM118 (no iterator)
                 tensors[name] = weights.get_tensor(name)
-                layer = name.removesuffix(".weight")
-                if layer in layers and layer != name:
-                    lora_a, lora_b = (matrices.get_tensor(matrix) for matrix in tensor_names(layer))
+                if name in layers:
+                    lora_a, lora_b = (matrices.get_tensor(matrix) for matrix in tensor_names(layers[name]))
                     tensors[name] = merge(tensors[name], lora_a, lora_b, adapter.alpha / adapter.rank)
             save_file(tensors, output / source.name, metadata=weights.metadata())
     for file in base.iterdir():
@@ -305,8 +306,12 @@ def _base_model(name: str, path: str) -> tuple[Path, dict[str, str]]:
     return directory, files
 
 
-def _adapted_layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
-    """Names of the adapted layers. ValueError unless both matrices of each exist and fit a weight of the base model."""
+def _adapted_layers(adapter: PeftAdapter, files: dict[str, str], base: PretrainedConfig) -> dict[str, str]:
+    """Name of a weight in the base model's files -> the adapted layer, which is named after its module.
+
+    Raises:
+        ValueError: unless both matrices of each layer exist and fit its weight.
+    """
     if f"base_model.model.{HEAD_WEIGHT}" in adapter.shapes:
         raise ValueError(
             f"the adapter in {adapter.directory} belongs to a reward model, whose head is no part of the base model; "
@@ -317,19 +322,20 @@ def _adapted_layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
     expected = {name for layer in layers for name in tensor_names(layer)}
     problems = [f"{name} is missing in the adapter" for name in sorted(expected - adapter.shapes.keys())]
     problems += [f"{name} is no matrix of a linear layer" for name in sorted(adapter.shapes.keys() - expected)]
-    problems += [
-        f"{layer}.weight is not in the base model" for layer in sorted(layers) if f"{layer}.weight" not in files
-    ]
-    for layer in sorted(layers) if not problems else ():
-        with safe_open(files[f"{layer}.weight"], framework="pt") as file:
-            shape = list(file.get_slice(f"{layer}.weight").get_shape())
+    on_disk = {name_in_model(name, base): name for name in files}
+    names = ExpertNames(base.get_text_config().model_type).as_in(set(files))
+    weights = {layer: on_disk.get(f"{layer}.weight", names.stored_name(f"{layer}.weight")) for layer in sorted(layers)}
+    problems += [f"{layer}.weight is not in the base model" for layer in weights if weights[layer] not in files]
+    for layer, weight in weights.items() if not problems else ():
+        with safe_open(files[weight], framework="pt") as file:
+            shape = list(file.get_slice(weight).get_shape())
         lora_a, lora_b = (list(adapter.shapes[name]) for name in tensor_names(layer))
         if lora_a != [adapter.rank, shape[-1]] or lora_b != [shape[0], adapter.rank]:
             problems.append(f"{layer}: the adapter's {lora_b} x {lora_a} does not go with the weight's {shape}")
     if problems:
         listed = "\n  ".join(problems[:8])
         raise ValueError(f"the adapter in {adapter.directory} cannot be merged into this base model:\n  {listed}")
-    return layers
+    return {weight: layer for layer, weight in weights.items()}
 
 
 # -- a checkpoint, used as a model
