@@ -11,6 +11,7 @@ model's (MFU), not the hardware's.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Gpu:
 
 GPUS = {
     "NVIDIA A100": Gpu(312e12, 2.04e12, 80, 300e9, 32e9),
+    "NVIDIA A100-SXM4-40GB": Gpu(312e12, 1.555e12, 40, 300e9, 32e9),
+    "NVIDIA A100-PCIE-40GB": Gpu(312e12, 1.555e12, 40, 300e9, 32e9),
     "NVIDIA H100": Gpu(989.4e12, 3.35e12, 80, 450e9, 64e9),
     "NVIDIA H200": Gpu(989.4e12, 4.8e12, 141, 450e9, 64e9),
     "NVIDIA H800": Gpu(989.4e12, 3.35e12, 80, 200e9, 64e9),
@@ -60,7 +63,7 @@ GPUS = {
     "NVIDIA A10": Gpu(125e12, 0.6e12, 24, 32e9, 32e9),
     "NVIDIA RTX 6000 Ada": Gpu(364e12, 0.96e12, 48, 32e9, 32e9),
 }
-"""By prefix of the device's name, for the SXM board where there are several."""
+"""By the words that the device's name begins with, for the SXM board where there are several."""
 
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -71,8 +74,8 @@ WITHOUT_PAIRS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The GPU of this name; None for CPUs and GPUs outside of the table."""
-    matches = [name for name in GPUS if device_name.startswith(name)]
+    """The GPU of this name; None for CPUs, GPUs outside of the table (an L40 is no L4) and parts of a GPU (MIG)."""
+    matches = [name for name in GPUS if re.match(rf"{name}(?![A-Za-z0-9])(?!.* MIG )", device_name)]
     return GPUS[max(matches, key=len)] if matches else None
 
 
