@@ -50,7 +50,7 @@ def save(directory: Path, family: str, save_format: Any) -> torch.Tensor:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         policy = directory / "policy"
         PolicyState.of(policy_tensors([model]), None, None).save(policy, save_format)
-        save_model_files(model, policy)
+        save_model_files(model.config, policy)
         (policy / "tokenizer").mkdir(exist_ok=True)
         (policy / "tokenizer" / "tokenizer_config.json").write_text("{}")
         return logits_of(model)

@@ -6,6 +6,7 @@ The `__init__` of transformers makes a type checker read every model, which take
 from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
 from transformers.feature_extraction_utils import BatchFeature as BatchFeature
+from transformers.generation.configuration_utils import GenerationConfig as GenerationConfig
 from transformers.modeling_utils import AttentionInterface as AttentionInterface
 from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig

@@ -29,9 +29,11 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import cached_file
 
 from nemo_rl.config.errors import some_of
+from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.weight_loading import local_part, named_tensors
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -292,21 +294,33 @@ def _trained(named: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 # -- Hugging Face model directories
 
 
-def save_config(config: PretrainedConfig, directory: Path) -> None:
-    """Rank 0 writes config.json."""
-    if _is_first():
-        directory.mkdir(parents=True, exist_ok=True)
-        config = copy.deepcopy(config)
-        config.use_cache = True  # off while training, but needed to generate
-        config.save_pretrained(directory)
+GENERATION_CONFIG = "generation_config.json"
 
 
-def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
-    """Rank 0 writes config.json and, for a model that generates, generation_config.json."""
-    save_config(hf.config, directory)
-    if _is_first() and hf.can_generate():
-        assert hf.generation_config is not None
-        hf.generation_config.save_pretrained(directory)
+def own_generation_config(model_path: str) -> str | None:
+    """The text of generation_config.json of a directory or hub model; None if it has none.
+
+    It may name more end tokens than config.json does.
+    """
+    file = cached_file(model_path, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file).read_text(encoding="utf-8")
+
+
+def save_model_files(config: PretrainedConfig, directory: Path, generation_config: str | None = None) -> None:
+    """Rank 0 writes config.json and, for a model that generates, generation_config.json.
+
+    The latter is the text `generation_config` or, without one, what follows from config.json.
+    """
+    if not _is_first():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(config)
+    config.get_text_config().use_cache = True  # off while training, but needed to generate
+    config.save_pretrained(directory)
+    if generation_config is not None and not is_scalar(config):
+        (directory / GENERATION_CONFIG).write_text(generation_config, encoding="utf-8")
+    elif not is_scalar(config):
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
 
 
 def save_consolidated_tensors(tensors: Iterable[ExportedTensor], directory: Path) -> None:

@@ -23,10 +23,10 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.sources import load_tree
-from nemo_rl.models.policy.checkpoint import policy_tensors, save_config, write_safetensors
+from nemo_rl.models.policy.checkpoint import GENERATION_CONFIG, policy_tensors, save_model_files, write_safetensors
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
@@ -114,16 +114,19 @@ def convert_checkpoint(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
             if source.is_model_directory:
-                auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
+                model = auto_class(config).from_pretrained(source.weights, dtype=config.dtype)
+                if model.can_generate():  # transformers reads some that it refuses to write; the file is copied below
+                    model.generation_config = GenerationConfig.from_model_config(config)
+                model.save_pretrained(partial)
             elif is_megatron_checkpoint(source.policy):
                 # The tensors have the names and shapes of models on disk already: some are copied at a time.
                 check_checkpoint_fits(source.weights, checkpoint_shapes(config))
-                save_config(config, partial)
+                save_model_files(config, partial)
                 write_safetensors(read_tensors(source.weights, config, dtype=chosen), partial)
             else:
                 _convert_shards(source, config, partial, chosen, saved)
-        if not source.is_model_directory and (source.policy / "generation_config.json").is_file():
-            shutil.copy(source.policy / "generation_config.json", partial)
+        if (directory / GENERATION_CONFIG).is_file():
+            shutil.copy(directory / GENERATION_CONFIG, partial)
         _copy_tokenizer(source, partial)
         if tokenizer_from is not None and not (partial / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
@@ -407,9 +410,8 @@ def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str],
     assert name is not None, "adapters of this library name their base model"
     with _whole_or_not_at_all(target) as partial:
         merge_adapter(policy / "adapter", name, resolve_base(name), partial)
-        for file in ("config.json", "generation_config.json"):  # with the overrides of the training run
-            if (policy / file).is_file():
-                shutil.copy(policy / file, partial / file)
+        if (policy / "config.json").is_file():  # with the overrides of the training run
+            shutil.copy(policy / "config.json", partial)
         if tokenizer.is_dir():
             _replace_tokenizer(tokenizer, partial)
             shutil.copytree(tokenizer, partial, dirs_exist_ok=True)

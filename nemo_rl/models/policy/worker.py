@@ -35,7 +35,7 @@ from nemo_rl.models.policy.batch.microbatches import (
 )
 from nemo_rl.models.policy.batch.row_layout import ImageBatch, ModelBatch, RowLayout
 from nemo_rl.models.policy.batch.samples import OUTPUTS, SampleWriter
-from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
+from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState, own_generation_config
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import StoredHead
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
@@ -93,6 +93,8 @@ class PolicyWorker(ABC):
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
+        # Rank 0 writes it into checkpoints.
+        self.generation_config = own_generation_config(settings.model_path) if self.rank == 0 else None
         self.sender: Sender | None = None
         self.saver: AsyncSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])

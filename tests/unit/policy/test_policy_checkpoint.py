@@ -1,7 +1,9 @@
 """A policy's weights and optimizer on disk: other ranks, other meshes, in the background, and what is refused."""
 
 import asyncio
+import json
 import pickle
+import shutil
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -17,10 +19,12 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, saved_tensors
-from tests.unit.policy.steps import make_worker, policy_config, train_step, whole_weights
+from tests.unit.policy.models import edit_json
+from tests.unit.policy.steps import make_worker, megatron_policy, policy_config, train_step, whole_weights
 from tests.worlds import run_world
 
 
@@ -65,6 +69,24 @@ def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(llama, tmp_path
             assert all(torch.equal(tensor, want[name]) for name, tensor in whole_weights(again).items())
 
     run_world(rank_main, 2)
+
+
+@pytest.mark.parametrize("policy", [policy_config, megatron_policy])
+def test_the_generation_config_is_the_models_own(policy, llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "model")
+    # Sampling keys without do_sample: transformers reads them, and refuses to write them.
+    edit_json(tmp_path / "model" / "generation_config.json", eos_token_id=[1, 2], top_p=0.9)
+
+    def rank_main(rank: int, world: int) -> None:
+        make_worker(tmp_path / "model", policy()).save_checkpoint(tmp_path, SaveRequest(save_consolidated=True))
+
+    run_world(rank_main, 1)
+    consolidated = tmp_path / "policy" / "weights" / "consolidated"
+    convert_checkpoint(tmp_path, tmp_path / "converted")
+    convert_checkpoint(consolidated, tmp_path / "copied")
+    for folder in (tmp_path / "policy", consolidated, tmp_path / "converted", tmp_path / "copied"):
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert (written["eos_token_id"], written["top_p"]) == ([1, 2], 0.9)
 
 
 def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):

@@ -135,7 +135,7 @@ def save_step(folder: Path, base: Path, step: int, *, consolidated: bool = False
     def write(directory: Path) -> None:
         policy = directory / "policy"
         run_world(lambda rank, world: state.save(policy, "torch_save"), 1)
-        save_model_files(model, policy)
+        save_model_files(model.config, policy, generation_config="{}")
         if consolidated:
             model.save_pretrained(policy / "weights" / "consolidated")
         if adapter:
@@ -210,4 +210,5 @@ def test_adapters_are_merged_into_their_base_model(tmp_path, llama):
     found = taken(step, tmp_path)
     torch.testing.assert_close(logits_of(found.model), want, rtol=0, atol=1e-5)
     assert json.loads((found.model / "config.json").read_text()) == config, "with the overrides it was trained under"
+    assert (found.model / "generation_config.json").read_bytes() == (llama / "generation_config.json").read_bytes()
     assert (found.model / "tokenizer_config.json").read_text() == "{}", "the tokenizer is the checkpoint's"

@@ -145,10 +145,11 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         lora_cfg, group = self.config.dtensor_cfg.lora_cfg, self.mesh.pipeline_group
-        checkpoint.save_model_files(self.parts[0], directory)
+        checkpoint.save_model_files(self.parts[0].config, directory, self.generation_config)
         if save_consolidated:
-            checkpoint.save_model_files(self.parts[0], directory / "weights" / "consolidated")
-            checkpoint.save_consolidated_tensors(self._consolidated(), directory / "weights" / "consolidated")
+            consolidated = directory / "weights" / "consolidated"
+            checkpoint.save_model_files(self.parts[0].config, consolidated, self.generation_config)
+            checkpoint.save_consolidated_tensors(self._consolidated(), consolidated)
         if lora_cfg.enabled:
             save_peft(self.parts, lora_cfg, directory / "adapter", self.config.model_name, pipeline=group)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.checkpoint import save_config, save_consolidated_tensors
+from nemo_rl.models.policy.checkpoint import save_consolidated_tensors, save_model_files
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.generate import GeneratingWorker, Sequences
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
@@ -192,10 +192,10 @@ class MegatronPolicyWorker(PolicyWorker):
         config = copy.deepcopy(self.hf_config)
         # config.json says what the files hold, which may differ from the model that training began with.
         config.dtype = self.transformer.params_dtype
-        save_config(config, directory)
+        save_model_files(config, directory, self.generation_config)
         if save_consolidated:
             consolidated = directory / "weights" / "consolidated"
-            save_config(config, consolidated)
+            save_model_files(config, consolidated, self.generation_config)
             save_consolidated_tensors(self._export(), consolidated)
         if self.adapters is not None:
             self.adapters.save(self.parameters, self.mesh, directory / "adapter", self.config.model_name)
