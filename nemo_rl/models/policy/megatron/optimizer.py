@@ -63,7 +63,16 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
     config, name = optimizer_config(policy), policy.megatron_cfg.optimizer.optimizer
     if name in ("muon", "dist_muon"):
         return _build_muon(config, chunks, is_distributed=name == "dist_muon")
-    return get_megatron_optimizer(config, list(chunks))
+    return get_megatron_optimizer(config, list(chunks), _overrides(config))
+
+
+_STACKED_BIAS = "_bias"
+"""End of the names of GPT-OSS's biases: vectors, although those of all experts are one parameter [E, N]."""
+
+
+def _overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """What groups of parameters have of their own: vectors have no weight decay."""
+    return {**get_standard_config_overrides(config), ParamKey(name=f"*{_STACKED_BIAS}"): {"wd_mult": 0.0}}
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -357,10 +366,14 @@ def _build_muon(
     otherwise every rank has the whole state.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim == 2 and not hasattr(p, "is_embedding_or_output_parameter")]
+    trained = {p: name for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
+    matrices = [
+        p
+        for p, name in trained.items()
+        if p.ndim == 2 and not name.endswith(_STACKED_BIAS) and not hasattr(p, "is_embedding_or_output_parameter")
+    ]
     chosen = set(matrices)
-    overrides: Any = {**get_standard_config_overrides(config), ParamKey(name="*linear_qkv.weight"): {"split_qkv": True}}
+    overrides: Any = {**_overrides(config), ParamKey(name="*linear_qkv.weight"): {"split_qkv": True}}
     with _frozen([p for p in trained if p not in chosen]):
         found: list[dict[str, Any]] = _get_param_groups(list(chunks), config, overrides)
     model: Any = chunks[0].config
@@ -380,7 +393,7 @@ def _build_muon(
             parts.append(part)
     starts: list[Any] = [_init_momentum] * len(parts)
     with _frozen(matrices):
-        others: Any = get_megatron_optimizer(whole, list(chunks))
+        others: Any = get_megatron_optimizer(whole, list(chunks), _overrides(whole))
     parts += others.chained_optimizers
     if not is_distributed:
         return ChainedOptimizer(parts)

@@ -178,7 +178,8 @@ MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "use_distributed_o
 
 def first_moves(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
     """What a step of Muon takes from each weight, in units of the rate."""
-    config = megatron_policy(changes | {"max_grad_norm": None}, optimizer={**MUON, "weight_decay": 0.0})
+    megatron = {"optimizer": {**MUON, "weight_decay": 0.0}, "freeze_moe_router": False}
+    config = megatron_policy(changes | {"max_grad_norm": None}, **megatron)
 
     def one(rank: int, world: int) -> dict[str, torch.Tensor]:
         worker = make_worker(path, config, init_reference_model=False)
@@ -235,6 +236,26 @@ def test_muon_moves_queries_and_their_gates_apart(tmp_path: Path) -> None:
     (moved,) = (moved for name, moved in first_moves(tmp_path).items() if name.endswith("q_proj.weight"))
     for part in moved.view(4, 2, 16, -1).unbind(1):  # heads, query or gate, features
         assert_orthogonal(part.flatten(0, 1), 64)
+
+
+def test_biases_of_all_experts_in_one_parameter_are_vectors(tmp_path: Path) -> None:
+    random_model("gpt_oss", vocab_size=VOCAB).save_pretrained(tmp_path)
+    biases = [moved for name, moved in first_moves(tmp_path).items() if name.endswith("_proj_bias")]
+    assert len(biases) == 4
+    for moved in biases:  # Adam's first step
+        torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
+
+    def decay(rank: int, world: int) -> None:
+        for settings in (ADAM, MUON):
+            worker = make_worker(tmp_path, policy_of(settings), init_reference_model=False)
+            before = held(worker)
+            step(worker)  # without gradients
+            decayed = {name for name, weight in held(worker).items() if not torch.equal(weight, before[name])}
+            assert {name for name in before if name.endswith(("proj", "qkv.weight"))} < decayed
+            assert not any(name.endswith("bias") for name in decayed)
+            worker.mesh.close()
+
+    run_world(decay, 1)
 
 
 @pytest.mark.slow
