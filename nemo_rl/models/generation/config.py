@@ -177,7 +177,7 @@ _SAME = (*_SAME, "gpu_memory_utilization", "enforce_eager", "enable_prefix_cachi
 _DECIDED_BY = {key: f"vllm_cfg.{key}" for key in _SAME} | {
     "dtype": "vllm_cfg.precision",
     "quantization": "vllm_cfg.precision",
-    "kv_cache_memory_bytes": "vllm_cfg.cpu_kv_cache_space_gb",
+    "kv_cache_memory_bytes": "vllm_cfg.gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)",
     "enable_sleep_mode": "colocated.enabled",
 }
 _OURS = (

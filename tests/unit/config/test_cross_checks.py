@@ -107,6 +107,7 @@ GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; u
 GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
++GENERATION.vllm_kwargs.kv_cache_memory_bytes=9 -> gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)
 +GENERATION.vllm_kwargs.seed=1 -> the run sets it; remove the key
 +GENERATION.vllm_kwargs.load_format=auto -> the library decides it; remove the key
 HF & DTENSOR.context_parallel_size=2 -> sequences cut over ranks
