@@ -16,7 +16,7 @@ from nemo_rl.environments.config import (
     judges_of,
     sections_of,
 )
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig, variable_rules
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.config import ClusterConfig
 
@@ -240,6 +240,7 @@ class EvalMasterConfig(StrictModel):
         "generation.vllm_cfg.kv_cache_dtype != auto requires cluster.use_gpus": (
             "{generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
         ),
+        **variable_rules("generation.vllm_cfg"),
         "generation.temperature=0 and eval.num_tests_per_prompt > 1": (
             "0 gives {eval.num_tests_per_prompt} equal samples of each prompt (eval.num_tests_per_prompt="
             "{eval.num_tests_per_prompt}); set it above 0, for instance 0.6, or eval.num_tests_per_prompt=1"

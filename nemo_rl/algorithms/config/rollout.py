@@ -32,7 +32,7 @@ from nemo_rl.environments.config import (
     sections_of,
     unknown_type,
 )
-from nemo_rl.models.generation.config import ColocatedConfig
+from nemo_rl.models.generation.config import ColocatedConfig, variable_rules
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, check_batching
 from nemo_rl.utils.config import ClusterConfig
 
@@ -313,6 +313,7 @@ _ENGINES = {
     "policy.generation.vllm_cfg.kv_cache_dtype != auto and policy.generation.backend=vllm requires cluster.use_gpus": (
         "{policy.generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
     ),
+    **variable_rules("policy.generation.vllm_cfg"),
     # The OpenAI-compatible server needs engines that answer at any time.
     "policy.generation.vllm_cfg.expose_http_server excludes rollout.replay_from": (
         "no engine is started with {algorithm}.replay_from; set it to false"

@@ -10,6 +10,19 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.rules import Derived, StrictModel, violations
 
 SPECULATION = "speculative_config"
+# What the bits of a sample on a CPU depend on; see `engine_patches`.
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # a second thread of n-gram drafts would only spin
+}
+_SET_ON_CPUS = (
+    *ENGINE_ENVIRONMENT,
+    "TORCHDYNAMO_DISABLE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
 
 _SPECULATION_DEFAULTS = {
     "method": None,
@@ -154,6 +167,8 @@ class VllmConfig(StrictModel):
     http_server_serving_chat_kwargs: Annotated[ServingChatConfig, _read(None, {})] = ServingChatConfig()
     """How the server turns conversations into prompts, and answers into messages."""
 
+    rules: ClassVar = {"env_vars.TMPDIR: env_vars has TMPDIR": "the library decides it; set TMPDIR for the whole run"}
+
     @property
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Data type of activations, and in which weights are sent."""
@@ -163,6 +178,16 @@ class VllmConfig(StrictModel):
     def engine_size(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def variable_rules(section: str) -> dict[str, str]:
+    """Rules of a whole configuration, whose engines' section is `section`: variables that engines on CPUs need."""
+    return {
+        f"{section}.env_vars.{name}: {section}.env_vars has {name} requires cluster.use_gpus": (
+            "the library decides it on CPUs; remove the key"
+        )
+        for name in _SET_ON_CPUS
+    }
 
 
 class HfConfig(StrictModel):

@@ -106,6 +106,9 @@ policy.freeze=[vision_tower] & DTENSOR.lora_cfg.enabled=true -> policy.freeze ..
 GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; use policy.precision=float32
 GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
++ENGINE.env_vars.TMPDIR=/scratch -> ENGINE.env_vars.TMPDIR ... for the whole run
++ENGINE.env_vars.OMP_NUM_THREADS='4' -> fine
+GPUS=0 & policy.precision=float32 & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> ENGINE.env_vars.OMP_NUM_THREADS ... on CPUs
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
 +GENERATION.vllm_kwargs.kv_cache_memory_bytes=9 -> gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)
 +GENERATION.vllm_kwargs.seed=1 -> the run sets it; remove the key

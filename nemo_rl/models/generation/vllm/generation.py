@@ -11,7 +11,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.refit.layout import Transport
@@ -23,13 +23,6 @@ WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
 WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
 # Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
-# What the bits of a sample depend on; see `engine_patches`.
-ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",  # a second thread of n-gram drafts would only spin
-}
 
 
 class VllmGeneration(GenerationInterface):

@@ -59,8 +59,8 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes in native code writes its Python stack
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code writes its Python stack
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
     if device == "cpu":
