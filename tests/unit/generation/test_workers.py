@@ -15,9 +15,10 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue
+from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.models.generation.vllm.startup import start_failure
+from nemo_rl.models.generation.vllm.startup import num_admitted, start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, ImageSpan, StopReason
 from tests.unit.rollouts.engines import in_loop, request_of
@@ -195,6 +196,18 @@ async def test_prefill_decode_and_sleep_are_noted() -> None:
     (prefill, since, middle), (decode, begin, end), (asleep, *night) = BUSY.take()
     assert (prefill, decode, asleep) == ("prefill", "decode", "asleep")
     assert 0.01 <= middle - since < 0.1 and begin == middle < end <= night[0] < night[1] - 0.04
+
+
+@pytest.mark.parametrize(("blocks", "of_groups", "number"), [(101, [10], 10), (100, [10], 9), (101, [10, 4], 7)])
+def test_admitted_requests_fit_with_the_blocks_of_all_groups(blocks: int, of_groups: list[int], number: int) -> None:
+    cache = SimpleNamespace(num_gpu_blocks=blocks, kv_cache_max_concurrency=blocks / sum(of_groups), block_size=16)
+    model, scheduler = SimpleNamespace(max_model_len=160), SimpleNamespace(max_num_seqs=256)
+    config = SimpleNamespace(cache_config=cache, model_config=model, scheduler_config=scheduler)
+    engine: Any = SimpleNamespace(vllm_config=config)
+    assert num_admitted(engine, VllmConfig(precision="float32", max_model_len=160)) == number
+    cache.kv_cache_max_concurrency = 1.0
+    with pytest.raises(ValueError, match=r"needs 10\d: raise policy.generation.vllm_cfg.cpu_kv_cache_space_gb"):
+        num_admitted(engine, VllmConfig(precision="float32", max_model_len=160))
 
 
 def test_the_reason_of_an_engine_that_did_not_start_is_its_own(tmp_path: Path) -> None:

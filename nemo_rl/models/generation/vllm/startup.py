@@ -232,13 +232,13 @@ def num_admitted(engine: AsyncLLM, cfg: VllmConfig) -> int:
     Raises ValueError if not even one fits.
     """
     config = engine.vllm_config
-    num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
-    assert num_blocks is not None and block_size is not None
-    # One block is vLLM's null block.
-    num_fitting = (num_blocks - 1) // -(-config.model_config.max_model_len // block_size)
+    num_blocks, concurrency = config.cache_config.num_gpu_blocks, config.cache_config.kv_cache_max_concurrency
+    assert num_blocks is not None and concurrency is not None
+    of_one = round(num_blocks / concurrency)  # of all groups of layers: each has blocks of its own for a request
+    num_fitting = (num_blocks - 1) // of_one  # one block is vLLM's null block
     if num_fitting < 1:
         raise ValueError(
-            f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
-            f"max_model_len={config.model_config.max_model_len}: raise {cfg.key('cpu_kv_cache_space_gb')}"
+            f"the KV cache has {num_blocks - 1} blocks, and one sequence of max_model_len="
+            f"{config.model_config.max_model_len} needs {of_one}: raise {cfg.key('cpu_kv_cache_space_gb')}"
         )
     return min(num_fitting, config.scheduler_config.max_num_seqs)
