@@ -299,10 +299,10 @@ class DraftMeter:
     def metrics(self) -> dict[str, float]:
         """`draft_metrics` since the last call; a validation counts for the step after it."""
         now = self.generation.draft_counts()
-        # Engines that were restarted count from 0.
-        step = now if now.num_drafts < self._before.num_drafts else now - self._before
+        # An engine that was restarted is another worker, which counts from 0.
+        steps = [counts - self._before.get(worker, DraftCounts()) for worker, counts in now.items()]
         self._before = now
-        return draft_metrics(step)
+        return draft_metrics(sum(steps, DraftCounts()))
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:

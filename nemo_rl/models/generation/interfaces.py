@@ -132,9 +132,9 @@ class GenerationInterface(ABC):
         self.abandon_requests()
         return self.workers
 
-    def draft_counts(self) -> DraftCounts:
-        """Statistics of speculative decoding since the replicas were started; zeros without it."""
-        return DraftCounts()
+    def draft_counts(self) -> dict[Any, DraftCounts]:
+        """Statistics of speculative decoding, by worker, since it was started; empty where there are no engines."""
+        return {}
 
     def shutdown(self) -> None:
         """Stop the workers and their engines. May be called more than once."""

@@ -3,8 +3,10 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.algorithms.trainers.metrics import draft_metrics
+from nemo_rl.algorithms.trainers.metrics import DraftMeter, draft_metrics
 from nemo_rl.models.generation.config import speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
 from nemo_rl.models.generation.vllm.engine_patches import expand_batch_to_tokens
@@ -65,6 +67,10 @@ def test_metrics_of_drafts() -> None:
         "generation/spec_mean_accepted_length": pytest.approx(3.2),
     }
     assert list(draft_metrics(DraftCounts()).values()) == [0.0, 0.0, 1.0]
+    # An engine that was restarted counts from 0.
+    counted = [{"a": counts, "b": counts}, {"a": counts + counts, "c": counts}]
+    generation: Any = SimpleNamespace(draft_counts=partial(next, iter(counted)))
+    assert DraftMeter(generation).metrics() == draft_metrics(counts + counts)
     # Their names are known where drafts are configured.
     with_drafts = build("+policy.generation.vllm_kwargs.speculative_config={method: ngram, num_speculative_tokens: 2}")
     assert with_drafts.train_metrics - build().train_metrics == set(draft_metrics(DraftCounts()))
@@ -115,7 +121,7 @@ def test_samples_follow_the_distribution_without_drafts(generation: VllmGenerati
     top_p = 1.0 if method == "mtp" else 0.95
     sampling = SamplingParams(max_new_tokens=24, temperature=0.5, top_k=40, top_p=top_p)
     requests = [request for prompt in prompts() for request in requests_of([prompt] * 40, sampling)]
-    before = generation.draft_counts()
+    [before] = generation.draft_counts().values()
     surprises, variance = [], 0.0
     for request, completion in zip(requests, ask(generation.workers[0], requests), strict=True):
         everything = distribution(model, request.prompt_token_ids, completion.token_ids, request.sampling)
@@ -127,7 +133,8 @@ def test_samples_follow_the_distribution_without_drafts(generation: VllmGenerati
         variance += ((masses * everything.clamp(min=-100) ** 2).sum(1) - mean**2).sum().item()
     # A sum of differences from their expectations: about normal, and 0 on average.
     assert abs(sum(surprises)) < 4.5 * variance**0.5
-    counts = generation.draft_counts() - before
+    [after] = generation.draft_counts().values()
+    counts = after - before
     assert counts.num_drafts > 200 and 0 < counts.num_accepted_tokens < counts.num_draft_tokens
 
 
@@ -145,12 +152,13 @@ def test_tokens_follow_from_the_seed_whatever_the_engine_does_meanwhile(generati
 @pytest.mark.slow
 def test_greedy_tokens_are_the_likeliest_ones(generation: VllmGeneration, method: str, model_dir: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    before = generation.draft_counts()
+    [before] = generation.draft_counts().values()
     requests = requests_of(prompts(), SamplingParams(max_new_tokens=40, temperature=0.0))
     for request, completion in zip(requests, ask(generation.workers[0], requests), strict=True):
         logprobs = distribution(model, request.prompt_token_ids, completion.token_ids, request.sampling)
         assert logprobs.argmax(-1).tolist() == completion.token_ids
-    counts: DraftCounts = generation.draft_counts() - before
+    [after] = generation.draft_counts().values()
+    counts = after - before
     assert counts.num_accepted_tokens > 0
     if method == "draft_model":
         assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens, "it has its weights from disk"
@@ -216,10 +224,11 @@ def train_draft(rank: int, world: int, path: Path, folder: Path, sequences: Sequ
 
 def samples(generation: VllmGeneration, seeds: range) -> tuple[list[list[int]], float]:
     """Completions of the prompt, and the acceptance rate of their drafts."""
-    before = generation.draft_counts()
+    [before] = generation.draft_counts().values()
     requests = requests_of(repeat(PROMPT), SamplingParams(max_new_tokens=LENGTH, top_k=TOP_K), seeds)
     tokens = [completion.token_ids for completion in ask(generation.workers[0], requests)]
-    counts = generation.draft_counts() - before
+    [after] = generation.draft_counts().values()
+    counts = after - before
     return tokens, counts.num_accepted_tokens / max(counts.num_draft_tokens, 1)
 
 

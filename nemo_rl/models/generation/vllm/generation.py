@@ -70,8 +70,8 @@ class VllmGeneration(GenerationInterface):
         """Free the device. No request may be in flight. The weights are saved unless a sync will replace them all."""
         self._call_all("offload", keep_weights=not self.weights_follow)
 
-    def draft_counts(self) -> DraftCounts:
-        return sum(self._call_all("draft_counts"), DraftCounts())
+    def draft_counts(self) -> dict[Any, DraftCounts]:
+        return dict(zip(self.workers, self._call_all("draft_counts"), strict=True))
 
     def describe_model(self) -> dict[str, Any]:
         return self._call_all("describe_model")[0]
