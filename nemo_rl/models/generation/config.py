@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import Derived, StrictModel, violations
 
 SPECULATION = "speculative_config"
@@ -42,6 +46,26 @@ _SPECULATION_RULES = {
     "draft_sample_method != greedy": "must be greedy: drawn drafts follow no request's seed; remove the key",
     "draft_load_config != null": "the library decides it: a draft model is read from disk; remove the key",
 }
+
+
+def engine_arguments() -> set[str]:
+    """The names of vLLM's arguments, read from its source: an import takes seconds. Empty where vLLM is missing."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return set()
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+    return {target.id for target in fields if isinstance(target, ast.Name)}
+
+
+def argument_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key relative to `vllm_kwargs`, what would work) for names that vLLM does not know."""
+    known = engine_arguments() if vllm_kwargs else set[str]()
+    for key in vllm_kwargs if known else ():
+        if key not in known:
+            nearest = nearest_key(key, sorted(known))
+            yield key, f"vLLM has no such argument; {f'the nearest is {nearest}' if nearest else 'remove the key'}"
 
 
 def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -274,7 +298,7 @@ class GenerationConfig(StrictModel):
     rules: ClassVar = {f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()}
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        for key, message in speculation_problems(self.vllm_kwargs):
+        for key, message in (*argument_problems(self.vllm_kwargs), *speculation_problems(self.vllm_kwargs)):
             yield f"vllm_kwargs.{key}", message
 
     @property

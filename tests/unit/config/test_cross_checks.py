@@ -112,6 +112,7 @@ GPUS=0 & policy.precision=float32 & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> ENGI
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
 +GENERATION.vllm_kwargs.kv_cache_memory_bytes=9 -> gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)
 +GENERATION.vllm_kwargs.seed=1 -> the run sets it; remove the key
++GENERATION.vllm_kwargs.max_num_seq=64 -> GENERATION.vllm_kwargs.max_num_seq ... the nearest is max_num_seqs
 +GENERATION.vllm_kwargs.load_format=auto -> the library decides it; remove the key
 HF & DTENSOR.context_parallel_size=2 -> sequences cut over ranks
 HF & DTENSOR.pipeline_parallel_size=2 -> pipeline stages

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
-from nemo_rl.models.generation.config import SPECULATION, VllmConfig
+from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.utils.registry import without_collections
 
@@ -87,6 +87,8 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cfg, vllm_cfg = settings.cfg, settings.cfg.vllm_cfg
+    for key, message in argument_problems(cfg.vllm_kwargs):  # the driver may have no vLLM to ask
+        raise ValueError(f"{cfg.key('vllm_kwargs')}.{key}: {message}")
     arguments: dict[str, Any] = {
         "model": settings.model,
         "tokenizer": settings.tokenizer,
