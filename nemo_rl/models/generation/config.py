@@ -275,7 +275,7 @@ class GenerationConfig(StrictModel):
     """`top_k` in validation."""
 
     stop_token_ids: list[int] | None = None
-    """Tokens that end a completion; null: the end-of-sequence token."""
+    """Tokens that end a completion, beside the end-of-sequence tokens of the tokenizer and the model."""
 
     stop_strings: list[str] | None = None
     """Strings that end a completion; null: none."""

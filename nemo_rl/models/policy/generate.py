@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from transformers.generation.configuration_utils import GenerationConfig
 
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.head.logit_tiles import smallest_kept
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.settings import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
@@ -73,7 +75,7 @@ class _Row:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         sampling = self.request.sampling
-        if token == settings.end_token_id or token in sampling.stop_token_ids or self._has_stop_string(settings):
+        if token in settings.end_token_ids or token in sampling.stop_token_ids or self._has_stop_string(settings):
             self.stop_reason = StopReason.STOP
         elif len(self.token_ids) == self.room:
             self.stop_reason = StopReason.LENGTH
@@ -243,6 +245,16 @@ class GeneratingWorker(PolicyWorker):
         return rows
 
 
+def end_tokens(model_path: str) -> set[int]:
+    """The tokens of generation_config.json, or without it config.json, at which vLLM ends every completion."""
+    try:
+        config = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # there is no such file
+        config = GenerationConfig.from_model_config(load_config(model_path, {}))
+    ends: int | list[int] | None = config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 class SelfGeneratingPolicy(Policy):
     """A policy whose own workers draw completions.
 
@@ -269,7 +281,7 @@ class SelfGeneratingPolicy(Policy):
         settings = GenerationSettings(
             max_model_len=generation.vllm_cfg.max_model_len,
             max_batch_size=size,
-            end_token_id=tokenizer.eos_token_id,
+            end_token_ids=frozenset([tokenizer.eos_token_id, *end_tokens(self.model_path)]),
             special_token_ids=frozenset(tokenizer.all_special_ids),
             decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         )

@@ -79,6 +79,7 @@ class Policy:
         processor_path: str | None = None,
     ) -> None:
         self.config, self.tokenizer, self.processor_path = config, tokenizer, processor_path
+        self.model_path = settings.model_path
         self.accelerator, self.name_prefix = accelerator, settings.folder
         self._plan: BatchPlan | None = None
         self._samples: SampleSettings | None = None

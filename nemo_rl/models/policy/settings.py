@@ -45,6 +45,6 @@ class GenerationSettings:
 
     max_model_len: int  # tokens of the longest sequence, prompt included
     max_batch_size: int  # completions that one rank draws at a time
-    end_token_id: int  # ends a completion, as the stop tokens of its request do
+    end_token_ids: frozenset[int]  # end a completion, as the stop tokens of its request do
     special_token_ids: frozenset[int]  # have no text: stop strings are looked for in the text of the other tokens
     decode: Callable[[list[int]], str]  # tokens to text, for stop strings

@@ -153,7 +153,7 @@ def examine(
         worker = GeneratingPolicyWorker(policy_config(**(engine_changes or {})), settings(init_optimizer=False))
         engine: Any = LocalEngine(worker, policy)
         fault(engine)
-        limits = {"max_model_len": 64, "max_batch_size": 8, "end_token_id": VOCAB + 1}
+        limits = {"max_model_len": 64, "max_batch_size": 8, "end_token_ids": set()}
         worker.prepare_generation(GenerationSettings(**limits, special_token_ids=frozenset(), decode=str))
         generator = np.random.default_rng(0)
         prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]

@@ -181,7 +181,7 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
         settings = worker_settings(model_dir, sampling=SamplingParams(max_new_tokens=1), init_optimizer=False)
         worker = GeneratingPolicyWorker(policy_config(), settings)
-        how = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 16, "end_token_id": tokenizer.eos_token_id}
+        how = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 16, "end_token_ids": {tokenizer.eos_token_id}}
         how |= {"decode": partial(tokenizer.decode, skip_special_tokens=True)}
         worker.prepare_generation(GenerationSettings(special_token_ids=frozenset(tokenizer.all_special_ids), **how))
         return {a.request_id: a.completion for a in worker.generate(requests, 0) if a.completion is not None}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
-from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens
+from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens, end_tokens
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.filter_reference import filter_logits
@@ -33,7 +33,7 @@ def decode(tokens: list[int]) -> str:
 
 
 def settings(**changes: Any) -> GenerationSettings:
-    values = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 8, "end_token_id": 1, "decode": decode}
+    values = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 8, "end_token_ids": {1}, "decode": decode}
     return GenerationSettings(special_token_ids=frozenset({0, 1}), **{**values, **changes})
 
 
@@ -146,10 +146,18 @@ def test_what_ends_a_completion_is_its_last_token(models):
         assert {completion.stop_reason for completion in found.values()} == {StopReason.STOP}
         full = replace(request, prompt_token_ids=request.prompt_token_ids * 7)
         assert len(complete(worker, [full])["0/0"].token_ids) == MAX_MODEL_LEN - 21
-        end = complete(make_worker(path, how=settings(end_token_id=fifth)), [request])["0/0"]
+        end = complete(make_worker(path, how=settings(end_token_ids={fifth})), [request])["0/0"]
         assert end.token_ids == free.token_ids[:5] and end.stop_reason is StopReason.STOP
 
     run_world(rank_main, 1)
+
+
+def test_a_model_has_the_end_tokens_that_vllm_reads(tmp_path: Path) -> None:
+    LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
+    assert end_tokens(str(tmp_path)) == {7}
+    for ends, found in (([5, 6], {5, 6}), (5, {5}), (None, set())):
+        GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path)
+        assert end_tokens(str(tmp_path)) == found
 
 
 def test_every_token_gets_its_share_of_the_random_numbers():
