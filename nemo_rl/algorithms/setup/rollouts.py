@@ -324,6 +324,7 @@ def start_self_generation(
         training.cluster,
         policy,
         max_model_len=config.policy.generation.vllm_cfg.max_model_len,
+        max_batch_size=config.policy.generation.own_batch_size,
         timeout_s=config.cluster.worker_timeout_s,
     )
     stack.callback(generation.shutdown)

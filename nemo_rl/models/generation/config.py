@@ -307,6 +307,11 @@ class GenerationConfig(StrictModel):
         return self.backend != "vllm"
 
     @property
+    def own_batch_size(self) -> int:
+        """Completions that each data-parallel rank of the policy samples at a time."""
+        return (self.mcore_generation_config if self.backend == "megatron" else self.hf_cfg).max_batch_size
+
+    @property
     def is_filtered(self) -> bool:
         """Whether `top_p` or `top_k` leaves out tokens."""
         return self.top_p < 1 or self.top_k is not None

@@ -35,7 +35,7 @@ class GeneratingPolicy(Protocol):
     def generating_workers(self) -> list[Any]: ...  # actor handles by rank
     @property
     def data_coordinates(self) -> list[int]: ...  # the data-parallel coordinate of each worker
-    def check_health(self) -> None: ...  # raises WorkerDied, with the worker's name, if a worker is gone
+    def check_health(self) -> None: ...  # raises WorkerDied or WorkerHang, with the worker's name
 
 
 class HfGeneration(GenerationInterface):
@@ -50,10 +50,11 @@ class HfGeneration(GenerationInterface):
         policy: GeneratingPolicy,
         *,
         max_model_len: int,
+        max_batch_size: int,
         timeout_s: float | None = None,
     ) -> None:
         self._policy = policy
-        builder = RayWorkerBuilder(WORKER, max_model_len)
+        builder = RayWorkerBuilder(WORKER, max_model_len, max_batch_size)
 
         def start(index: int) -> RayWorkerGroup:
             return RayWorkerGroup(cluster, builder, name_prefix=GENERATION, num_workers=1, timeout_s=timeout_s)
@@ -86,7 +87,7 @@ class HfGeneration(GenerationInterface):
         self._call_all("rest")
 
     def dead_workers(self) -> list[int]:
-        """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
+        """[0] if the actor is gone. Raises WorkerDied or WorkerHang if a worker of the policy is gone or hangs."""
         self._policy.check_health()
         try:
             self._call_all("ping")
@@ -102,12 +103,13 @@ class HfGeneration(GenerationInterface):
 class HfWorker:
     """Accepts requests as an engine does, and has the policy's ranks answer them, one batch after another.
 
-    A batch consists of all requests that wait when the previous batch ends. The death of a rank is reported as the
-    death of an engine.
+    A batch consists of all requests that wait when the previous batch ends. Each call has at most `max_batch_size` of
+    them for a rank, so that a long batch shows progress. The death of a rank is reported as the death of an engine.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, max_batch_size: int) -> None:
         self._max_model_len = max_model_len
+        self._max_batch_size = max_batch_size
         self._ranks: Sequence[Any] = ()  # actor handles of the policy's workers, by rank
         self._data_ranks: Sequence[int] = ()
         self._weight_version = -1  # no weights yet
@@ -149,7 +151,7 @@ class HfWorker:
         return await self._answers.take()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop these requests. A request of the current batch ends with the batch and is not answered."""
+        """Drop these requests. A request of the current call ends with the call and is not answered."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
         self._in_batch.difference_update(request_ids)
@@ -167,9 +169,13 @@ class HfWorker:
             await self._generating
 
     async def check_health(self) -> None:
-        """Raise EngineDied if a rank of the policy died."""
+        """Raise EngineDied if a rank of the policy died. It takes as long as a rank that is stopped does not answer."""
         if self._death is not None:
             raise EngineDied(self._death)
+        try:
+            await asyncio.gather(*(rank.phase.remote() for rank in self._ranks))
+        except RayActorError as error:
+            raise EngineDied(f"a worker of the policy died: {error}") from error
 
     async def ping(self) -> None:
         """Return while this process lives."""
@@ -192,6 +198,15 @@ class HfWorker:
         assert self._ranks, "use() comes first"
         self._in_batch = set(batch)
         shares = split_requests(list(batch.values()), max(self._data_ranks) + 1)
+        for start in range(0, max(map(len, shares)), self._max_batch_size):
+            part = [share[start : start + self._max_batch_size] for share in shares]
+            part = [[request for request in share if request.request_id in self._in_batch] for share in part]
+            if any(part):
+                await self._call_ranks(part)
+        self._in_batch = set()
+
+    async def _call_ranks(self, shares: Sequence[Sequence[GenerationRequest]]) -> None:
+        """Answer requests of the batch, or after an error all that are left."""
         calls = [
             worker.call.remote("generate", shares[data_rank], self._weight_version)
             for worker, data_rank in zip(self._ranks, self._data_ranks, strict=True)
@@ -200,14 +215,16 @@ class HfWorker:
             answers = [answer for part in await asyncio.gather(*calls) for answer in part]
         except RayActorError as error:
             self._death = f"a worker of the policy died: {error}"
-            answers = _failures(batch, EngineDied.__name__, self._death)
+            answers = _failures(self._in_batch, EngineDied.__name__, self._death)
         except RayTaskError as error:
-            answers = _failures(batch, "RuntimeError", f"the policy cannot generate completions: {error.cause}")
+            answers = _failures(
+                self._in_batch, "RuntimeError", f"the policy cannot generate completions: {error.cause}"
+            )
         except RayError as error:  # an error of Ray itself, such as a lost answer
-            answers = _failures(batch, "RuntimeError", f"the policy's completions did not arrive: {error!r}")
+            answers = _failures(self._in_batch, "RuntimeError", f"the policy's completions did not arrive: {error!r}")
         if wanted := [answer for answer in answers if answer.request_id in self._in_batch]:
             self._answers.put(wanted)
-        self._in_batch = set()
+            self._in_batch.difference_update(answer.request_id for answer in wanted)
 
 
 def _failures(request_ids: Iterable[str], failure_type: str, failure: str) -> list[GenerationAnswer]:

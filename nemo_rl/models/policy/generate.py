@@ -275,12 +275,10 @@ class SelfGeneratingPolicy(Policy):
         """Build the workers' decoders: once, and again after the workers were replaced."""
         assert isinstance(self.config, RolloutPolicyConfig)
         generation = self.config.generation
-        by_megatron = generation.backend == "megatron"
-        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
         tokenizer: Any = self.tokenizer
         settings = GenerationSettings(
             max_model_len=generation.vllm_cfg.max_model_len,
-            max_batch_size=size,
+            max_batch_size=generation.own_batch_size,
             end_token_ids=frozenset([tokenizer.eos_token_id, *end_tokens(self.model_path)]),
             special_token_ids=frozenset(tokenizer.all_special_ids),
             decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),

@@ -272,10 +272,13 @@ class Rank:
     failure: Exception | None = None
     shares: list[tuple[list[str], int]] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    alive: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.alive.set()
         self.call = self
+        self.phase = SimpleNamespace(remote=self.alive.wait)
 
     async def remote(self, method: str, requests: Sequence[GenerationRequest], version: int) -> list[GenerationAnswer]:
         assert method == "generate"
@@ -294,7 +297,7 @@ def requests(*prompts: list[int]) -> list[GenerationRequest]:
 
 
 async def desk(*ranks: Rank, data_ranks: Sequence[int] = (0,)) -> HfWorker:
-    worker = HfWorker(max_model_len=8)
+    worker = HfWorker(max_model_len=8, max_batch_size=4)
     await worker.use(ranks, data_ranks)
     await worker.finish_weight_update(3)
     return worker
@@ -329,6 +332,19 @@ async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requ
     assert tokens == {"0": [5], "1": [6], "2": [7], "late": [8]}
     assert ranks[0].shares == ranks[1].shares == [(["0", "1"], 3)]
     assert ranks[2].shares == ranks[3].shares == [(["2", "late"], 3)]
+
+
+@in_loop
+async def test_a_long_batch_is_drawn_and_answered_in_parts_as_long_as_all_ranks_answer() -> None:
+    worker, rank = await busy_desk([1], [2], [3], [4], [5], [6])
+    await worker.check_health()
+    rank.alive.clear()
+    with pytest.raises(TimeoutError):  # after which the client takes it for dead
+        await asyncio.wait_for(worker.check_health(), 0.05)
+    rank.gate.set()
+    assert sorted(await answers_of(worker, 4)) == list("0123"), "the first part does not wait for the second"
+    assert sorted(await answers_of(worker, 2)) == ["4", "5"]
+    assert [ids for ids, _ in rank.shares] == [list("0123"), ["4", "5"]]
 
 
 @in_loop
