@@ -257,8 +257,9 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
         init_ray()
         use_gpu, workers = gpus_per_node > 0, gpus_per_node or 1
         counts, builder = [workers] * num_nodes, RayWorkerBuilder(WORKER)
+        booked = RayVirtualCluster(counts, use_gpus=use_gpu, num_gpus_per_node=workers, distinct_nodes=True)
         with (
-            RayVirtualCluster(counts, use_gpus=use_gpu, num_gpus_per_node=workers, name="doctor") as cluster,
+            booked as cluster,
             RayWorkerGroup(cluster, builder, name_prefix="doctor", start_timeout_s=180) as group,
         ):
             first_of_node = {worker.bundles[0].node_rank: worker for worker in reversed(group.members)}

@@ -282,7 +282,8 @@ class RayVirtualCluster:
     A bundle is one GPU (none with `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group
     that may share it. CPUs are worker slots here. Bundles are booked at first use: one placement group per node, packed
     onto that node, so that neighbouring ranks (a tensor-parallel group) share a node. If a single worker spans nodes,
-    there is one unified group, laid out by `placement_group_strategy` and ordered by node and GPU.
+    there is one unified group, laid out by `placement_group_strategy` and ordered by node and GPU. Without
+    `distinct_nodes`, one node of Ray may take the place of several.
 
     Raises ValueError for an impossible layout, and ResourceInsufficientError if the cluster has too few resources:
     immediately on a cluster that this process started, after three minutes on one whose nodes may still join.
@@ -297,6 +298,7 @@ class RayVirtualCluster:
         num_gpus_per_node: int = 8,
         name: str = "",
         placement_group_strategy: str = "SPREAD",
+        distinct_nodes: bool = False,
     ) -> None:
         if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
             raise ValueError(f"every node needs at least one bundle, got {bundle_ct_per_node_list}")
@@ -313,6 +315,7 @@ class RayVirtualCluster:
         self.name = name
         self._resources = {"CPU": float(max_colocated_worker_groups)} | ({"GPU": 1.0} if use_gpus else {})
         self._strategy = placement_group_strategy
+        self._distinct_nodes = distinct_nodes
         self._placement_groups: list[PlacementGroup] = []
         self._bundles: list[Bundle] | None = None
         self._seats: dict[int, list[str]] = {}  # bundle -> names of the worker groups on it
@@ -391,11 +394,16 @@ class RayVirtualCluster:
         # First check that the resources exist. Others may still hold them, which Ray waits for.
         deadline = time.monotonic() + (0.0 if _started_here else _JOIN_WAIT_S)
         on_nodes = [1] * counts[0] if unified else counts
-        self._wait_until(lambda: _fits(on_nodes, self._resources), deadline, "nodes")
+        distinct = self._distinct_nodes and not unified
+        self._wait_until(lambda: _fit(on_nodes, self._resources, distinct) is not None, deadline, "nodes")
+        # Ray would put two groups onto one node that has room for both.
+        targets = (_fit(counts, self._resources, distinct) if distinct else None) or [None] * len(counts)
         for i, count in enumerate(counts):
             suffix = "unified" if unified else f"node{i}"
             name = f"{self.name}-{suffix}" if self.name else ""
-            self._placement_groups.append(placement_group([self._resources] * count, strategy=strategy, name=name))
+            bundles, target = [self._resources] * count, targets[i]
+            group = placement_group(bundles, strategy=strategy, name=name, _soft_target_node_id=target)
+            self._placement_groups.append(group)
         deadline = max(deadline, time.monotonic() + _FREE_WAIT_S)
         groups = self._placement_groups
         self._wait_until(lambda: all(group.wait(1) for group in groups), deadline, "resources that others hold")
@@ -404,13 +412,16 @@ class RayVirtualCluster:
         next_message = time.monotonic()
         while not condition():
             left_s = deadline - time.monotonic()
-            difference = _difference(self._bundle_counts, self._resources)
+            difference = self._lack()
             if left_s < 0:
                 raise ResourceInsufficientError(difference)
             if time.monotonic() > next_message:
                 logger.warning("Waiting %.0f s more for %s: %s", left_s, what, difference)
                 next_message = time.monotonic() + _MESSAGE_EVERY_S
             time.sleep(_POLL_S)
+
+    def _lack(self) -> str:
+        return _difference(self._bundle_counts, self._resources, self._distinct_nodes)
 
     def _locate(self, unified: bool) -> list[Bundle]:
         ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -420,6 +431,8 @@ class RayVirtualCluster:
             gpu_ids = _gpu_ids(group) if self.use_gpus else [None] * len(node_ids)
             in_group = [(node_ids[i], gpu_ids[i], group, i) for i in range(len(node_ids))]
             places += sorted(in_group, key=lambda place: (place[0], _gpu_order(place[1]), place[3]))
+        if self._distinct_nodes and len({place[0] for place in places}) < self.node_count():
+            raise ResourceInsufficientError(f"others hold a node, and one would stand for two: {self._lack()}")
         node_ranks: dict[Any, int] = {}
         return [
             Bundle(
@@ -449,40 +462,54 @@ def _gpu_ids(group: PlacementGroup) -> list[str | None]:
     return list(ray.get([remote.options(scheduling_strategy=place).remote() for place in places], timeout=120))
 
 
-def _nodes() -> list[tuple[str, dict[str, float], dict[str, float]]]:
-    """(ip, resources, free resources) of each live node."""
+def _nodes() -> list[tuple[str, str, dict[str, float], dict[str, float]]]:
+    """(id, ip, resources, free resources) of each live node."""
     available = available_resources_per_node()
     return [
-        (node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
+        (node["NodeID"], node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _fits(counts: Sequence[int], bundle: dict[str, float]) -> bool:
-    """Whether each of the `counts` sets of bundles would fit on one node of an otherwise idle cluster."""
-    nodes = [dict(total) for _, total, _ in _nodes()]
-    for count in sorted(counts, reverse=True):
-        for free in nodes:
-            if all(free.get(name, 0.0) >= amount * count for name, amount in bundle.items()):
-                for name, amount in bundle.items():
-                    free[name] -= amount * count
-                break
-        else:
-            return False
-    return True
+def _fit(counts: Sequence[int], bundle: dict[str, float], distinct: bool) -> list[str] | None:
+    """The id of a node for each of the `counts` sets of bundles; None if an otherwise idle cluster has no room.
+
+    `distinct`: no two are the same. Those with the most free come first, so that two clusters share no node needlessly.
+    """
+    nodes, found = _nodes(), dict[int, str]()
+    for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
+        asked = {name: amount * counts[index] for name, amount in bundle.items()}
+        fitting = [node for node in nodes if _share(node[2], asked) >= 1]
+        if not fitting:
+            return None
+        node = max(fitting, key=lambda node: _share(node[3], asked))
+        found[index] = node[0]
+        if distinct:
+            nodes.remove(node)
+        for name, amount in asked.items():
+            node[2][name] -= amount
+    return [found[index] for index in range(len(counts))]
 
 
-def _difference(counts: Sequence[int], bundle: dict[str, float]) -> str:
+def _share(resources: dict[str, float], asked: dict[str, float]) -> float:
+    """How often there is what was asked for."""
+    return min(resources.get(name, 0.0) / amount for name, amount in asked.items())
+
+
+def _difference(counts: Sequence[int], bundle: dict[str, float], distinct: bool) -> str:
     def describe(resources: dict[str, float], times: int = 1) -> str:
         return ", ".join(f"{resources.get(name, 0.0) * times:g} {name}" for name in sorted(bundle, reverse=True))
 
     nodes = _nodes()
     lines = ["not enough resources in the Ray cluster", "asked for:"]
+    if distinct and len(nodes) < len(counts):
+        lack = f"{len(counts)} nodes asked for, and the Ray cluster has {len(nodes)}"
+        lines[0] = f"{lack}: start Ray on more machines, or set cluster.num_nodes={max(len(nodes), 1)}"
     lines += [f"  node {i}: {describe(bundle, count)}" for i, count in enumerate(counts)]
     lines.append("there is:" if nodes else "there is: no node")
-    lines += [f"  {ip}: {describe(total)} ({describe(free)} free)" for ip, total, free in nodes]
-    totals = {name: sum(total.get(name, 0.0) for _, total, _ in nodes) for name in bundle}
+    lines += [f"  {ip}: {describe(total)} ({describe(free)} free)" for _, ip, total, free in nodes]
+    totals = {name: sum(total.get(name, 0.0) for *_, total, _ in nodes) for name in bundle}
     for name, amount in sorted(bundle.items(), reverse=True):
         short = amount * sum(counts) - totals[name]
         if short > 0:

@@ -177,6 +177,7 @@ def start_devices(
         max_colocated_worker_groups=groups_per_bundle,
         num_gpus_per_node=machines.gpus_per_node,
         name=name,
+        distinct_nodes=True,
     )
     accelerator = Accelerator(exclusive=take_turns and machines.use_gpus)
     return Devices(machines=machines, cluster=stack.enter_context(cluster), accelerator=accelerator)

@@ -13,7 +13,8 @@ import pytest
 
 from nemo_rl.distributed import doctor
 from nemo_rl.distributed.errors import RayLost
-from nemo_rl.distributed.worker_groups import require_shared
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from tests.functional.cli import ROOT
 
 
@@ -112,8 +113,7 @@ def test_a_ray_that_does_not_start_is_bad(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.over_20s("starts Ray in a process of its own; two workers load torch")
 def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
-    """Which stands for two nodes."""
-    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--num-nodes", "2", "--folder", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--folder", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240)
     lines = finished.stdout.splitlines()
@@ -121,5 +121,19 @@ def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
         assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), finished.stdout + finished.stderr
     for subject in ("Ray", "clocks"):
         assert any(line.startswith((f"good   {subject}: ", f"remark {subject}: ")) for line in lines)
-    assert any(line.startswith("good   collective: 2 ranks over gloo: ") for line in lines), finished.stdout
     assert finished.returncode == int(any(line.startswith("bad") for line in lines))
+
+
+@pytest.mark.over_20s("two workers load torch")
+def test_two_nodes_talk_and_share_a_folder_and_one_is_not_two(ray_local: None, tmp_path: Path, monkeypatch) -> None:
+    with (
+        RayVirtualCluster([1, 1], use_gpus=False, name="pair") as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(doctor.WORKER), name_prefix="doctor") as group,
+    ):
+        assert str(doctor.examine_shared(group, tmp_path)).startswith("good")
+        found = [str(finding) for finding in doctor.examine_cluster(group, use_gpu=False)]
+        assert any(text.startswith("good   collective: 2 ranks over gloo: ") for text in found), found
+    monkeypatch.setattr(doctor, "shutdown_ray", lambda: None)  # of the cluster of other tests
+    told: list[doctor.Finding] = []
+    assert not doctor.examine(2, 0, [], told.append)
+    assert told[-1].text.startswith("2 nodes asked for, and the Ray cluster has 1: start Ray on more machines, or set")

@@ -1,5 +1,6 @@
 """A group of workers is called as one, and names the worker that failed, its node and its method."""
 
+import copy
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import ray
 
+from nemo_rl.distributed import virtual_cluster
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -246,8 +248,17 @@ def test_more_than_there_is_gives_the_difference(ray_local: None) -> None:
         RayVirtualCluster([10], use_gpus=False, max_colocated_worker_groups=2).bundles()
     with pytest.raises(ResourceInsufficientError, match=r"(?s)2 GPU.*: 0 GPU.*missing: 2 GPU.*_cpu.yaml"):
         RayVirtualCluster([2]).bundles()
+    with pytest.raises(ResourceInsufficientError, match=r"2 nodes asked for, and .* has 1: .*cluster.num_nodes=1"):
+        RayVirtualCluster([1, 1], use_gpus=False, distinct_nodes=True).bundles()
     with pytest.raises(ValueError, match="9 bundles asked for on a node of 8 GPUs"):
         RayVirtualCluster([9])
+
+
+def test_nodes_are_different_ones_and_the_emptiest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [(name, f"ip of {name}", {"CPU": 8.0}, {"CPU": free}) for name, free in (("a", 4.0), ("b", 8.0))]
+    monkeypatch.setattr(virtual_cluster, "_nodes", lambda: copy.deepcopy(nodes))
+    for counts, distinct, found in (([2, 3], True, ["a", "b"]), ([2, 2], False, ["b", "b"]), ([1, 1, 1], True, None)):
+        assert virtual_cluster._fit(counts, {"CPU": 2.0}, distinct) == found
 
 
 def test_bundles_are_booked_at_first_use_and_given_back(echo_pair: RayWorkerGroup) -> None:
