@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from pickle import PicklingError
 from typing import Any
 
 import ray
@@ -33,6 +34,7 @@ RESTART_POLL_S = 0.2
 END_TIMEOUT_S = 15.0  # within this time Ray ends a process, a stopped one included
 MAX_GROUPS_REMEMBERED = 100_000
 MAX_EXCERPT = 120  # characters
+_UNSENDABLE = (PicklingError, TypeError, ValueError, LookupError, AttributeError, RuntimeError)  # of pickling
 PART_TYPES = ("text", "image", "image_url")  # of a content that is a list
 
 
@@ -150,7 +152,7 @@ class EnvironmentClient:
             await self._restarted()
         try:
             ref = self.actor.step.remote([one.messages for one in batch], [one.metadata for one in batch])
-        except Exception as error:  # pickling runs code of the metadata, which may raise anything
+        except _UNSENDABLE as error:
             raise StepRefused(f"what is sent to environment {self.name!r} cannot be pickled: {error!r}") from error
         try:
             returned = await asyncio.wait_for(ref, self.step_timeout_s)
