@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
-from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens, end_tokens
+from nemo_rl.models.policy.generate import (
+    GeneratingWorker,
+    GenerationSettings,
+    SelfGeneratingPolicy,
+    draw_tokens,
+    end_tokens,
+)
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from tests.unit.config.run_configs import build
 from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.megatron.parity import SGD
 from tests.unit.policy.models import VOCAB, Models
@@ -158,6 +167,13 @@ def test_a_model_has_the_end_tokens_that_vllm_reads(tmp_path: Path) -> None:
     for ends, found in (([5, 6], {5, 6}), (5, {5}), (None, set())):
         GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path)
         assert end_tokens(str(tmp_path)) == found
+    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
+    tokenizer, told = build_tiny_tokenizer(), []
+    group = SimpleNamespace(call_all=lambda _, settings: told.append(settings.end_token_ids))
+    parts = {"config": build().policy, "model_path": str(tmp_path), "tokenizer": tokenizer, "group": group}
+    prepare: Any = SelfGeneratingPolicy.prepare_generation
+    prepare(SimpleNamespace(**parts))
+    assert told == [{tokenizer.eos_token_id, 5, 6}]
 
 
 def test_every_token_gets_its_share_of_the_random_numbers():
