@@ -47,6 +47,7 @@ from nemo_rl.types import (
 )
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.timer import TimeoutChecker
 
 CONFIG = Path(__file__).resolve().parents[1] / "examples" / "configs" / "grpo_math_cpu.yaml"
 OVERRIDES = (
@@ -269,6 +270,7 @@ def _build(
         logger=Logger(config.logger, folder),
         console=console,
         checkpointing=config.checkpointing,
+        deadline=TimeoutChecker(None),
         resolved_config_yaml="",
         identity={},
         recorder=RunRecorder(config.logger.report, folder, console),

@@ -25,7 +25,7 @@ from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.timer import GenerationUse
+from nemo_rl.utils.timer import GenerationUse, TimeoutChecker
 
 
 def sample(
@@ -163,7 +163,12 @@ def run_tools(
     console = RunConsole(num_steps=num_steps, file=text, force_terminal=False)
     logger = Logger(LoggerConfig(), folder / "run")
     return RunTools(
-        logger=logger, console=console, checkpointing=checkpointing, resolved_config_yaml=config, identity=identity
+        logger=logger,
+        console=console,
+        checkpointing=checkpointing,
+        deadline=TimeoutChecker(checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
+        resolved_config_yaml=config,
+        identity=identity,
     ), text
 
 

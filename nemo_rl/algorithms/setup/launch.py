@@ -29,6 +29,7 @@ from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.registry import import_object
+from nemo_rl.utils.timer import TimeoutChecker
 from nemo_rl.utils.venvs import VenvBuildError
 
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
@@ -74,6 +75,7 @@ def launch(
         build: returns a trainer that is ready to run, resumed if there is a checkpoint. It registers the workers that
             it starts with the stack.
     """
+    deadline = TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
     def train(inputs: RunInputsT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
@@ -88,6 +90,7 @@ def launch(
                 logger=Logger(config.logger, run_dir, info.get(TRACKER_RUNS, {})),  # a run that resumes goes on there
                 console=console,
                 checkpointing=saves,
+                deadline=deadline,
                 resolved_config_yaml=dump_config(config),
                 identity=inputs.identity,
                 known_metrics=config.known_metrics,

@@ -68,6 +68,7 @@ class RunTools:
     logger: Logger
     console: RunConsole
     checkpointing: CheckpointingConfig
+    deadline: TimeoutChecker  # counts from the start of the run, setup included
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
     known_metrics: Collection[str] = frozenset()  # logged names that follow from the configuration
@@ -122,7 +123,6 @@ class Trainer(ABC):
         if tools.checkpointing.enabled:
             self.checkpointer = CheckpointManager(tools.checkpointing, known_metrics=tools.known_metrics)
         self.pending_save: PendingSave | None = None
-        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
     @abstractmethod
     def step(self) -> None:
@@ -153,7 +153,7 @@ class Trainer(ABC):
             self._validate()
             self._log()
             self._announce_early_stop()
-        self.deadline.start_iterations()
+        self.tools.deadline.start_iterations()
         while not (self._is_last_step() or self.state.stopped_early):
             try:
                 if self._run_step():
@@ -185,14 +185,14 @@ class Trainer(ABC):
         is_periodic = period > 0 and self.state.total_steps % period == 0
         if is_periodic or (self.loop.val_at_end and self._is_last_step()):
             self._validate()
-        out_of_time = self.deadline.check_save()
+        out_of_time = self.tools.deadline.check_save()
         ends = out_of_time or self.state.stopped_early
         if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
             self._save_checkpoint()
         if ends or self._is_last_step():
             self._advance_save(wait=True)
         self._log()
-        self.deadline.mark_iteration()
+        self.tools.deadline.mark_iteration()
         self._announce_early_stop()
         if out_of_time and not self.state.stopped_early:
             saved = "saved, and the run ends; the same command resumes it"
@@ -426,7 +426,7 @@ class Trainer(ABC):
         elif pending.advance() is None:
             self.pending_save = pending
             return
-        self.deadline.note_save(pending.seconds)
+        self.tools.deadline.note_save(pending.seconds)
 
     def _settle_save(self, *, can_wait: bool) -> None:
         """End a background save after an error: finish it, or discard it if that would wait for dead workers."""

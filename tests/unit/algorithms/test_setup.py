@@ -4,19 +4,23 @@ import json
 import re
 import shutil
 import stat
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.setup.launch import RunInputs, launch
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
 from nemo_rl.algorithms.setup.serve import write_address
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, build
 from tests.unit.rollouts.test_openai_server import settings
@@ -233,3 +237,22 @@ def test_a_file_of_no_algorithm_is_refused(tmp_path):
         (tmp_path / "a.yaml").write_text(text)
         with pytest.raises(ConfigError, match=told):
             load_run_config(tmp_path / "a.yaml", [])
+
+
+def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch):
+    now, module = 0.0, "nemo_rl.algorithms.setup.launch"
+    monkeypatch.setattr(f"{module}.TimeoutChecker", partial(TimeoutChecker, clock=lambda: now))
+    monkeypatch.setattr(f"{module}.init_ray", lambda folder: None)
+    monkeypatch.setattr(f"{module}.shutdown_ray", lambda: None)
+
+    def slow_prepare(_: Any) -> RunInputs:
+        nonlocal now
+        now = 1200.0
+        return RunInputs(model=cast(Any, None), identity={})
+
+    def build_and_stop(_: Any, stack: Any, tools: RunTools, inputs: RunInputs) -> Any:
+        raise ValueError(f"late: {tools.deadline.check_save()}")
+
+    config = build("checkpointing.checkpoint_must_save_by=00:00:20:00", f"logger.log_dir={tmp_path}")
+    launch(config, prepare=slow_prepare, build=build_and_stop)
+    assert "late: True" in (tmp_path / "exp_000" / "events.jsonl").read_text()
