@@ -128,9 +128,9 @@ class BusyTime:
 class TimeoutChecker:
     """Decides when a job with a time limit must write its last checkpoint.
 
-    `timeout` is "DD:HH:MM:SS" from construction, or None for no limit. `check_save` returns True once: as soon as one
-    more iteration of mean length and, with `fit_last_save_time`, a checkpoint of the longest duration so far would
-    exceed the limit.
+    `timeout` is "DD:HH:MM:SS" from construction, or None for no limit. `check_save` returns True as soon as one more
+    iteration of mean length and, with `fit_last_save_time`, a checkpoint of the longest duration so far would exceed
+    the limit.
     """
 
     def __init__(
@@ -146,7 +146,6 @@ class TimeoutChecker:
         self._iterations_s: list[float] = []  # of finished iterations
         self._fit_last_save_time = fit_last_save_time
         self._longest_save_s = 0.0
-        self._has_fired = False
 
     def start_iterations(self) -> None:
         """Start the first iteration. Time before this call (setup) belongs to no iteration."""
@@ -165,11 +164,8 @@ class TimeoutChecker:
             self._longest_save_s = max(self._longest_save_s, seconds)
 
     def check_save(self) -> bool:
-        if self._has_fired:
-            return False
         mean_s = sum(self._iterations_s) / len(self._iterations_s) if self._iterations_s else 0.0
-        self._has_fired = self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
-        return self._has_fired
+        return self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
 
 
 def parse_duration_s(text: str) -> float:
