@@ -51,14 +51,16 @@ class Logger:
         self._step: int | None = None  # of the metrics collected so far
         self._metrics: dict[str, float] = {}
         self._file = (self.run_dir / METRICS_NAME).open("ab", buffering=0)
+        self._known_runs = dict(run_ids or {})
         self._trackers: dict[str, Any] = {}  # `GuardedTracker` by name
         if cfg.enabled_trackers:
-            self._trackers = import_object(TRACKERS, "trackers")(cfg, self.run_dir, run_ids or {})
+            self._trackers = import_object(TRACKERS, "trackers")(cfg, self.run_dir, self._known_runs)
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """The trackers' own names of this run, by tracker."""
-        return {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
+        """The trackers' own names of this run, by tracker: also of those that are off or cannot be reached now."""
+        live = {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
+        return self._known_runs | live
 
     def log_metrics(
         self,

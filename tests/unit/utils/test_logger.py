@@ -224,7 +224,8 @@ def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch)
             module.teardown()  # it reads the limit once
         cfg = LoggerConfig.model_validate({f"{name}_enabled": True, "mlflow": {"tracking_uri": uri}})
         with caplog.at_level(logging.WARNING, "nemo_rl"):
-            logger = Logger(cfg, tmp_path)
+            logger = Logger(cfg, tmp_path, known := {name: 21 * "a", "trackio": "is off"})
+            assert logger.run_ids == known, "a later run goes on there"
             for step in (1, 2):
                 logger.log_metrics({"loss": 1.0}, step, "train")
                 logger.finish_step(step)
