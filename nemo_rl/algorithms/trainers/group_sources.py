@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from nemo_rl.utils.console import RunConsole
 BUFFER_FOLDER = "replay_buffer"
 OPEN_GROUPS = "open_groups.json"
 MAX_REASONS_SHOWN = 3
+REPETITION = 2**32  # more than a run draws batches
 
 
 class TooManyFailures(RuntimeError):
@@ -50,10 +52,13 @@ class PromptRequests:
             raise DataExhausted
         # Numbered by batch drawn, not by step: dynamic sampling may draw a prompt twice in a step, with other seeds.
         batch = self.prompts.epoch * len(self.prompts) + self.prompts.batches_done
-        return [
-            self.request(prompt, f"{batch}/{position}/{prompt.prompt_id}", batch)
-            for position, prompt in enumerate(prompts)
-        ]
+        requests, seen = [], Counter[str]()
+        for position, prompt in enumerate(prompts):
+            # A small dataset with a weight has rows twice in a batch: their samples must not be copies.
+            seed_step = batch + seen[prompt.prompt_id] * REPETITION
+            requests.append(self.request(prompt, f"{batch}/{position}/{prompt.prompt_id}", seed_step))
+            seen[prompt.prompt_id] += 1
+        return requests
 
     def request(self, prompt: Prompt, group_id: str, seed_step: int) -> GroupRequest:
         """A group of training samples."""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
-from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
+from nemo_rl.algorithms.trainers.group_sources import PromptRequests, TooManyFailures
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.report.recorder import RunRecorder
-from nemo_rl.types import SampleStatus
+from nemo_rl.types import SampleStatus, SamplingParams
 from nemo_rl.utils.config import ReportConfig
 from tests.fakes import FakePolicy, FakeRollouts, handle, result, sample, sample_meta
 from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
@@ -121,6 +123,17 @@ def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_pat
     assert {request.seed_step for request in validation} == {-1}
     assert [request.prompt.prompt_id for request in validation] == ["t:0", "t:1"] * 4
     assert len({request.group_id for request in validation}) == 8
+
+
+def test_a_prompt_that_comes_twice_in_a_batch_has_other_seeds(tmp_path):
+    def named(name: str, count: int) -> NamedRows:
+        return NamedRows(name=name, task_name="t", rows=[{"problem": str(i)} for i in range(count)], weight=1)
+
+    prompts = PromptDataLoader(PromptDataset([named("small", 4), named("large", 100)]), 16, seed=1)
+    requests = PromptRequests(prompts, build(*small(tmp_path, "grpo")).grpo, SamplingParams(max_new_tokens=8))
+    seeds = Counter((request.prompt.prompt_id, request.seed_step) for request in requests.next_batch())
+    assert set(seeds.values()) == {1} and len({prompt_id for prompt_id, _ in seeds}) == 12
+    assert sum(seed_step == 1 for _, seed_step in seeds) == 12, "those of other prompts are the number of the batch"
 
 
 class Silent(FakePolicy):
