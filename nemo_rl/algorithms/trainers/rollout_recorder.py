@@ -92,6 +92,7 @@ class RolloutRecorder:
 
     def start(self, after_step: int) -> None:
         """Prepare for the steps after `after_step`: move an earlier record of them aside, `check_record_folder`."""
+        self.finish()  # a step that a dead worker made the run repeat
         self.root.mkdir(parents=True, exist_ok=True)
         self.check_folder()
         if aside := put_aside(self.root, after_step):

@@ -125,8 +125,6 @@ class RolloutTrainer(Trainer):
         if not self.resume():
             self.refit.sync(0)
         self.rollouts.generation_use()  # resets the meter: the time until now does not count
-        if self.rollout_recorder is not None:
-            self.rollout_recorder.start(self.state.total_steps)
         self.source.after_sync(self.state.total_steps)
 
     def train(self) -> None:
@@ -368,6 +366,12 @@ class RolloutTrainer(Trainer):
             self.rollout_recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
         self.source.write_state(directory / BUFFER_FOLDER)
         return super().write_state(directory)
+
+    def resume(self) -> bool:
+        is_resumed = super().resume()
+        if self.rollout_recorder is not None:
+            self.rollout_recorder.start(self.state.total_steps)
+        return is_resumed
 
     def read_state(self, directory: Path) -> None:
         super().read_state(directory)

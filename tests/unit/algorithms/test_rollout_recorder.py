@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record
+from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.rollouts.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
@@ -106,6 +107,21 @@ def test_every_step_is_recorded_with_what_was_trained_in_a_folder_of_this_run(tm
     with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*temperature.*0\.5"):
         other.go()
     assert recorded_steps(tmp_path / "record") == [1, 2, 3]
+
+
+def test_a_run_that_goes_back_puts_the_steps_that_it_repeats_aside(tmp_path):
+    run = Run(tmp_path, *recording(tmp_path / "record"), "grpo.max_num_steps=4")
+    deaths = [WorkerDied("gone", worker="policy-0", rank=0, method="train")]
+
+    def die_in_step_4() -> None:
+        if run.trainer.state.total_steps == 3 and deaths:
+            raise deaths.pop()
+
+    run.policy.on_wait = die_in_step_4
+    run.trainer.refit.prepare = lambda: None
+    run.go()
+    assert recorded_steps(tmp_path / "record") == [1, 2, 3, 4]
+    assert recorded_steps(tmp_path / "record" / "superseded_001") == [3], "it was still being written"
 
 
 def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
