@@ -129,15 +129,17 @@ def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
     rows = read_index(run)
     if rows:
         name = f"{prefix}samples"
-        _write(folder, name, sample_columns(rows, task_of))
-        at = os.path.relpath(run / SAMPLES, page.parent)
-        blocks = sorted({row["block"] for row in rows})
-        found["samples"] = {"index": name, "num": len(rows), "blocks": [quote(f"{at}/{block}") for block in blocks]}
+        _write(folder, name, sample_columns(rows, task_of, os.path.relpath(run / SAMPLES, page.parent)))
+        found["samples"] = {"index": name, "num": len(rows)}
     return found
 
 
-def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The index of samples by column; texts that repeat are numbers, with the texts in `names`."""
+def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str], at: str) -> dict[str, list[Any]]:
+    """The index of samples by column; texts that repeat are numbers, with the texts in `names`.
+
+    The blocks lie in `at`, as the page sees it. Their list is here, and not in the page: an open page may load the
+    index of a later report.
+    """
     names: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -154,7 +156,7 @@ def sample_columns(rows: Sequence[Mapping[str, Any]], task_of: Mapping[str, str]
         "length": [row.get("num_generated_tokens", row["length"]) for row in rows],
         "turns": [row.get("num_turns", 0) for row in rows],
     }
-    return {**columns, "names": list(names)}
+    return {**columns, "names": list(names), "blocks": [quote(f"{at}/{block}") for block in blocks]}
 
 
 class GroupSummary:

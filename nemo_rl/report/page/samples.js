@@ -102,7 +102,7 @@ async function showSample(view, i) {
   const run = RUNS[browse.run], { index } = browse;
   const key = `${run.index}/${index.step[i]}/${index.id[i]}`;
   if (!samplesOf.has(key)) {
-    try { await loadScript(run, run.samples.blocks[index.block[i]]); } catch (error) { view.replaceChildren(problem(error)); return; }
+    try { await loadScript(run, index.blocks[index.block[i]]); } catch (error) { view.replaceChildren(problem(error)); return; }
   }
   if (browse.chosen !== i) return;  // another one was chosen meanwhile
   const sample = samplesOf.get(key);

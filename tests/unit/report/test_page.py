@@ -102,8 +102,14 @@ def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 5
 
 
 def test_samples_are_sorted_filtered_paged_and_coloured(run, browser: Browser):
-    write_samples(run, 12, 10)
-    browser.open(write_report([run]), "#samples")
+    write_samples(run, 12, 10, block_steps=6)
+    index = run / "samples" / "index_policy-0.jsonl"
+    of_run = index.read_text()
+    index.write_text("".join(of_run.splitlines(keepends=True)[:60]))  # the first block
+    browser.open(write_report([run]), "#curves")
+    index.write_text(of_run)
+    write_report([run])  # the run goes on while the first page is open
+    browser.click("#tab-samples")
     browser.wait_for("#sample .tokens .t", 4)
     assert "page 1 of 3, 120 samples" in browser.texts("#pages")[0]
     browser.change("#sort", "reward")
