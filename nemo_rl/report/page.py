@@ -26,7 +26,6 @@ REPORT = "report.html"
 _SOURCES = Path(__file__).parent / "page"
 _SCRIPTS = ("core.js", "overview.js", "curves.js", "time.js", "samples.js", "tables.js")
 _DIGITS = 7
-FOLDER = "report_data"
 BLOCK_BYTES = 400_000
 MAX_PROMPTS = 1000
 
@@ -34,16 +33,18 @@ MAX_PROMPTS = 1000
 def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
     """Write the report of the runs in `folders` to `path` (default: `report.html` in the first folder).
 
-    Files beside it are in `report_data`. Returns the path. Raises OSError if they cannot be written.
+    Files beside it are in a folder with its name: `report_data`. Returns the path. Raises OSError if they cannot be
+    written.
     """
     path = path or folders[0] / REPORT
-    path.parent.mkdir(parents=True, exist_ok=True)
+    data = path.with_name(f"{path.stem}_data")
+    data.mkdir(parents=True, exist_ok=True)
     names = names_of(folders)
     runs = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         prefix = "" if len(folders) == 1 else f"run{number}_"
-        runs.append(run_data(Run(folder), name) | write_data(folder, path, prefix))
-    replace(path, page({"made": time.time(), "runs": runs}, title=", ".join(names)))
+        runs.append(run_data(Run(folder), name) | write_data(folder, data, prefix))
+    replace(path, page({"made": time.time(), "files": quote(data.name), "runs": runs}, title=", ".join(names)))
     return path
 
 
@@ -102,10 +103,11 @@ def _source(name: str) -> str:
 # The samples themselves are not copied: the index names the blocks in the folder of the run.
 
 
-def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
-    """Write the files of a run beside `page`, their names with `prefix`. Returns what the page must know of them."""
-    folder = page.parent / FOLDER
-    folder.mkdir(exist_ok=True)
+def write_data(run: Path, folder: Path, prefix: str) -> dict[str, Any]:
+    """Write the files of a run into `folder`, which lies beside the page, their names with `prefix`.
+
+    Returns what the page must know of them.
+    """
     task_of: dict[str, str] = {}
     summary = GroupSummary()
 
@@ -129,7 +131,7 @@ def write_data(run: Path, page: Path, prefix: str) -> dict[str, Any]:
     rows = read_index(run)
     if rows:
         name = f"{prefix}samples"
-        _write(folder, name, sample_columns(rows, task_of, os.path.relpath(run / SAMPLES, page.parent)))
+        _write(folder, name, sample_columns(rows, task_of, os.path.relpath(run / SAMPLES, folder.parent)))
         found["samples"] = {"index": name, "num": len(rows)}
     return found
 

@@ -20,7 +20,7 @@ function loadScript(run, source) {
 }
 
 async function loadData(run, name) {
-  if (!arrived.has(name)) await loadScript(run, `report_data/${name}.js`);
+  if (!arrived.has(name)) await loadScript(run, `${DATA.files}/${name}.js`);
   return arrived.get(name);
 }
 

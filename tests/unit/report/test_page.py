@@ -203,10 +203,14 @@ def test_two_runs_side_by_side(tmp_path, browser: Browser):
     runs = [write_run(tmp_path / "exp_000"), write_run(tmp_path / "exp_001", seed=7)]
     for run in runs:
         write_samples(run, 2, 2)
-    browser.open(write_report(runs, tmp_path / "compare" / "report.html"), "#config")
+    append(runs[0] / "samples" / "index_policy-0.jsonl", step=0, id="0/0/p:0/0", block="", length=4, status="truncated")
+    page = write_report(runs, tmp_path / "compare" / "two #1.html")
+    write_report(runs[::-1], page.with_name("others.html"))
+    browser.open(page, "#config")
     assert browser.texts("tbody tr:first-child > *")[:3] == ["grpo.seed", "42", "7"]
     browser.click("#tab-samples")
     browser.wait_for("#sample .t", 4)  # from a folder that is not the page's
+    assert browser.texts("#pages")[0].endswith("5 samples")
     browser.click("#tab-curves")
     browser.wait(f"{PLOTS}[1].querySelectorAll('path.curve').length === 2")
 

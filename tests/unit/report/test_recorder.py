@@ -100,7 +100,7 @@ def test_groups_are_summed_by_task_and_of_a_step_that_ran_twice_the_later_counts
     group = {"id": "g", "prompt": "p", "task": "a", "lengths": [2, 4], "status": "tf"}
     for step, rewards in ((1, [9.0, 9.0]), (2, [1.0, None]), (1, [-1.0, -3.0])):
         append(tmp_path / "groups.jsonl", step=step, groups=[{**group, "rewards": rewards}])
-    found = write_data(tmp_path, tmp_path / "report.html", "")
+    found = write_data(tmp_path, tmp_path, "")
     (row,) = found["tasks"]
     shares = {"dead": 0.5, "truncated": 0.5, "failed": 0.5, "tokens": 3.0}
     assert row == {"task": "a", "groups": 2, "samples": 4, "first": -2.0, "last": 1.0, **shares}
