@@ -18,24 +18,25 @@ function renderSamples(main) {
     list.replaceChildren(el("div", { class: "empty", text: run.samples ? "loading" : "This run kept no samples." }));
     view.replaceChildren();
     bar.replaceChildren();
-    if (!run.samples) { bar.append(runPicker(browse, open) ?? ""); return; }
+    if (!run.samples) { bar.append(runPicker(browse, change) ?? ""); return; }
     try { browse.index = await loadData(run, run.samples.index); } catch (error) { list.replaceChildren(problem(error)); return; }
     browse.page = 0;
     browse.chosen = null;
-    fillBar(bar, open, again);
+    fillBar(bar, change, again);
     again();
   };
+  const change = () => { Object.assign(browse, { index: null, task: "", status: "" }); open(); };  // the filters are numbers of its index
   const again = () => { order(); drawList(list, view); };
   open();
 }
 
-function fillBar(bar, open, again) {
+function fillBar(bar, change, again) {
   const { index } = browse;
   const options = (column) => [...new Set(index[column])].map((number) => [number, index.names[number]]).filter(([, name]) => name).sort((a, b) => a[1].localeCompare(b[1]));
   const select = (title, key, choices) => (choices.length < 2 ? null : el("label", {}, title, el("select", { onchange: (event) => { browse[key] = event.target.value; browse.page = 0; again(); } },
     el("option", { value: "", text: "all" }), choices.map(([number, name]) => el("option", { value: number, text: name, selected: String(number) === browse[key] })))));
   const field = (key, hint, size) => el("input", { type: "search", placeholder: hint, value: browse[key], size, "aria-label": hint, oninput: (event) => { browse[key] = event.target.value; browse.page = 0; again(); } });
-  bar.replaceChildren(...[runPicker(browse, open),
+  bar.replaceChildren(...[runPicker(browse, change),
     el("label", {}, "sort by", el("select", { id: "sort", onchange: (event) => { browse.sort = event.target.value; browse.page = 0; again(); } }, SORTS.map(([key, title]) => el("option", { value: key, text: title, selected: key === browse.sort })))),
     el("button", { class: "plain", id: "direction", text: browse.up ? "smallest first" : "largest first", onclick: (event) => { browse.up = !browse.up; event.target.textContent = browse.up ? "smallest first" : "largest first"; browse.page = 0; again(); } }),
     el("label", {}, "steps", field("from", "from", 6), field("to", "to", 6)), select("task", "task", options("task")), select("ended", "status", options("status")), field("text", "prompt or sample id", 18)].filter(Boolean));

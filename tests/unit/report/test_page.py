@@ -211,6 +211,10 @@ def test_two_runs_side_by_side(tmp_path, browser: Browser):
     browser.click("#tab-samples")
     browser.wait_for("#sample .t", 4)  # from a folder that is not the page's
     assert browser.texts("#pages")[0].endswith("5 samples")
+    browser.change(".bar label:last-of-type select", "2")  # completed; in the other run a prompt has this number
+    assert browser.texts("#pages")[0].endswith("4 samples")
+    browser.change(".bar select", "1")  # a filter is of one run
+    browser.wait("document.getElementById('pages')?.textContent.endsWith('4 samples')")
     browser.click("#tab-curves")
     browser.wait(f"{PLOTS}[1].querySelectorAll('path.curve').length === 2")
 
