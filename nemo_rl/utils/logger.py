@@ -28,7 +28,12 @@ TRACKERS = "nemo_rl.utils.trackers:start_trackers"  # imported in runs that have
 
 
 class LogError(RuntimeError):
-    """Metrics could not be written."""
+    """Metrics or records could not be written."""
+
+
+def _log_error(what: str, path: Path, error: OSError) -> LogError:
+    remedy = "Free some space there, or set logger.log_dir to another disk"
+    return LogError(f"{what} cannot be written to {path}: {error.strerror}. {remedy}")
 
 
 class Logger:
@@ -109,10 +114,7 @@ class Logger:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._file.truncate(size_before)  # leave no partial line
-            raise LogError(
-                f"the metrics of step {step} cannot be written to {self.run_dir / METRICS_NAME}: {error.strerror}. "
-                "Free some space there, or set logger.log_dir to another disk"
-            ) from error
+            raise _log_error(f"the metrics of step {step}", self.run_dir / METRICS_NAME, error) from error
         self._send(lambda tracker: tracker.log(metrics, step))
         return metrics
 
@@ -133,10 +135,13 @@ class Logger:
         self._send(lambda tracker: tracker.log_samples(rows, step))
 
     def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
-        """Write one JSON object per line to `file_name` in the run folder."""
+        """Write one JSON object per line to `file_name` in the run folder. Raises LogError if it cannot be written."""
         path = self.run_dir / file_name
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(files.dumps(record) + "\n" for record in records)
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(files.dumps(record) + "\n" for record in records)
+        except OSError as error:
+            raise _log_error("records", path, error) from error
         return path
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Path:

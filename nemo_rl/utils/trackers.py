@@ -129,8 +129,6 @@ class GuardedTracker:
 class TensorBoard(Tracker):
     """Event files in the folder of the run."""
 
-    failures = ()
-
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 

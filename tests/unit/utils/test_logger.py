@@ -18,7 +18,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
-from nemo_rl.utils.logger import Logger, check_packages, get_next_experiment_dir
+from nemo_rl.utils.logger import LogError, Logger, check_packages, get_next_experiment_dir
 from nemo_rl.utils.trackers import RETRY_S, GuardedTracker
 
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
@@ -208,6 +208,24 @@ def test_a_process_of_wandb_that_dies_stops_no_run(tmp_path, caplog):
         wandb.teardown()  # a later test starts another
     [message] = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
     assert message.startswith("wandb does not answer, and the run goes on without it; metrics.jsonl has every metric")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_full_disk_costs_the_run_its_tensorboard_alone_and_samples_name_the_remedy(tmp_path, caplog):
+    logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    for path in (events, tmp_path / "validation_step_2.jsonl"):
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/full")
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0}, step, "train")
+        logger.finish_step(step)
+    with pytest.raises(LogError, match=r"validation_step_2\.jsonl: No space left on device\. Free some space there"):
+        logger.log_samples(ROWS, 2)
+    logger.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    [message] = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
+    assert message.startswith("tensorboard does not answer, and the run goes on without it; metrics.jsonl has every")
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb", pytest.param("swanlab", marks=pytest.mark.slow)])  # it tries 20 s
