@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.rollouts.show_records import (
     FILTER_FIELDS,
     Decode,
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
             return 0
         found = find_group(groups, arguments.group, worst=arguments.worst)
         console.print(show_group(found, arguments.sample, decoder(arguments.tokenizer) if arguments.tokens else None))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         Console(stderr=True).print(Text(f"error: {error}"))
         return 2
     return 0
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
 def decoder(tokenizer: str) -> Decode:
     from transformers import AutoTokenizer  # takes seconds to load
 
-    return AutoTokenizer.from_pretrained(tokenizer).decode
+    return AutoTokenizer.from_pretrained(resolve_model(tokenizer)).decode
 
 
 if __name__ == "__main__":

@@ -183,7 +183,14 @@ def test_groups_are_a_table_and_one_shows_what_was_said_and_what_came_of_it(tmp_
 
 def test_what_is_not_there_is_said(tmp_path, capsys):
     record(tmp_path, 1)
-    for arguments in ("--group nobody", "--filter weather=bad", "--sample 9", "--filter status=truncated"):
+    for arguments, error in {
+        "--group nobody": "",
+        "--filter weather=bad": "",
+        "--sample 9": "",
+        "--filter status=truncated": "",
+        "--tokens --tokenizer ./none": "",
+        "--tokens --tokenizer tiny:none": "there is no model 'tiny:none'",
+    }.items():
         assert shown(tmp_path, *arguments.split(), status=2) == ""
-        assert "error: " in capsys.readouterr().err
+        assert f"error: {error}" in capsys.readouterr().err
     shown(tmp_path / "elsewhere", status=2)
