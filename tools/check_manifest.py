@@ -18,9 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import load_config
+from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.loader import build_config
 from nemo_rl.config.rules import Rules, StrictModel, accepted_by
+from nemo_rl.config.sources import read_documents, walk
 
 
 def quantity(value: int | str) -> None:
@@ -274,10 +275,23 @@ class RayCluster(StrictModel):
     spec: RayClusterSpec
 
 
-def check(path: Path) -> RayJob | RayCluster:
-    """The manifest in `path`. Raises ConfigError with everything that is wrong with it."""
-    kind = re.search(r"^kind: *(\w+)", path.read_text(encoding="utf-8"), re.M)
-    return load_config(RayCluster if kind and kind[1] == "RayCluster" else RayJob, path)
+def check(path: Path) -> list[RayJob | RayCluster]:
+    """The manifests for KubeRay in `path`; other documents, such as a volume, are passed over.
+
+    Raises ConfigError with everything that is wrong with the first one that is not sound.
+    """
+    documents = [tree for tree in read_documents(path) if is_for_kuberay(tree.values)]
+    if not documents:
+        raise ConfigError([Problem((), "holds no manifest of KubeRay", Location(str(path)))])
+    for tree in documents:
+        for at, value in walk(tree.values):
+            if isinstance(value, str):  # `${NAME}` is of the shell in the pod, no interpolation of a configuration
+                tree.get(at[:-1])[at[-1]] = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return [build_config(RayCluster if tree.values.get("kind") == "RayCluster" else RayJob, tree) for tree in documents]
+
+
+def is_for_kuberay(manifest: dict[str, Any]) -> bool:
+    return str(manifest.get("apiVersion")).startswith("ray.io/") or str(manifest.get("kind")).startswith("Ray")
 
 
 def main() -> None:
@@ -286,12 +300,12 @@ def main() -> None:
     status = 0
     for path in parser.parse_args().files:
         try:
-            manifest = check(path)
+            manifests = check(path)
         except ConfigError as error:
             print(error, file=sys.stderr)
             status = 2
         else:
-            print(f"{path}: a sound {manifest.kind}")
+            print(f"{path}: a sound {' and a sound '.join(manifest.kind for manifest in manifests)}")
     raise SystemExit(status)
 
 

@@ -46,10 +46,10 @@ def load_config(model: type[M], path: str | Path, overrides: Sequence[str] = ())
     return _build(model, load_tree(path), overrides)
 
 
-def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:
-    """As `load_config`, from a nested dictionary in place of a file."""
+def build_config(model: type[M], values: Mapping[str, Any] | SourcedTree, overrides: Sequence[str] = ()) -> M:
+    """As `load_config`, from a nested dictionary in place of a file, or from what a file holds."""
     tree = SourcedTree()
-    tree.merge(SourcedTree(dict(values)))
+    tree.merge(values if isinstance(values, SourcedTree) else SourcedTree(dict(values)))
     return _build(model, tree, overrides)
 
 

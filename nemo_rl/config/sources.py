@@ -154,12 +154,27 @@ def load_parents(path: str | Path, children: tuple[Path, ...] = ()) -> tuple[Sou
 
 
 def _read(path: Path) -> SourcedTree:
-    tree = SourcedTree()
+    trees = read_documents(path)
+    if len(trees) > 1:
+        raise ConfigError([Problem((), "the file must hold one document; `---` begins another", Location(str(path)))])
+    return trees[0] if trees else SourcedTree()
+
+
+def read_documents(path: Path) -> list[SourcedTree]:
+    """The documents of a YAML file that are not empty, without their parents. Errors as in `load_tree`."""
+    trees = []
     try:
         loader = _YamlLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        if root is not None:
-            tree.values = _construct(loader, root, (), str(path), tree.locations)
+        while loader.check_node():
+            node, locations = loader.get_node(), {}
+            assert node is not None, "check_node() has seen it"
+            values = _construct(loader, node, (), str(path), locations)
+            if values is None:
+                continue
+            if not isinstance(values, dict):
+                place = Location(str(path), node.start_mark.line + 1)
+                raise ConfigError([Problem((), "the file must hold sections with keys", place)])
+            trees.append(SourcedTree(values, locations))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
@@ -167,9 +182,7 @@ def _read(path: Path) -> SourcedTree:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = "an anchor contains itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise ConfigError([Problem((), f"cannot be read: {reason}", Location(str(path)))]) from None
-    if not isinstance(tree.values, dict):
-        raise ConfigError([Problem((), "the file must hold sections with keys", Location(str(path), 1))])
-    return tree
+    return trees
 
 
 def _construct(

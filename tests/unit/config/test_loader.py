@@ -195,6 +195,7 @@ def test_scalars(tmp_path: Path) -> None:
         ("a:\n  x: 1\n  x: 2\n", "run.yaml:3: a.x: written twice in this section, first in line 2"),
         ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML"),
         ("- 1\n", "run.yaml:1: the file must hold sections"),
+        ("a: 1\n---\nb: 2\n", "run.yaml: the file must hold one document"),
         ("a: 1\ndefaults: nowhere.yaml\n", "run.yaml:2: defaults: no such file"),
         (f"defaults: {'x' * 300}\n", "run.yaml:1: defaults: no such file"),
         ("defaults: true\n", "run.yaml:1: defaults: must be a path or a list of paths (got True)"),

@@ -18,7 +18,7 @@ SHUTDOWN = "  shutdownAfterJobFinishes: true\n"
 
 
 def test_the_manifests_describe_the_same_cluster_and_the_command_and_the_ray_of_the_job_fit_this_package():
-    job, cluster = check(RAYJOB), check(ROOT / "deploy/kuberay/raycluster.yaml")
+    [job], [cluster] = check(RAYJOB), check(ROOT / "deploy/kuberay/raycluster.yaml")
     assert isinstance(job, RayJob) and isinstance(cluster, RayCluster)
     assert job.spec.rayClusterSpec == cluster.spec
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,6 +29,25 @@ def test_the_manifests_describe_the_same_cluster_and_the_command_and_the_ray_of_
     assert (ROOT / words[5]).is_file()
     config = load_config(GRPOMasterConfig, ROOT / words[words.index("--config") + 1], words[8:])
     assert config.checkpointing.checkpoint_dir.startswith("/shared/"), "a new cluster finds the checkpoints there"
+
+
+def test_a_file_may_hold_other_kinds_and_variables_of_the_shell(tmp_path):
+    text, manifest = RAYJOB.read_text(), tmp_path / "job.yaml"
+    command = r"logger.log_dir=${LOG_ROOT:-/logs}/\${x}$(hostname)"
+    volume = "apiVersion: v1\nkind: PersistentVolumeClaim\nspec: {accessModes: [ReadWriteMany]}\n"
+    manifest.write_text(
+        f"{volume}---\n# empty\n---\n{text.replace('logger.log_dir=/shared/logs/nemo-rl-grpo', command)}"
+    )
+    [job] = check(manifest)
+    assert isinstance(job, RayJob) and job.spec.entrypoint.endswith(command)
+    typo = f"{volume}---\n{text}".replace("backoffLimit", "backofLimit")
+    line = 1 + typo.splitlines().index("  backofLimit: 2")
+    for content, message in {typo: f"job.yaml:{line}: spec.backofLimit", volume: "no manifest of KubeRay"}.items():
+        manifest.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            check(manifest)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        check(tmp_path / "jobs.yaml")
 
 
 @pytest.mark.parametrize(
