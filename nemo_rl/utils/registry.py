@@ -44,9 +44,10 @@ def import_object(path: str, what: str) -> Any:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{what} {path!r}: no module {error.name!r} can be imported from here") from error
-    if name not in vars(module):
-        raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}")
-    return vars(module)[name]
+    try:
+        return getattr(module, name)  # also what a module makes when it is asked, as those with names of NeMo RL do
+    except AttributeError as error:
+        raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}") from error
 
 
 def find(registry: Mapping[str, T], name: str, what: str) -> T:

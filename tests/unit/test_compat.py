@@ -16,6 +16,7 @@ from nemo_rl.compat import TABLE, targets
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.registry import import_object
 
 
 def theirs(module: str) -> Any:
@@ -29,7 +30,8 @@ def test_the_names_are_ours_and_on_the_page(module: str) -> None:
     [row] = [line for line in page.splitlines() if line.startswith(f"| `{module}` |")]
     for name, target in targets(module).items():
         ours, _, attribute = target.partition(":")
-        assert getattr(theirs(module), name) is vars(importlib.import_module(f"nemo_rl.{ours}"))[attribute], name
+        wanted = vars(importlib.import_module(f"nemo_rl.{ours}"))[attribute]
+        assert getattr(theirs(module), name) is wanted is import_object(f"nemo_rl.{module}.{name}", "name"), name
         assert f"`{name}`" in row
 
 
