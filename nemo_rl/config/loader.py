@@ -86,6 +86,9 @@ def _built(model: type[M], tree: SourcedTree, overrides: Sequence[str], translat
     if translator is not None:
         if of_another := translator.other_algorithm(model.model_fields):
             raise ConfigError(of_another)
+        first = [text for text in overrides if translator.comes_first(text)]
+        problems += apply_overrides(model, tree, first, translator)
+        overrides = [text for text in overrides if text not in first]
         translator.old_forms()
     fill_defaults(model, tree.values)
     if overrides:

@@ -79,7 +79,7 @@ class Translator:
     def is_known(self, path: KeyPath) -> bool:
         """Whether the table has a key, or a section around it."""
         tables = (table.WITHOUT_MEANING, *table.IGNORED.values(), *table.FEATURES.values())
-        flat = (f"data.{key}" for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS))
+        flat = (f"data.{key}" for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES))
         patterns = (*table.MOVED, *flat, *(row.key for rows in tables for row in rows))
         for parts in ([*section, *key] for pattern in patterns for section, key in _split(pattern)):
             pairs = zip(parts, path, strict=False)
@@ -87,6 +87,13 @@ class Translator:
             if same and len(parts) <= len(path):
                 return True
         return False
+
+    def comes_first(self, override: str) -> bool:
+        """Whether an override counts before `old_forms`, which chooses the validation set of the dataset."""
+        data, key = self.tree.values.get("data"), override.lstrip("+~").partition("=")[0].strip()
+        flat = (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES, "train.dataset_name")
+        is_old = isinstance(data, dict) and "dataset_name" in data and not self._is_puzzle()
+        return is_old and key in [f"data.{name}" for name in flat]
 
     # Old forms
 
@@ -143,11 +150,16 @@ class Translator:
         self.tree.delete(old)
         self.remark(old, text)
 
+    def _is_puzzle(self) -> bool:
+        """Whether the boards of the sliding puzzle are the data, whatever `data` says."""
+        env = self.tree.values.get("env")
+        named = [self.tree.get(path) for _, path in places("dataset.env_name", self.tree.values)]
+        return isinstance(env, dict) and "sliding_puzzle_game" in env and "sliding_puzzle_game" not in named
+
     def _datasets(self) -> None:
         """Keys of `data` itself become keys of `data.train`, `data.validation` and `data.default`."""
-        data, env = self.tree.values["data"], self.tree.values.get("env")
-        named = [self.tree.get(path) for _, path in places("dataset.env_name", self.tree.values)]
-        if isinstance(env, dict) and "sliding_puzzle_game" in env and "sliding_puzzle_game" not in named:
+        data = self.tree.values["data"]
+        if self._is_puzzle():
             for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, "train", "validation", "default"):
                 if key in data:
                     self.tree.delete(("data", key))
@@ -157,16 +169,15 @@ class Translator:
             if key in data:
                 self._move(("data", key), ("data", "default", key), "a key of data.default today")
         whole = "a key of data.train today, beside data.validation"
-        flat = [key for key in (*table.OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
+        flat = [key for key in (*table.OF_ONE_DATASET, *table.FILES) if key in data]
         name = data.get("dataset_name")
         if "dataset_name" in flat and isinstance(name, str | None):
             name = table.DATASET_NAMES.get(name or "", name)
             data["dataset_name"] = name  # written where it was: a later data.train.dataset_name still counts
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
-        files = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}
         for key in flat:
-            self._move(("data", key), ("data", *files.get(key, ("train", key))), whole)
+            self._move(("data", key), ("data", *table.FILES.get(key, ("train", key))), whole)
         self._defaults_of_datasets()
 
     def _validation_set(self, name: str | None, columns: dict[str, Any]) -> None:

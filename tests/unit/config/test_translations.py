@@ -15,7 +15,7 @@ from nemo_rl.config.rules import _CLAUSE
 from nemo_rl.config.translations import DIFFERENCES, USED
 from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.rewards import find_reward_function, load_reward
-from tests.tables import cases, lines
+from tests.tables import cases
 from tests.unit.config.run_configs import MASTERS, MINIMAL, problems_of
 from tools.config_cli import convert
 
@@ -186,18 +186,27 @@ ROWS = """
     -> [{dataset_name: openai_format, data_path: a.jsonl, chat_key: c}, {data_path: b.jsonl, chat_key: c}]
 {dataset_name: openmathinstruct2, output_key: generated_solution, prompt_file: p.txt}
     -> [{dataset_name: OpenMathInstruct-2, output_key: generated_solution, split_validation_size: 0.05}]
+{dataset_name: squad} & data.dataset_name=openmathinstruct2
+    -> [{dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}]
+{dataset_name: squad} & data.train.dataset_name=OpenMathInstruct-2 & data.train.split_validation_size=0.1
+    -> [{dataset_name: OpenMathInstruct-2, split_validation_size: 0.1}]
+{dataset_name: openmathinstruct2} & data.validation.max_samples=9 & data.dataset_name=squad
+    -> [{dataset_name: squad, split_validation_size: 0.0}, {dataset_name: squad, split: validation, max_samples: 9}]
+{dataset_name: openai_format, train_data_path: a, val_data_path: b} & data.val_data_path=c & data.chat_key=d
+    -> [{data_path: a, chat_key: d}, {data_path: c, chat_key: d}]
 {dataset_name: HelpSteer3, env_name: null}
     -> [{dataset_name: HelpSteer3}, {dataset_name: HelpSteer3, split: validation}]
 """
 
 
-@pytest.mark.parametrize(("data", "expected"), lines(ROWS))
-def test_rows_to_learn_from_in_the_old_form(data: str, expected: str) -> None:
+@pytest.mark.parametrize(("given", "expected"), cases(ROWS))
+def test_rows_to_learn_from_in_the_old_form(given: tuple[str, ...], expected: str) -> None:
     """Training data, then validation sets."""
+    data, *overrides = given
     section = "dpo" if "HelpSteer3" in data else "sft"
     policy = {"model_name": "m", "train_global_batch_size": 8}
     tree = {section: {}, "policy": policy, "data": yaml.safe_load(data), "checkpointing": {"metric_name": "val_loss"}}
-    config = build_config(MASTERS[section], tree)
+    config = build_config(MASTERS[section], tree, overrides)
     sets = [*config.examples.train, *(rows for _, rows in config.examples.validation_sets)]
     for wanted, rows in zip(yaml.safe_load(expected), sets, strict=True):
         assert wanted.items() <= rows.model_dump().items()
@@ -211,6 +220,9 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
     assert [rows.dataset_name for rows in config.data.train] == ["sliding_puzzle"]
     assert config.data.train[0].kwargs == {"size": 4, "shuffle_moves": 6}
     assert config.data.train[0].env_name == "sliding_puzzle_game"
+    of_a_parent = {"data": {"dataset_name": "OpenMathInstruct-2"}, "env": puzzle}
+    config = build_config(GRPOMasterConfig, merged(tree, of_a_parent), ["data.train.dataset_name=my:puzzle"])
+    assert [rows.dataset_name for rows in config.data.train] == ["my:puzzle"]
 
 
 def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:
