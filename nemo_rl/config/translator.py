@@ -14,7 +14,7 @@ import yaml
 from nemo_rl.config import translations as table
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
 from nemo_rl.config.rules import Rules, holds
-from nemo_rl.config.sources import SourcedTree
+from nemo_rl.config.sources import SourcedTree, walk
 
 NUM_SHOWN = 3  # keys of a missing feature in its message
 _TRANSLATED = Location("NeMo RL's form")
@@ -60,6 +60,8 @@ class Translator:
     """A remark for the user -> the keys it is about."""
     moves: dict[KeyPath, KeyPath] = field(default_factory=dict)
     """Old place of a key -> its place today."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Reference to a key that has moved -> to its place today."""
     decided: list[str] = field(default_factory=list)
     """Sections that a missing feature gives another meaning."""
 
@@ -133,6 +135,11 @@ class Translator:
                     self._move(("data", "data_paths"), ("data", "dataset_name"), "dataset_name today")
             elif all(_is_dataset(data.get(name)) for name in ("train", "validation", "default")):
                 self._datasets()
+        for path, text in list(walk(values)):
+            if isinstance(text, str) and "${" in text:
+                for old, new in self.renamed.items():
+                    text = text.replace(old, new)
+                self.tree.get(path[:-1])[path[-1]] = text
 
     def place(self, path: KeyPath) -> Location:
         """Where the key, or a section around it, was written."""
@@ -147,6 +154,7 @@ class Translator:
         if new not in self.tree or written.get(new, -1) < written.get(old, -1):
             self.tree.put(new, self.tree.get(old), self.place(old))
             self.moves[old] = new
+        self.renamed[f"${{{dotted(old)}}}"] = f"${{{dotted(new)}}}"
         self.tree.delete(old)
         self.remark(old, text)
 

@@ -182,6 +182,8 @@ def test_what_is_a_mistake_in_our_own_files_stays_one() -> None:
 ROWS = """
 {dataset_name: squad, add_generation_prompt: false}
     -> [{dataset_name: squad}, {dataset_name: squad, split: validation}]
+{dataset_name: squad, subset: "of-${data.dataset_name}"} & data.train.download_dir='/${data.subset}'
+    -> [{subset: of-squad, download_dir: /of-squad}, {dataset_name: squad}]
 {dataset_name: openai_format, train_data_path: a.jsonl, val_data_path: b.jsonl, chat_key: c}
     -> [{dataset_name: openai_format, data_path: a.jsonl, chat_key: c}, {data_path: b.jsonl, chat_key: c}]
 {dataset_name: openmathinstruct2, output_key: generated_solution, prompt_file: p.txt}
