@@ -143,8 +143,8 @@ DEFAULTS_OF_THEIRS: Rules = {
     "model.scheduler_step_per: scheduler_step_per=optimizer_step -> train_call": (
         "train_call: NeMo RL's scheduler steps once in each training step"
     ),
-    "grpo.adv_estimator.std: grpo.adv_estimator.normalize_rewards and "
-    "grpo.adv_estimator.use_leave_one_out_baseline -> leave_one_out": (
+    "grpo.adv_estimator.std: grpo.adv_estimator.name != reinforce_plus_plus and "
+    "grpo.adv_estimator.normalize_rewards and grpo.adv_estimator.use_leave_one_out_baseline -> leave_one_out": (
         "leave_one_out: NeMo RL divides by the standard deviation of the other samples"
     ),
 }

@@ -132,6 +132,8 @@ def merged(*trees: dict[str, Any]) -> Any:
 
 
 VALUES_OF_THEIRS = """
+grpo: {adv_estimator: {name: grpo}} -> {grpo.adv_estimator.std: leave_one_out}
+grpo: {adv_estimator: {name: reinforce_plus_plus}} -> {grpo.adv_estimator.std: group}
 grpo: {val_period: -1} -> {grpo.val_period: 0, checkpointing.metric_name: null}
 grpo: {num_val_generations_per_prompt: 4, batch_multiplier: 2, val_period: 15}
     -> {grpo.val_num_generations_per_prompt: 4, grpo.batch_multiplier: 1.0, checkpointing.save_period: 15}
