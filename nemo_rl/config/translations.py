@@ -110,7 +110,7 @@ VALUES: Rules = {
     },
     "environment.verifier_type: verifier_type=multichoice -> english_multichoice": "multichoice has a language today",
 }
-"""`key: condition -> value` that the key gets where the condition holds; reason."""
+"""`key: condition -> value` (or `{key}` that has it) that the key gets where the condition holds; reason."""
 
 VALUES_OF_THEIRS: Rules = {
     **{
@@ -134,6 +134,10 @@ VALUES_OF_THEIRS: Rules = {
         f"model.{key}: megatron_cfg.enabled and {key} -> null": f"null: Megatron trains with megatron_cfg.{key}"
         for key in ("optimizer", "scheduler")
     },
+    "model.max_grad_norm: megatron_cfg.enabled and megatron_cfg.optimizer.clip_grad and "
+    "megatron_cfg.optimizer.clip_grad != {max_grad_norm} -> {megatron_cfg.optimizer.clip_grad}": (
+        "megatron_cfg.optimizer.clip_grad, at which NeMo RL clips with Megatron"
+    ),
     "checkpointing.model_save_format: checkpointing.model_save_format=safetensors and policy.megatron_cfg.enabled "
     "-> torch_save": "torch_save: Megatron's parts of tensors have a format of their own",
 }

@@ -13,7 +13,7 @@ import yaml
 
 from nemo_rl.config import translations as table
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
-from nemo_rl.config.rules import Rules, holds
+from nemo_rl.config.rules import Rules, holds, value_of
 from nemo_rl.config.sources import SourcedTree, walk
 
 NUM_SHOWN = 3  # keys of a missing feature in its message
@@ -273,7 +273,8 @@ class Translator:
             for section, path in places(key, self.tree.values):
                 is_stated = rules is table.DEFAULTS_OF_THEIRS and path in self.tree.locations
                 if not is_stated and self._holds(condition, section):
-                    self._put(path, yaml.safe_load(value))
+                    is_key = value.startswith("{")
+                    self._put(path, value_of(self.tree.get(section), value[1:-1]) if is_key else yaml.safe_load(value))
                     if not any(path[: len(at)] == at for at in off):
                         self.remark(path, reason)
 

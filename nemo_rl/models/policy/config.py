@@ -396,7 +396,8 @@ class PolicyConfig(StrictModel):
         ),
         "megatron_cfg.optimizer.clip_grad and megatron_cfg.enabled requires "
         "megatron_cfg.optimizer.clip_grad={max_grad_norm}": (
-            "is not {section}.max_grad_norm={max_grad_norm}; set it to null"
+            "is not {section}.max_grad_norm={max_grad_norm}, at which training clips; set that to "
+            "{megatron_cfg.optimizer.clip_grad}, or this to null"
         ),
         "megatron_cfg.linear_ce_fusion_chunk_size and logprob_chunk_size and megatron_cfg.enabled requires "
         "megatron_cfg.linear_ce_fusion_chunk_size={logprob_chunk_size}": (

@@ -148,6 +148,7 @@ policy: {dtensor_cfg: {automodel_kwargs: {backend: {attn: te}}, sequence_paralle
 policy: {dtensor_cfg: {lora_cfg: {match_all_linear: false, exclude_modules: ["*.out_proj"]}}}
     -> {policy.dtensor_cfg.lora_cfg.match_all_linear: true}
 MEGATRON, optimizer: {clip_grad: 0.0}}} -> {policy.max_grad_norm: null}
+MEGATRON, optimizer: {clip_grad: 0.5}}} -> {policy.max_grad_norm: 0.5}
 MEGATRON, DDP: {overlap_param_gather: true}}} -> {CFG.DDP.overlap_param_gather: false}
 MEGATRON, recompute_granularity: full}} -> {CFG.recompute_granularity: null}
 MEGATRON, moe_token_dispatcher_type: flex, peft: {enabled: false, lora_dtype: None}}}
@@ -178,6 +179,8 @@ def test_each_value_of_the_table(given: tuple[str, ...], expected: str) -> None:
 
 def test_what_is_a_mistake_in_our_own_files_stays_one() -> None:
     assert "there is one" not in problems_of("policy.dtensor_cfg.sequence_parallel=true")
+    clips = [f"policy.{key}" for key in ("megatron_cfg.enabled=true", "megatron_cfg.optimizer.clip_grad=0.5")]
+    assert "which training clips; set that to 0.5, or this to null" in problems_of(*clips)
     assert "is no multiple" in problems_of("grpo.val_period=15")
 
 
