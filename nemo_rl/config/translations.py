@@ -83,6 +83,10 @@ _PACKING = {
     "mffd": "modified_first_fit_decreasing",
     "modified_ffd": "modified_first_fit_decreasing",
 }
+MANY_STEPS = 1_000_000
+"""`max_num_steps` from which on epochs end a run."""
+
+_SCHEDULER = "megatron_cfg.scheduler"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
     "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
@@ -95,6 +99,8 @@ VALUES: Rules = {
     "model.megatron_cfg.optimizer.clip_grad: megatron_cfg.optimizer.clip_grad=0 -> null": "0 is null today",
     "model.megatron_cfg.scheduler.lr_decay_style: megatron_cfg.scheduler.lr_decay_style != constant and "
     "megatron_cfg.optimizer.min_lr={megatron_cfg.optimizer.lr} -> constant": "constant, as min_lr is lr",
+    f"model.{_SCHEDULER}.lr_decay_iters: {_SCHEDULER}.lr_decay_iters=null and {_SCHEDULER}.lr_decay_style=constant and "
+    f"{_SCHEDULER}.weight_decay_incr_style=constant -> {MANY_STEPS}": "null: nothing decays",
     "model.megatron_cfg.moe_token_dispatcher_type: megatron_cfg.moe_token_dispatcher_type=flex -> alltoall": (
         "alltoall: another way of the same tokens to their experts"
     ),
@@ -358,6 +364,9 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("penalize_invalid_tool_call", "penalize_malformed_thinking", under="grpo"),
         *_keys("invalid_tool_call_advantage", "malformed_thinking_advantage", under="grpo"),
         *_keys("reward_penalties", neutral=one_of({}, None)),
+    ),
+    "decay over epochs; state the steps that they have": (
+        Foreign(f"{_MEGATRON}.scheduler.lr_decay_iters", lambda value: value is not None, is_ours=True),
     ),
     "several data loaders": _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
     "teachers inside GRPO": _keys("on_policy_distillation", neutral=switched_off),

@@ -112,11 +112,12 @@ class Translator:
                     self.remark(path, "null means the default")
         loop = next((name for name in table.LOOPS if name in values), None)
         for _, path in places("model.megatron_cfg.scheduler.lr_decay_iters", values):
-            if self.tree.get(path) is None and loop is not None and values[loop].get("max_num_steps") != -1:
-                self._put(path, f"${{{loop}.max_num_steps}}")
-                self.remark(path, f"null means the steps of the run ({loop}.max_num_steps)")
-            elif self.tree.get(path) is None:
-                self.tree.delete(path)
+            if self.tree.get(path) is None and loop is not None:
+                of_run = (loop, "max_num_steps")
+                steps = self.tree.get(of_run) if of_run in self.tree else table.MANY_STEPS
+                if not isinstance(steps, int) or 0 < steps < table.MANY_STEPS:
+                    self._put(path, f"${{{loop}.max_num_steps}}")
+                    self.remark(path, f"null means {loop}.max_num_steps, also where epochs end the run before")
         for _, path in places("checkpointing.metric_name", values):
             parts = re.fullmatch(r"(val|train)_(\w+)", str(self.tree.get(path)))
             if parts is not None:

@@ -149,6 +149,9 @@ policy: {dtensor_cfg: {lora_cfg: {match_all_linear: false, exclude_modules: ["*.
     -> {policy.dtensor_cfg.lora_cfg.match_all_linear: true}
 MEGATRON, optimizer: {clip_grad: 0.0}}} -> {policy.max_grad_norm: null}
 MEGATRON, optimizer: {clip_grad: 0.5}}} -> {policy.max_grad_norm: 0.5}
+MEGATRON, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}, MIN_LR}} & grpo: {max_num_steps: 50}
+    -> {CFG.scheduler.lr_decay_iters: 50}
+MEGATRON, scheduler: {lr_warmup_iters: 2000, lr_decay_iters: null}}} -> {CFG.scheduler.lr_warmup_iters: 2000}
 MEGATRON, DDP: {overlap_param_gather: true}}} -> {CFG.DDP.overlap_param_gather: false}
 MEGATRON, recompute_granularity: full}} -> {CFG.recompute_granularity: null}
 MEGATRON, moe_token_dispatcher_type: flex, peft: {enabled: false, lora_dtype: None}}}
@@ -161,6 +164,7 @@ cluster: {gpus_per_node: 2} & policy: {generation: {ENGINE: {tensor_parallel_siz
 """
 SHORT = {
     "MEGATRON": "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true",
+    "MIN_LR": "optimizer: {min_lr: 0.0}",
     "CFG": "policy.megatron_cfg",
     "DDP": "distributed_data_parallel_config",
     "ENGINE": "vllm_cfg",
@@ -257,13 +261,15 @@ data: {train: {dataset_name: NemoGymDataset}} -> NeMo-Gym
 policy: {quant_cfg: a, generation: {quant_cfg: a}} -> quantisation-aware training
 env: {daily-omni: {num_workers: 1}} -> environments of video and sound
 grpo: {adv_estimator: {name: raw_reward}} -> other estimators of advantages
+MEGATRON, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}, MIN_LR}} & grpo: {max_num_steps: 1000000}
+    -> decay over epochs; state the steps that they have
 data: {use_multiple_dataloader: true} -> several data loaders
 policy: {generation: {vllm_kwargs: {speculative_config: {method: eagle}}}} & grpo: {penalize_invalid_tool_call: true}
     -> drafts of EAGLE before version 3, penalties for malformed answers
 """
 
 
-@pytest.mark.parametrize(("given", "features"), cases(MISSING))
+@pytest.mark.parametrize(("given", "features"), cases(MISSING, SHORT))
 def test_one_line_for_each_missing_feature(given: tuple[str, ...], features: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_config(GRPOMasterConfig, merged(MINIMAL, *map(yaml.safe_load, given)))
