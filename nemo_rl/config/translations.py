@@ -161,10 +161,13 @@ DEFAULTS_OF_THEIRS: Rules = {
 """The same where the file does not state the key, which NeMo RL does not have."""
 
 DIFFERENCES = {
-    "grpo.reward_shaping.enabled and not grpo.reward_shaping.stop_properly_penalty_coef": (
-        "grpo.reward_shaping",
-        "the overlong penalty of NeMo RL grows beyond max_response_length, and here it stays at its largest there",
-    ),
+    **{
+        f"{loop}.reward_shaping.enabled and not {loop}.reward_shaping.stop_properly_penalty_coef": (
+            f"{loop}.reward_shaping",
+            "the overlong penalty of NeMo RL grows beyond max_response_length, and here it stays at its largest there",
+        )
+        for loop in ("grpo", "ppo")
+    },
     "sft and policy.model_name has Qwen": (
         "policy.model_name",
         "NeMo RL also trains the newline that Qwen's template writes after an answer's end, which no model samples",

@@ -292,13 +292,15 @@ sft: {val_period: 0} & policy: {model_name: Qwen/Qwen2.5-0.5B} & data: {train: {
 dpo: {reference_policy_kl_penalty: 0, sft_loss_weight: 1.0, val_period: 0} & policy: {model_name: m}
     & data: {train: {dataset_name: HelpSteer3}} -> the SFT term alone trains
 grpo: {} & loss_fn: {truncated_importance_sampling_type: seq-mask-tis} -> here the step is skipped
+grpo: {reward_shaping: {enabled: true}} -> grpo.reward_shaping: the overlong penalty
+ppo: {reward_shaping: {enabled: true}} -> ppo.reward_shaping: the overlong penalty
 """
 
 
 @pytest.mark.parametrize(("given", "said"), cases(REMARKS))
 def test_numbers_that_differ_at_equal_keys_are_said(given, said, caplog) -> None:
     tree = {"policy": {"dtensor_cfg": {"_v2": True}}, "checkpointing": {"metric_name": None}}
-    tree = merged(MINIMAL if given[0].startswith("grpo") else {}, tree, *map(yaml.safe_load, given))
+    tree = merged(MINIMAL if given[0].startswith(("grpo", "ppo")) else {}, tree, *map(yaml.safe_load, given))
     build_config(MASTERS[given[0].partition(":")[0]], tree)
     assert said in caplog.text
 
