@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died
@@ -101,3 +102,11 @@ class MathMultiRewardEnvironment(MathEnvironment):
         rewards = torch.stack([result.rewards, torch.tensor(integer), torch.tensor(form)], dim=1)
         metrics = [dict(zip(("correct", "integer", "format"), row, strict=True)) for row in rewards.tolist()]
         return result._replace(rewards=rewards, metrics=metrics)
+
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
+        """Metrics as in mathematics, of the reward `correct` alone, which is in the samples' `metrics` (list of B)."""
+        if not all("correct" in sample for sample in batch["metrics"]):  # samples of a checkpoint without metrics
+            return batch, {}
+        correct = torch.tensor([sample["correct"] for sample in batch["metrics"]])
+        _, metrics = super().global_post_process_and_metrics(BatchedDataDict({**batch, "rewards": correct}))
+        return batch, metrics

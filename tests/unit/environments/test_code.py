@@ -105,6 +105,13 @@ def test_mathematics_with_three_rewards_and_programs_by_their_words() -> None:
     assert result.rewards.tolist() == [[1, 1, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert result.metrics[1] == {"correct": 1.0, "integer": 0.0, "format": 0.0}
     assert result.terminateds.all() and result.answers[0] == "42"
+    lengths = {"generation_lengths": torch.tensor([10, 12, 50, 20]), "prompt_lengths": torch.ones(4)}
+    more = {"group_id": ["a", "a", "b", "b"], "is_end": torch.ones(4), "metrics": result.metrics, **lengths}
+    finished = BatchedDataDict[Any]({"rewards": result.rewards.sum(1), **more})
+    _, metrics = environment.global_post_process_and_metrics(finished)
+    names = ("accuracy", "pass@samples_per_prompt", "correct_solution_generation_lengths")
+    assert [metrics[name] for name in names] == [0.5, 0.5, 11.0]
+    assert environment.global_post_process_and_metrics(BatchedDataDict({**finished, "metrics": [{}] * 4}))[1] == {}
     logs = [said("```python\nx = 1\n```"), said("```python\nx = 1\nprint(x, y)\n```"), said("")]
     result = new_environment("code_jaccard", {"num_workers": 1}).step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
