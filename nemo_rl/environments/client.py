@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, mean_metrics
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, mean_metrics, total
 from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
     for observation, metadata, stop_strings, answer, failure, metrics, parts, terminated in zip(
         *lists.values(), rewards.tolist(), terminateds, strict=True
     ):
-        reward = sum(parts)
+        reward = total(parts)
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
             raise StepRefused(f"environment {name!r}: an observation needs role and content, got {observation!r}")
         metrics = {} if metrics is None else metrics

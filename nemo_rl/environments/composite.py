@@ -13,7 +13,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt, step_each
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn, total
 from nemo_rl.environments.registry import new_environment
 from nemo_rl.environments.rewards import load_reward
 from nemo_rl.types import LLMMessageLogType
@@ -35,7 +35,7 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         """The sections that parts name are in `cfg.sections`. ValueError for a part that does not exist."""
         self.cfg = CompositeEnvironmentConfig.model_validate(cfg)
         self.parts = self.cfg.reward_functions
-        self.scale = sum(part.weight for part in self.parts) if self.cfg.normalize_weights else 1.0
+        self.scale = total([part.weight for part in self.parts]) if self.cfg.normalize_weights else 1.0
         self.functions: dict[str, Callable[..., Any]] = {}
         self.environments: dict[str, EnvironmentInterface[Any]] = {}
         for part in self.parts:
@@ -78,7 +78,7 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
             # The reward of a failed conversation is a placeholder.
             weighted = contributions(values if not problems else dict.fromkeys(found, 0.0), self.parts)
             several = [reward / self.scale for reward in weighted]
-            rewards.append(several if self.cfg.several_rewards else sum(weighted) / self.scale)
+            rewards.append(several if self.cfg.several_rewards else total(weighted) / self.scale)
             answers.append(next((step.answer for step in sound.values() if step.answer is not None), None))
             failures.append("; ".join(problems) or None)
             metrics.append(values | own)

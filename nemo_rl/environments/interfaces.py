@@ -1,5 +1,6 @@
 """The contract between an episode and the environment that answers it."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -80,6 +81,12 @@ def one_turn(
     observations = [{"role": "environment", "content": f"Environment: {text}"} for text in texts]
     ended, stop_strings = torch.ones(len(metadata)), [None] * len(metadata)
     return EnvironmentReturn(observations, metadata, stop_strings, rewards, ended, answers, failures, metrics)
+
+
+def total(rewards: Sequence[float]) -> float:
+    """The sum, rounded once, so that 0.7 + 0.2 + 0.1 is 1, the reward of a success; inf or NaN if it is not finite."""
+    rounded_often = sum(rewards)
+    return math.fsum(rewards) if math.isfinite(rounded_often) else rounded_often
 
 
 def mean_metrics(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:

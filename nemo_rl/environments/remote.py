@@ -33,7 +33,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, excerpt, step_each
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, total
 from nemo_rl.types import LLMMessageLogType
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
         except ProtocolError as error:
             outcomes.append(EnvironmentFailure(f"{where}the server sent {error}"))
             continue
-        own = {"reward": sum(row.reward), "metrics": row.metrics or {}}
+        own = {"reward": total(row.reward), "metrics": row.metrics or {}}
         parts = row.reward if len(row.reward) > 1 else []
         outcomes.append(EnvironmentStep(**{**row.model_dump(), **own}, reward_parts=parts))
     return outcomes

@@ -187,6 +187,7 @@ def test_a_wrong_return_names_environment_and_field():
     for message, change in (
         ("'maze': rewards must have shape [1], or [1, n], got [3]", {"rewards": torch.zeros(3)}),
         ("rewards must be finite", {"rewards": torch.tensor([float("nan")])}),
+        ("rewards must be finite, got inf", {"rewards": torch.full((1, 2), 1e308, dtype=torch.float64)}),
         ("rewards must have shape [1], or [1, n], got [1, 0]", {"rewards": torch.zeros(1, 0)}),
         ("rewards must be a tensor", {"rewards": "high"}),
         ("rewards must be a tensor", {"rewards": [10**400]}),

@@ -11,6 +11,7 @@ from nemo_rl.algorithms.setup.preflight import sections_to_start
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
@@ -102,6 +103,10 @@ def test_a_gate_closes_the_others_and_may_weigh_nothing_and_weights_may_be_norma
     assert several.step([log("3")], [{}]).rewards.tolist() == [[2 * 3 / 3, 1.5 / 3]]
     assert composite(NUMBER, HALVES, normalize_weights=True).step([log("3")], [{}]).rewards.tolist() == [7.5 / 3]
     assert composite(NUMBER).step([log("true")], [{}]).rewards.tolist() == [2.0], "true and false are 1 and 0"
+    tenths = [{**NUMBER, "name": f"part{weight}", "weight": weight} for weight in (0.7, 0.2, 0.1)]
+    for options in ({}, {"normalize_weights": True}, {"several_rewards": True}):
+        [step] = split_return(composite(*tenths, **options).step([log("true")], [{}]), 1, "tenths")
+        assert not isinstance(step, EnvironmentFailure) and step.reward == 1.0, "a perfect answer is a success"
 
 
 def test_sections_are_found_by_name_and_checked_when_the_configuration_is_read():
