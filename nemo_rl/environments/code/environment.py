@@ -109,8 +109,10 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
             else result.exit_status == 0 and result.limit is None and same_output(result.stdout, test.expected)
             for test, result in zip(tests, results, strict=True)
         ]
-        fraction = sum(passed) / len(passed)
-        score = fraction if self.cfg.test_reward == "fraction" else float(fraction == 1.0)
+        score = float(all(passed))
+        if self.cfg.test_reward == "fraction":
+            # A float32 holds multiples of 2**-24 and their differences exactly: rewards of an episode add up to 1.
+            score = round(sum(passed) / len(passed) * 2**24) / 2**24
         shown = passed.index(False) if False in passed else 0
         text = shorten(describe(results[shown], self.cfg.sandbox), self.cfg.max_result_characters)
         if len(tests) > 1 or tests[0].expected is None:

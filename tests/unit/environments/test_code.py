@@ -88,6 +88,9 @@ def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
     programs = [f"<code>def f(x): return {body}</code>" for body in ("x + 1", "x - 1", "2 * x")]
     told, _ = play(environments[1], programs, {"tests": ["assert f(1) == 2", "assert f(2) == 4"]})
     assert [(reward, ends) for _, reward, ends in told] == [(0.5, False), (0.0, False), (0.5, True)]
+    programs = [f"<code>def f(x): return x if x < {number} else -1</code>" for number in (1, 6)]
+    told, _ = play(environments[1], programs, {"tests": [f"assert f({i}) == {i}" for i in range(6)]})
+    assert sum(reward for _, reward, _ in told) == 1.0, "a success counts from 1.0 on"
 
 
 @pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": [{"in": "1"}]}, {"tests": [3]}])
