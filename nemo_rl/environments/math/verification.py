@@ -102,9 +102,7 @@ def normalize_answer(text: str) -> str:
 
 
 # White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
-ENGLISH_ANSWER = re.compile(
-    r"(?i)answer\s*(?:is\s*)?(?::\s*)?[*(\[{$\\]*(?:(?:boxed|text|mathrm)\{)?\(?([A-Z])(?![A-Za-z])"
-)
+ENGLISH_ANSWER = re.compile(r"(?i)answer\s*(?:is\s*)?(?::\s*)?[*(\[]*([A-Z])(?![A-Za-z])")
 
 ANSWER_WORDS = r"""
     answer(?:\s+is)? antwort réponse respuesta resposta risposta jawaban jibu ìdáhùn idahun 答案是? 答え 回答 정답 답변
@@ -120,18 +118,26 @@ MULTILINGUAL_ANSWER = re.compile(
     rf"(?i)(?:{'|'.join(ANSWER_WORDS.split())})\s*(?::\s*)?(?:[*(\[]+\s*)?([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
 )
 
+# Marks around a letter that stand for a bracket, and marks that mean nothing.
+OPENING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")
+DECORATION = re.compile(r"\*\*|[${}\\]")
+
+
+def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
+    found = pattern.findall(DECORATION.sub("", OPENING.sub("(", response)))
+    return found[-1] if found else None
+
 
 def english_multichoice(response: str, ground_truth: str) -> Verdict:
     """The letter behind the last "Answer:" of the response."""
-    found = ENGLISH_ANSWER.findall(response.replace("**", ""))
-    answer = found[-1].upper() if found else None
+    letter = _last_letter(ENGLISH_ANSWER, response)
+    answer = letter.upper() if letter else None
     return answer == ground_truth.strip().upper(), answer
 
 
 def multilingual_multichoice(response: str, ground_truth: str) -> Verdict:
     """The letter behind the last word for "answer", in any of some twenty languages, and their letters."""
-    found = MULTILINGUAL_ANSWER.findall(unicodedata.normalize("NFKC", response).replace("**", ""))
-    letter = found[-1] if found else None
+    letter = _last_letter(MULTILINGUAL_ANSWER, unicodedata.normalize("NFKC", response))
     answer = LETTERS.get(letter, letter.upper()) if letter else None
     return answer == ground_truth.strip().upper(), answer
 

@@ -2,6 +2,7 @@ import os
 import pickle
 import signal
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,10 @@ def test_multiple_choice():
     letters |= {"Answer: A\n... no. Answer: B": "B", "Answer: Because": None, "B": None}
     for response, letter in letters.items():
         assert english_multichoice(response, "B") == (letter == "B", letter), response
+    marked = (r"\boxed{B}", "$B$", r"\text{B}", r"\(B\)", r"$\boxed{\text{B}}$", r"\boxed{\mathbf{(B)}}", "**b**")
+    verifiers = (english_multichoice, multilingual_multichoice)
+    for words, letter, verifier in product(("**Answer:**", r"\text{Answer}:", "answer is"), marked, verifiers):
+        assert verifier(f"{words} {letter}.", "B") == (True, "B"), (verifier, words, letter)
     others = ("Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)")
     for response in others:
         assert multilingual_multichoice(response, "B") == (True, "B"), response
