@@ -101,9 +101,6 @@ def normalize_answer(text: str) -> str:
     return re.sub(r"\s+", "", text).rstrip(".")
 
 
-# White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
-ENGLISH_ANSWER = re.compile(r"(?i)answer\s*(?:is\s*)?(?::\s*)?[*(\[]*([A-Z])(?![A-Za-z])")
-
 ANSWER_WORDS = r"""
     answer(?:\s+is)? antwort réponse respuesta resposta risposta jawaban jibu ìdáhùn idahun 答案是? 答え 回答 정답 답변
     답 الإجابة الجواب उत्तर উত্তর
@@ -114,9 +111,21 @@ LETTERS = {
     **dict(zip("অবসড", "ABCD", strict=True)),
     **dict(zip("अबसड", "ABCD", strict=True)),
 }
-MULTILINGUAL_ANSWER = re.compile(
-    rf"(?i)(?:{'|'.join(ANSWER_WORDS.split())})\s*(?::\s*)?(?:[*(\[]+\s*)?([A-Z{''.join(LETTERS)}])(?![A-Za-z])"
-)
+
+
+def _answer_pattern(words: str, others: str = "") -> re.Pattern[str]:
+    """The letter, A to Z or one of `others`, behind one of the words.
+
+    Behind a colon or a bracket it may be small. Elsewhere a small letter is a word ("the answer is a tensor"), and so
+    is "I" before another word.
+    """
+    # White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
+    marked, bare = r":\s*(?:[*(\[]+\s*)?|[*(\[]+\s*", rf"(?=[A-Z{others}])(?!I[\s'\u2019]+[a-z])"
+    return re.compile(rf"(?i:{words})\s*(?:{marked}|{bare})([A-Za-z{others}])(?![A-Za-z])")
+
+
+ENGLISH_ANSWER = _answer_pattern(r"answer(?:\s*is)?")
+MULTILINGUAL_ANSWER = _answer_pattern("|".join(ANSWER_WORDS.split()), "".join(LETTERS))
 
 # Marks around a letter that stand for a bracket, and marks that mean nothing.
 OPENING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")

@@ -90,6 +90,11 @@ def test_multiple_choice():
     verifiers = (english_multichoice, multilingual_multichoice)
     for words, letter, verifier in product(("**Answer:**", r"\text{Answer}:", "answer is"), marked, verifiers):
         assert verifier(f"{words} {letter}.", "B") == (True, "B"), (verifier, words, letter)
+    letters = {"Answer: B. This answer is a direct consequence of X. Other answers fail.": "B"}
+    letters |= {"Answer: C\nThe answer is a tensor": "C", "The answer I find is B.": None, "The answer I'd give": None}
+    letters |= {"The answer is A because": "A", "The answer is I.": "I", "answer: b": "B", "Answer J": "J"}
+    for (response, letter), verifier in product(letters.items(), verifiers):
+        assert verifier(response, "B") == (letter == "B", letter), (verifier, response)
     others = ("Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)")
     for response in others:
         assert multilingual_multichoice(response, "B") == (True, "B"), response
