@@ -137,8 +137,8 @@ def find_answers(response: str, answer_tag: str = "answer") -> list[str]:
 
 
 def as_boxed(answer: str) -> str:
-    """An expression in the form of an answer that the parser finds."""
-    answer = answer.strip().strip("$")
+    """An expression in the form of an answer that the parser finds, without a full stop, which is no mathematics."""
+    answer = answer.strip().lstrip("$").rstrip("$. ").replace("°", "^\\circ")
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
 

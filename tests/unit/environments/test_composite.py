@@ -11,6 +11,7 @@ from nemo_rl.algorithms.setup.preflight import sections_to_start
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments import rewards
 from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import CompositeEnvironmentConfig
@@ -160,6 +161,12 @@ def test_exact_answers():
     assert exact_answer_alphanumeric(log("new york"), known) == 0.0
     with pytest.raises(ValueError, match=r"no 'ground_truth' \(it has nothing\)"):
         exact_answer(log("x"), {})
+
+
+def test_mathematics_between_tags_may_be_written_as_text():
+    right = ("5.", "$5$.", "$ 5. $", r"\(5\).", "5 cm.", "x = 5°", r"$5^\circ$.", r"\boxed{5}.", "5.0", "15/3")
+    for answer, value in [*((text, 1.0) for text in right), (".5", 0.0), ("5.5.", 0.0), ("...", 0.0), ("", 0.0)]:
+        assert rewards.math_expression(log(f"<answer>{answer}\n</answer>"), {"ground_truth": "5"}) == value, answer
 
 
 def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
