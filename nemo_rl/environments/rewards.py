@@ -136,8 +136,13 @@ def find_answers(response: str, answer_tag: str = "answer") -> list[str]:
     return re.findall(_inside(answer_tag), response, re.DOTALL)
 
 
-def as_boxed(answer: str) -> str:
-    """An expression in the form of an answer that the parser finds, without a full stop, which is no mathematics."""
+def as_response(answer: str, verifier: str) -> str:
+    """An answer as a response in which the verifier, a name of VERIFIERS, finds it.
+
+    A full stop at the end of an expression is no mathematics.
+    """
+    if verifier != "hf_math_verify":
+        return f"Answer: {answer.strip()}"
     answer = answer.strip().lstrip("$").rstrip("$. ").replace("°", "^\\circ")
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
@@ -169,7 +174,7 @@ def math_expression(
     _is_verifier(math_verify_impl)
     response = response_text(messages)
     if tagged := find_answers(response, answer_tag):
-        response = as_boxed(tagged[-1]) if math_verify_impl == "hf_math_verify" else f"Answer: {tagged[-1].strip()}"
+        response = as_response(tagged[-1], math_verify_impl)
     job = Verification(math_verify_impl, response, _expected(metadata, key))
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:

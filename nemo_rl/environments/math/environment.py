@@ -12,7 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died
-from nemo_rl.environments.rewards import as_boxed, find_answers, format_reward, response_text
+from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text
 from nemo_rl.types import LLMMessageLogType
 
 
@@ -95,7 +95,8 @@ class MathMultiRewardEnvironment(MathEnvironment):
     ) -> EnvironmentReturn[MathMetadata]:
         """As in mathematics, with rewards [B, 3]."""
         answers = [find_answers(response_text(log)) for log in message_log_batch]
-        judged = [[{"role": "assistant", "content": as_boxed(found[-1]) if found else ""}] for found in answers]
+        texts = [as_response(found[-1], self.verifier) if found else "" for found in answers]
+        judged = [[{"role": "assistant", "content": text}] for text in texts]
         result = super().step(judged, metadata)
         integer = [float(bool(found) and INTEGER.fullmatch(found[-1].strip()) is not None) for found in answers]
         form = [format_reward(log, {}) for log in message_log_batch]

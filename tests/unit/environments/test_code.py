@@ -115,6 +115,14 @@ def test_mathematics_with_three_rewards_and_programs_by_their_words() -> None:
     names = ("accuracy", "pass@samples_per_prompt", "correct_solution_generation_lengths")
     assert [metrics[name] for name in names] == [0.5, 0.5, 11.0]
     assert environment.global_post_process_and_metrics(BatchedDataDict({**finished, "metrics": [{}] * 4}))[1] == {}
+    for verifier, truth in (
+        ({"math_verify_impl": "dapo_math_verify"}, "42"),
+        ({"verifier_type": "english_multichoice"}, "B"),
+    ):
+        environment = new_environment("math_multi_reward", {"num_workers": 1, **verifier})
+        result = environment.step([said(thought(truth)), said(truth)], [{"ground_truth": truth}] * 2)
+        environment.shutdown()
+        assert [metrics["correct"] for metrics in result.metrics] == [1.0, 0.0], verifier
     logs = [said("```python\nx = 1\n```"), said("```python\nx = 1\nprint(x, y)\n```"), said("")]
     result = new_environment("code_jaccard", {"num_workers": 1}).step(logs, [{"ground_truth": "x = 1"}] * 3)
     assert result.rewards.tolist() == pytest.approx([1.0, 0.5, 0.0])
