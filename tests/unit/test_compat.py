@@ -95,8 +95,11 @@ def test_data(tmp_path: Path) -> None:
         assert (len(dataset), dataset[0]["extra_env_info"]) == (1, {"ground_truth": "2"})
     log = dataset[0]["message_log"]
     assert theirs("data.llm_message_utils").get_keys_from_message_log(log, ["role", "absent"]) == [{"role": "user"}]
-    with_tags = processors.math_gdpo_data_processor(rows[0], TaskDataSpec("math"), tokenizer, None, 0)["message_log"]
-    assert [message["role"] for message in with_tags] == ["system", "user"]
+    spec = TaskDataSpec("math")
+    for spec.system_prompt, start in ((None, "Think first,"), ("Be brief.", "Be brief.\n\nThink first,")):
+        with_tags = processors.math_gdpo_data_processor(rows[0], spec, tokenizer, None, 0)["message_log"]
+        assert [message["role"] for message in with_tags] == ["system", "user"]
+        assert with_tags[0]["unrendered"].startswith(start)
 
 
 def test_advantages_are_theirs() -> None:

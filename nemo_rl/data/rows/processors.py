@@ -10,7 +10,7 @@ chat template shows the row's `tools`, else the tools of `data.default.tools_fil
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -36,6 +36,7 @@ class PromptParts:
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]  # for the environment
     stop_strings: list[str] | None = None  # end the first turn
+    system_prompt: str | None = None  # follows that of the task
 
 
 def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
@@ -55,8 +56,12 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
     ) -> DatumSpec:
         parts = parts_of(both_forms(datum_dict), idx)
         tools = row_tools(datum_dict, task_data_spec)
+        messages = parts.messages
+        if parts.system_prompt is not None:
+            text = "\n\n".join(filter(None, (task_data_spec.system_prompt, parts.system_prompt)))
+            messages = [{"role": "system", "content": text}, *messages]
         log = get_formatted_message_log(
-            parts.messages,
+            messages,
             tokenizer,
             task_data_spec,
             add_bos_token=False,
@@ -93,9 +98,9 @@ def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
 
 @prompt_processor
 def math_gdpo_data_processor(row: Row, idx: int) -> PromptParts:
-    """As `math_hf_data_processor`; the system prompt asks for `<think>...</think> <answer>...</answer>`."""
+    """As `math_hf_data_processor`; the system prompt asks for `<think>...</think> <answer>...</answer>` as well."""
     parts = _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
-    return PromptParts([{"role": "system", "content": TAGS_PROMPT}, *parts.messages], parts.metadata)
+    return replace(parts, system_prompt=TAGS_PROMPT)
 
 
 @prompt_processor
