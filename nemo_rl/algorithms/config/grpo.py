@@ -207,7 +207,7 @@ class ClippedPGLossConfig(StrictModel):
     """Upper bound of the weight; null: unbounded."""
 
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
-    """Lower bound of the weight, for `icepop` and `seq-mask-tis`."""
+    """Lower bound of the weight; null: 0. `tis` raises smaller weights to it, the others drop them."""
 
     sequence_level_importance_ratios: bool = False
     """One ratio for a whole sequence (GSPO); needs `token_level_loss: false`."""
@@ -230,6 +230,7 @@ class ClippedPGLossConfig(StrictModel):
     rules: ClassVar = {
         "length_normalizer requires token_level_loss": "replaces the count of tokens",
         "sequence_level_importance_ratios requires not token_level_loss": "GSPO averages over sequences",
+        "use_on_policy_kl_approximation excludes use_kl_in_reward": "weights the KL of the loss; set it to false",
         "use_cispo excludes disable_ppo_ratio": "CISPO is made of the ratio",
         "use_cispo excludes sequence_level_importance_ratios": "CISPO weights tokens",
         "disable_ppo_ratio excludes sequence_level_importance_ratios": "leaves no ratio to take per sequence",

@@ -43,8 +43,10 @@ class AdvantageResult:
 
     advantages: list[list[float]]
     metrics: dict[str, float]
-    """`advantages/*` over samples with a reward, `baseline_reward/*` over groups, `num_zero_variance_groups` of two or
-    more rewards that are all equal."""
+    """`advantages/*` over samples with a reward, and `num_zero_variance_groups` of two or more rewards that are all
+    equal. `baseline_reward/pct_0`, `pct_1` and `pct_mixed` are the shares of groups whose rewards are all 0, all 1, and
+    different. `pct_mixed` is left out where groups of equal rewards teach as much as others, and `advantages/*` where
+    the workers finish the advantages."""
 
 
 Estimates = list[np.ndarray]  # float64 [n] of each group
@@ -134,14 +136,16 @@ def compute_advantages(
     assert groups
     arrays = [_arrays(group) for group in groups]
     equal = sum(valid.sum() >= 2 and not group.has_variance for group, (_, valid) in zip(groups, arrays, strict=True))
-    means = np.array([rewards[valid].mean() for rewards, valid in arrays if valid.any()])
+    found = [(group, rewards[valid]) for group, (rewards, valid) in zip(groups, arrays, strict=True) if valid.any()]
+    levels = [None if group.has_variance else rewards[0] for group, rewards in found]
     flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
     metrics: dict[str, float] = {}
-    if len(flat) > 0:
+    if levels and not kl_in_reward:
         metrics |= {f"advantages/{name}": float(getattr(flat, name)()) for name in ("mean", "sum", "max", "min")}
-        metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())
-        metrics["baseline_reward/pct_1"] = float((means == 1.0).mean())
-        metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())
+    if levels:
+        metrics |= {f"baseline_reward/pct_{level}": levels.count(level) / len(levels) for level in (0, 1)}
+        if cfg.name != "reinforce_plus_plus" or cfg.minus_baseline:
+            metrics["baseline_reward/pct_mixed"] = levels.count(None) / len(levels)
     return AdvantageResult(
         advantages=[a.tolist() for a in advantages],
         metrics=metrics | {"num_zero_variance_groups": float(equal)},

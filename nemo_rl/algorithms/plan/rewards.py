@@ -176,4 +176,5 @@ def sample_until_full(
 
 
 def _rewards(groups: Sequence[ScoredGroup]) -> list[float]:
-    return [r for g in groups for r, s in zip(g.rewards, g.handle.samples, strict=True) if s.has_reward]
+    """Before scaling and shaping, as in the metric `reward`."""
+    return [sample.reward for group in groups for sample in group.handle.samples if sample.has_reward]

@@ -97,7 +97,8 @@ def fill(cfg: GRPOConfig, *batches: list[GroupHandle]) -> tuple[list[ScoredGroup
 
 def test_dynamic_sampling_keeps_groups_with_variance_over_batches_or_gives_up_with_advice():
     first = [rewarded(0.0, 1.0, name="a"), rewarded(1.0, 1.0, name="b")]
-    kept, metrics = fill(grpo(), first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")])
+    scaling = {"enabled": True, "target_min": -1.0}
+    kept, metrics = fill(grpo(reward_scaling=scaling), first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")])
     assert [group.handle.group_id for group in kept] == ["a", "c"]
     assert metrics == {
         "filtered_reward": 0.5,
@@ -131,6 +132,7 @@ def test_advantages_are_bounded_and_counted_as_bounded():
     assert result.metrics["advantages/max"] == 5.0 and result.metrics["advantages/sum"] == 2.0
     raw = compute_advantages([group([0.0, 9.0])], cfg("reinforce_plus_plus"), kl_in_reward=True, bounds=(-1.0, 1.0))
     assert raw.advantages[0] == [-4.5, 4.5]  # the workers bound them, after the KL
+    assert "advantages/max" not in raw.metrics
     rows, mask = torch.tensor([-30.0, 40.0]), torch.ones(2)
     bounded = KLInReward(ClippedPGLossConfig(), eps=1e-6, bounds=(-0.5, 0.25))
     assert bounded.finish(rows, mask, bounded.sums(rows, mask)).tolist() == [-0.5, 0.25]
@@ -140,6 +142,10 @@ def test_equal_groups_stay_apart():
     result = compute_advantages([group([0.0, 0.0]), *[group([1.0, 1.0])] * 2, group([0.0, 1.0])], cfg())
     assert result.advantages[:3] == [[0.0, 0.0]] * 3 and result.metrics["num_zero_variance_groups"] == 3
     assert [result.metrics[f"baseline_reward/pct_{kind}"] for kind in ("0", "1", "mixed")] == [0.25, 0.5, 0.25]
+    scaled = compute_advantages([group([-1.0, 1.0]), group([-1.0, -1.0]), group([0.5, 0.5])], cfg())
+    assert [scaled.metrics[f"baseline_reward/pct_{kind}"] for kind in ("0", "mixed")] == [0.0, 1 / 3]
+    alone = compute_advantages([group([0.0]), group([1.0])], cfg("reinforce_plus_plus", minus_baseline=False))
+    assert "baseline_reward/pct_mixed" not in alone.metrics, "equal rewards of a group teach there"
 
 
 def parted(*parts: list[float], valid: list[bool] | None = None) -> GroupRewards:
