@@ -42,6 +42,7 @@ def make_deterministic() -> None:
     import torch
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS has a fixed order only with its own workspace
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # of Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -39,6 +39,7 @@ def test_operators_without_a_fixed_order_are_refused():
     def on_rank(rank: int, world: int) -> tuple[bool, bool]:
         make_deterministic()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
         return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
 
     assert run_world(on_rank, 1) == [(True, False)]

@@ -1,8 +1,8 @@
 """Megatron Core on a machine without a GPU, and its warnings. Import this module before any module of Megatron.
 
 `install` gives Megatron's modules a stand-in for `torch` in their own namespace: "cuda" devices are the CPU; streams
-and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. `install` also closes gaps of
-megatron-core 0.16 without Transformer Engine. It is called only without a GPU, and logged.
+and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. It is called only without a GPU, and
+logged. `close_gaps` is for every machine: it closes gaps of megatron-core 0.16 without Transformer Engine.
 
 Importing this module silences warnings that Megatron and its dependencies repeat in every process.
 """
@@ -92,7 +92,7 @@ def install() -> None:
         cuda |= {name: vars(torch)[name] for name in ("manual_seed", "get_rng_state")}
         _stand_in = _StandIn(torch, {"cuda": _StandIn(torch.cuda, cuda), **replaced})
         _replace_tensor_methods()
-        _close_gaps()
+        _replace_functions()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and vars(module).get("torch") is torch:
             vars(module)["torch"] = _stand_in
@@ -117,28 +117,34 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.type = type_
 
 
-def _close_gaps() -> None:
+def _replace_functions() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # Megatron uses these names, which are undefined without Transformer Engine.
-    fp8_is_off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-    parallel_random.__dict__.setdefault("FP8GlobalStateManager", fp8_is_off)
-    for name in ("activation_recompute_forward", "fp8_autocast"):
-        parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
     mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
-    # Without Transformer Engine its classes are mocks, which isinstance does not accept.
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     # gloo needs split sizes as numbers; Megatron converts CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+def close_gaps() -> None:
+    """Define the names that Megatron uses, and leaves undefined without Transformer Engine."""
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    fp8_is_off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    parallel_random.__dict__.setdefault("FP8GlobalStateManager", fp8_is_off)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    # Without Transformer Engine its classes are mocks, which isinstance does not accept.
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -62,6 +62,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu)
+        cpu_shim.close_gaps()
         if not settings.use_gpu:
             cpu_shim.install()
         self.megatron = config.megatron_cfg
