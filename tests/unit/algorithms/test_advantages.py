@@ -97,8 +97,8 @@ def fill(cfg: GRPOConfig, *batches: list[GroupHandle]) -> tuple[list[ScoredGroup
 
 def test_dynamic_sampling_keeps_groups_with_variance_over_batches_or_gives_up_with_advice():
     first = [rewarded(0.0, 1.0, name="a"), rewarded(1.0, 1.0, name="b")]
-    scaling = {"enabled": True, "target_min": -1.0}
-    kept, metrics = fill(grpo(reward_scaling=scaling), first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")])
+    cfg = grpo(reward_scaling={"enabled": True, "target_min": -1.0})
+    kept, metrics = fill(cfg, first, [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")])
     assert [group.handle.group_id for group in kept] == ["a", "c"]
     assert metrics == {
         "filtered_reward": 0.5,

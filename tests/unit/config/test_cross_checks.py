@@ -86,8 +86,8 @@ grpo.replay_from=/nope & grpo.val_period=0 & grpo.val_at_end=false & checkpointi
     -> grpo.replay_from ... there is no folder '/nope'
 grpo.replay_from=/tmp & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null -> fine
 data.train.weight=3 -> one dataset has all the prompts
-grpo.adv_estimator.name=reinforce_plus_plus & loss_fn.use_kl_in_reward=true & loss_fn.use_on_policy_kl_approximation=true
-    -> loss_fn.use_on_policy_kl_approximation ... weights the KL of the loss
+grpo.adv_estimator.name=reinforce_plus_plus & loss_fn.use_kl_in_reward=true
+    & loss_fn.use_on_policy_kl_approximation=true -> loss_fn.use_on_policy_kl_approximation ... weights the KL
 data.train=[{dataset_name: gsm8k, weight: 3, split_validation_size: 0.1},{dataset_name: a, weight: 1}]
     & data.custom_dataloader=a:b -> data.custom_dataloader ... sets with weights have an order of their own
 data.validation={dataset_name: gsm8k, split_validation_size: 0.1} -> these are to validate on
