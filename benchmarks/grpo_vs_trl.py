@@ -115,7 +115,7 @@ def devices_of(args: argparse.Namespace) -> list[str]:
         "cluster.gpus_per_node=1",
         "policy.precision=bfloat16",
         f"policy.train_micro_batch_size={args.micro_batch}",
-        "+policy.sequence_packing={enabled: true, train_mb_tokens: 8192}",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 8192}",
         f"policy.generation.vllm_cfg.gpu_memory_utilization={ENGINE_MEMORY}",
         "policy.generation.vllm_cfg.enforce_eager=false",
     ]
@@ -146,13 +146,12 @@ def with_end_bias(model: Any, mean_tokens: int) -> Any:
     return model
 
 
-def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
-    """The counted steps of a run of this library, from its metrics.jsonl."""
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "run_grpo_math.py"),
-        "--config",
-        str(ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"),
+CONFIG = ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"
+
+
+def overrides_of(args: argparse.Namespace, folder: Path, model: str) -> list[str]:
+    """Our keys of the run, on top of CONFIG."""
+    return [
         f"policy.model_name={model}",
         *devices_of(args),
         f"grpo.num_prompts_per_step={args.prompts}",
@@ -169,6 +168,12 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
         "checkpointing.enabled=false",
         f"logger.log_dir={folder}",
     ]
+
+
+def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
+    """The counted steps of a run of this library, from its metrics.jsonl."""
+    script = ROOT / "examples" / "run_grpo_math.py"
+    command = [sys.executable, str(script), "--config", str(CONFIG), *overrides_of(args, folder, model)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         before = at_step(run, folder, args.warmup)
         after = at_step(run, folder, args.warmup + args.steps)

@@ -183,9 +183,10 @@ class FakeRefit:
     calls: list[str]
     rollouts: Any
     versions: list[int] = field(default_factory=list)
+    announced: int = 0
 
     def announce(self) -> None:
-        """No engine has to make room."""
+        self.announced += 1
 
     def sync(self, version: int) -> dict[str, float]:
         self.calls.append("sync")

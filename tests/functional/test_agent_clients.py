@@ -129,8 +129,9 @@ def test_agents_with_tools_and_mcp_servers_train(tmp_path: Path, pythons: dict[s
     with listening(*calculator) as url:
         sections["http_tools"] = mcp_tools({"url": f"{url}/mcp"})
         steps = play(tmp_path, "tiny:tools", sections)
-    for name in sections:
-        calls = "total_tool_calls" if name == "verifiers" else "tool_calls"
+    for name, section in sections.items():
+        own = {"verifiers": "total_tool_calls"}.get(name, "tool_calls")
+        calls = "num_tool_calls" if section["type"] == "mcp" else own
         # An answer that is no call comes now and then: of the episodes of one step, many can be such by chance.
         assert sum(row[f"train/{name}/{calls}"] for row in steps) > 0.5 * len(steps), name
 

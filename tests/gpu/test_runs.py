@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import grpo_vs_trl
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
 from nemo_rl.config.loader import load_config
@@ -156,6 +157,12 @@ def test_the_benchmark_measures_on_a_cpu_what_needs_no_engine(tmp_path: Path) ->
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / "gpu.py", *options, "--json", found])
     results = json.loads(found.read_text())["results"]
     assert done.returncode in (0, 1) and len(results) == 5 and all(result["value"] > 0 for result in results)
+
+
+def test_the_run_beside_trl_is_a_configuration_that_loads(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo_vs_trl.py", "--device=cuda"])
+    overrides = grpo_vs_trl.overrides_of(grpo_vs_trl.parse(), tmp_path, "tiny:arithmetic")
+    assert load_config(GRPOMasterConfig, grpo_vs_trl.CONFIG, overrides).cluster.use_gpus
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

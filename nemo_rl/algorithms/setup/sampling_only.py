@@ -50,7 +50,7 @@ class DiagnosticRun(RolloutTrainer):
     def step(self) -> None:
         groups = self.sample()
         sampled = [group.row_values([[s.has_reward] * len(s.rows) for s in group.samples]) for group in groups]
-        self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled)
+        self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled, will_sync=False)
         with self.phase("investigation"):
             diagnosis = investigate(self, groups, trained_version=0)
         path = self.tools.logger.run_dir / "disagreement.json"

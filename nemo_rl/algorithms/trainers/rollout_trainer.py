@@ -152,13 +152,17 @@ class RolloutTrainer(Trainer):
         groups: Sequence[GroupHandle],
         advantages: Sequence[Sequence[float]],
         masks: Sequence[Sequence[float]],
+        *,
+        will_sync: bool = True,
     ) -> BatchPlan:
         """Plan which sample goes to which rank, optimizer step and micro-batch; the policy's workers fetch their rows.
 
-        `advantages` and `masks` have one number per group and row; mask 0 keeps a row out of the loss.
+        `advantages` and `masks` have one number per group and row; mask 0 keeps a row out of the loss. `will_sync`: new
+        weights follow before generation samples again, so engines that make room need not keep theirs.
         """
         self.environment_metrics = self.rollouts.environment_metrics(self.generated)  # environments now have time
-        self.refit.announce()
+        if will_sync:
+            self.refit.announce()
         plan = plan_batch(
             groups,
             advantages,

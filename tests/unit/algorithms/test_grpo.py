@@ -175,8 +175,10 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
         parts = replace(parts, policy=policy, generation=SimpleNamespace(abandon_requests=None))
         return DiagnosticRun(config, tools, parts, checkpoint=None, found=[])
 
+    run = FakeRun(tmp_path, config, make, rollouts=Branching(alternate, []))
     with pytest.raises(NothingToCompare):
-        FakeRun(tmp_path, config, make, rollouts=Branching(alternate, [])).trainer.step()
+        run.trainer.step()
+    assert run.refit.announced == 0, "engines on the policy's GPUs keep their weights: none will follow"
     assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)
 
 
