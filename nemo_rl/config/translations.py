@@ -47,7 +47,7 @@ OF_ONE_DATASET = (
     *("system_prompt", "tool_key", "use_preserving_dataset"),
 )
 OF_ALL_DATASETS = ("prompt_file", "system_prompt_file", "processor", "env_name")
-FILES = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}
+FILES = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}  # -> place today
 """Keys that stood in `data` itself before there were `data.train`, `data.validation` and `data.default`."""
 
 DATASET_NAMES = {

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -155,23 +156,25 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_guard(_GUARD)
-    with _token_errors(), _light_node(), ExitStack() as starting:
-        starting.push(_lost_at_start)
-        ray.init(
-            address="local",
-            num_cpus=num_cpus if num_cpus is not None else max(os.cpu_count() or 1, _MIN_LOCAL_CPU_SLOTS),
-            object_store_memory=int(object_store_gb * 2**30),
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            _system_config={
-                # Otherwise Ray starts one idle process per logical CPU.
-                "prestart_worker_first_driver": False,
-                "enable_worker_prestart": False,
-                # Notes on every call, for `ray list tasks`: 3 kB each in Ray's own process, up to 100,000 calls.
-                "task_events_report_interval_ms": 0,
-            },
-        )
+    for is_last_try in (False, True):
+        with _token_errors(), _light_node(), ExitStack() as starting:
+            starting.push(partial(_end_of_start, is_last_try))
+            ray.init(
+                address="local",
+                num_cpus=num_cpus if num_cpus is not None else max(os.cpu_count() or 1, _MIN_LOCAL_CPU_SLOTS),
+                object_store_memory=int(object_store_gb * 2**30),
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                _system_config={
+                    # Otherwise Ray starts one idle process per logical CPU.
+                    "prestart_worker_first_driver": False,
+                    "enable_worker_prestart": False,
+                    # Notes on every call, for `ray list tasks`: 3 kB each in Ray's own process, up to 100,000 calls.
+                    "task_events_report_interval_ms": 0,
+                },
+            )
+            break
     _started_here = True
 
 
@@ -258,10 +261,17 @@ def _token_errors() -> Iterator[None]:
         ) from error
 
 
-def _lost_at_start(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-    """The end of a block in which Ray starts: its plain `Exception` becomes a RayLost."""
-    if kind is Exception:
-        raise RayLost(f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR") from error
+def _end_of_start(is_last_try: bool, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+    """The end of a block in which Ray starts. Its plain `Exception` is passed over, in the last try a RayLost.
+
+    On a busy machine Ray's own processes may take longer than the 15 to 30 s that Ray waits for them.
+    """
+    if kind is not Exception:
+        return False
+    if not is_last_try:
+        logger.warning("Ray did not start in time and is started once more: %s", error)
+        return True
+    raise RayLost(f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR") from error
 
 
 @dataclass(frozen=True, kw_only=True)

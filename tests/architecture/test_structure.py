@@ -7,10 +7,10 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 57_630,
+    "lines of nemo_rl": 57_640,
     "files of nemo_rl": 268,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 24_360,
+    "lines that run_grpo_math.py reaches": 24_370,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_210,
     "files in the largest folder": 20,
@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 1_940,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 32_985,
+    "lines of tests": 32_990,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.
