@@ -269,7 +269,7 @@ def _end_of_start(is_last_try: bool, kind: type[BaseException] | None, error: Ba
     if kind is not Exception:
         return False
     if not is_last_try:
-        logger.warning("Ray did not start in time and is started once more: %s", error)
+        logger.warning("Ray did not start and is started once more: %s", error)
         return True
     raise RayLost(f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR") from error
 

@@ -19,7 +19,7 @@ from nemo_rl.utils.console import RunConsole
 BUFFER_FOLDER = "replay_buffer"
 OPEN_GROUPS = "open_groups.json"
 MAX_REASONS_SHOWN = 3
-REPETITION = 2**32  # more than a run draws batches
+REPETITION = 2**32  # more than the batches of any run
 
 
 class TooManyFailures(RuntimeError):

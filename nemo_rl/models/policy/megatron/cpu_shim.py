@@ -1,8 +1,8 @@
 """Megatron Core on a machine without a GPU, and its warnings. Import this module before any module of Megatron.
 
 `install` gives Megatron's modules a stand-in for `torch` in their own namespace: "cuda" devices are the CPU; streams
-and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. It is called only without a GPU, and
-logged. `close_gaps` is for every machine: it closes gaps of megatron-core 0.16 without Transformer Engine.
+and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. Workers without a GPU call it.
+`close_gaps` is for every machine: it closes gaps of megatron-core 0.16 without Transformer Engine.
 
 Importing this module silences warnings that Megatron and its dependencies repeat in every process.
 """
