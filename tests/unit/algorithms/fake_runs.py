@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
@@ -17,6 +17,7 @@ from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, run_tools
+from tests.functional.cli import keys
 from tests.unit.config.run_configs import build
 
 FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
@@ -42,24 +43,24 @@ class FakeRun:
         calls: list[str] | None = None,
         reward: Any = alternate,
         rollouts: Any = None,
+        policy: FakePolicy | None = None,
         tasks: Sequence[str] = ("t",),
         identity: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         calls = [] if calls is None else calls
         self.folder = folder / "run"
-        self.policy = FakePolicy(calls=calls)
+        self.policy = policy or FakePolicy()
+        self.policy.calls = calls
         self.rollouts = rollouts or FakeRollouts(reward, calls)
         rows = [{"problem": str(i)} for i in range(8)]
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
-        sampling = SamplingParams(max_new_tokens=8)
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config), **identity)
         self.refit = FakeRefit(calls, self.rollouts)
-        fakes: Any = {"policy": self.policy, "generation": None, "refit": self.refit, "rollouts": self.rollouts}
+        generation = SimpleNamespace(abandon_requests=None)
+        fakes: Any = {"policy": self.policy, "generation": generation, "refit": self.refit, "rollouts": self.rollouts}
+        fakes |= dict.fromkeys(("train_sampling", "val_sampling"), SamplingParams(max_new_tokens=8))
         prompts = PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1)
-        parts = RolloutParts(
-            **fakes, prompts=prompts, validation_prompts=[data[0], data[1]], flops=FLOPS,
-            train_sampling=sampling, val_sampling=sampling,
-        )  # fmt: skip
+        parts = RolloutParts(**fakes, prompts=prompts, validation_prompts=[data[0], data[1]], flops=FLOPS)
         self.trainer = make(tools, parts)
 
     def go(self) -> list[dict[str, Any]]:
@@ -70,13 +71,12 @@ class FakeRun:
 
 def small(folder: Path, section: str) -> tuple[str, ...]:
     """Overrides: three steps of 2 x 2 samples, saved in `folder`."""
-    loop = ("num_prompts_per_step=2", "num_generations_per_prompt=2", "val_period=0", "max_num_steps=3")
-    sizes = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=2")
-    saving = ("metric_name=null", "save_period=2", f"checkpoint_dir={folder / 'ckpt'}")
-    return *(f"{section}.{key}" for key in loop), *sizes, *(f"checkpointing.{key}" for key in saving)
+    loop = {section: "num_prompts_per_step=2 num_generations_per_prompt=2 val_period=0 max_num_steps=3"}
+    saving = f"metric_name=null save_period=2 checkpoint_dir={folder / 'ckpt'}"
+    return keys(**loop, policy="train_global_batch_size=4 train_micro_batch_size=2", checkpointing=saving)
 
 
 class GRPORun(FakeRun):
-    def __init__(self, folder: Path, *overrides: str, trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, trainer: Any = GRPOTrainer, **options: Any) -> None:
         config = build(*small(folder, "grpo"), *overrides)
         super().__init__(folder, config, partial(trainer, config), **options)

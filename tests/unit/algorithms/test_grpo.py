@@ -3,13 +3,11 @@
 import math
 import re
 from collections import Counter
-from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import PromptRequests, TooManyFailures
@@ -20,7 +18,7 @@ from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SampleStatus, SamplingParams
 from nemo_rl.utils.config import ReportConfig
 from tests.fakes import FakePolicy, FakeRollouts, handle, result, sample, sample_meta
-from tests.unit.algorithms.fake_runs import FakeRun, GRPORun, alternate, small
+from tests.unit.algorithms.fake_runs import GRPORun, alternate, small
 from tests.unit.config.run_configs import build
 
 
@@ -80,20 +78,15 @@ def test_too_many_failures_end_the_run_with_the_first_one_or_the_weights_that_ca
         run.trainer.train()
 
 
-TIMED_OUT = (SampleStatus.TIMED_OUT, "grpo.episode_timeout_s=30")
-HUNG = (SampleStatus.AGENT_HUNG, "env.<name>.time_limit_s of their agents")
-
-
-@pytest.mark.parametrize(("status", "key"), [TIMED_OUT, HUNG])
-def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path, status, key):
+def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path):
     run = GRPORun(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
-    late = sample_meta("g/0", 0.0, status=status)
-    group = handle(late, sample(1.0))
-    run.trainer.check_failures([group])
-    assert f"1 of 2 episodes took longer than {key}" in run.text.getvalue()
-    group.samples = [late, late]
-    with pytest.raises(TooManyFailures, match=rf"all 2 episodes took longer than {re.escape(key)}.*raise it"):
-        run.trainer.check_failures([group])
+    of_agents = "env.<name>.time_limit_s of their agents"
+    for status, key in ((SampleStatus.TIMED_OUT, "grpo.episode_timeout_s=30"), (SampleStatus.AGENT_HUNG, of_agents)):
+        late = sample_meta("g/0", 0.0, status=status)
+        run.trainer.check_failures([handle(late, sample(1.0))])
+        assert f"1 of 2 episodes took longer than {key}" in run.text.getvalue()
+        with pytest.raises(TooManyFailures, match=rf"all 2 episodes took longer than {re.escape(key)}.*raise it"):
+            run.trainer.check_failures([handle(late, late)])
 
 
 def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
@@ -150,16 +143,11 @@ class Silent(FakePolicy):
 
 
 def test_the_samples_of_a_step_are_written_before_an_investigation_loads_others(tmp_path):
-    config, policy = build(*small(tmp_path, "grpo")), Silent()
-    policy.results[0].metrics["token_mult_prob_error"] = 9.0
-
-    def make(tools: Any, parts: Any) -> GRPOTrainer:
-        tools.recorder = RunRecorder(ReportConfig(), tmp_path, tools.console)
-        parts = replace(parts, policy=policy, generation=SimpleNamespace(abandon_requests=None))
-        return GRPOTrainer(config, tools, parts)
-
-    FakeRun(tmp_path, config, make).trainer.step()
-    assert policy.calls[-3:] == ["train", "write", "disagreement"]
+    run = GRPORun(tmp_path, policy=Silent())
+    run.policy.results[0].metrics["token_mult_prob_error"] = 9.0
+    run.trainer.tools.recorder = RunRecorder(ReportConfig(), tmp_path, run.trainer.tools.console)
+    run.trainer.step()
+    assert run.policy.calls[-4:] == ["train", "sync", "write", "disagreement"]
 
 
 def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
@@ -169,28 +157,17 @@ def test_a_diagnosis_loads_every_row_of_an_agents_episode(tmp_path):
             group.samples[0].branches = [sample_meta("branch", 1.0)]
             return group
 
-    config, policy = build(*small(tmp_path, "grpo")), Silent()
-
-    def make(tools: Any, parts: Any) -> DiagnosticRun:
-        parts = replace(parts, policy=policy, generation=SimpleNamespace(abandon_requests=None))
-        return DiagnosticRun(config, tools, parts, checkpoint=None, found=[])
-
-    run = FakeRun(tmp_path, config, make, rollouts=Branching(alternate, []))
+    diagnostic = partial(DiagnosticRun, checkpoint=None, found=[])
+    run = GRPORun(tmp_path, trainer=diagnostic, policy=Silent(), rollouts=Branching(alternate, []))
     with pytest.raises(NothingToCompare):
         run.trainer.step()
     assert run.refit.announced == 0, "engines on the policy's GPUs keep their weights: none will follow"
-    assert sum(len(batch) for rank in policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)
+    assert sum(len(batch) for rank in run.policy.plans[0].ranks for batch in rank.logprobs) == 2 * (2 + 1)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
-        ("grpo.rollout_record.enabled=true",),
-        ("grpo.replay_from={folder}",),
-    ],
-)
-def test_a_diagnosis_takes_one_batch_of_fresh_samples_whatever_the_run_does(tmp_path, own):
-    config = diagnostic_config(build(*small(tmp_path, "grpo"), *(key.format(folder=tmp_path) for key in own)))
-    assert config.grpo.num_prompts_per_batch == config.policy.train_global_batch_size == 8
-    assert config.grpo.replay_from is None and not config.grpo.rollout_record.enabled
+def test_a_diagnosis_takes_one_batch_of_fresh_samples_whatever_the_run_does(tmp_path):
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5")
+    for own in (sampling, ("grpo.rollout_record.enabled=true",), (f"grpo.replay_from={tmp_path}",)):
+        config = diagnostic_config(build(*small(tmp_path, "grpo"), *own))
+        assert config.grpo.num_prompts_per_batch == config.policy.train_global_batch_size == 8
+        assert config.grpo.replay_from is None and not config.grpo.rollout_record.enabled
