@@ -1,5 +1,6 @@
 """Why training and generation disagree: each fault is put into a real policy or a real generator, and is named."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,11 +28,12 @@ from nemo_rl.refit.transfer import largest_difference
 from nemo_rl.rollouts.probe import Probe, ProbeRequest
 from nemo_rl.types import BatchPlan, GenerationRequest, GroupHandle, RolloutGroup, Sample, SamplingParams
 from tests.fakes import handle, sample
+from tests.tables import pattern
 from tests.unit.policy.models import VOCAB, save_model
 from tests.unit.policy.steps import policy_config, whole_weights, worker_settings
 from tests.worlds import run_world
 
-SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8)
+SAMPLING = SamplingParams(max_new_tokens=12, temperature=0.8)
 BROKEN = "broken_attention"
 
 
@@ -52,13 +54,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@dataclass
 class LocalPolicy:
     """A policy of one rank in this process."""
 
-    data_parallel_size = 1
-
-    def __init__(self, worker: DTensorPolicyWorker) -> None:
-        self.worker = worker
+    worker: DTensorPolicyWorker
+    data_parallel_size: int = 1
 
     def load(self, plan: BatchPlan) -> None:
         stored = [ref for ref, _ in plan.groups]
@@ -82,11 +83,8 @@ class LocalEngine:
     chosen: Callable[[Sample], np.ndarray] | None = None  # the experts it reports
 
     def draw(self, prompts: Sequence[list[int]], sampling: SamplingParams, name: str) -> RolloutGroup:
-        asked: Any = {"sampling": replace(sampling, **self.ignores)}
-        requests = [
-            GenerationRequest(request_id=f"{name}/{i}", prompt_token_ids=prompt, seed=i, **asked)
-            for i, prompt in enumerate(prompts)
-        ]
+        request = partial(GenerationRequest, sampling=replace(sampling, **self.ignores))
+        requests = [request(request_id=f"{name}/{i}", prompt_token_ids=ids, seed=i) for i, ids in enumerate(prompts)]
         answers: Any = {a.request_id: a.completion for a in self.worker.generate(requests, self.version)}
         samples = []
         for request in requests:
@@ -120,10 +118,7 @@ class LocalEngine:
 
     def compare(self) -> WeightComparison:
         ours, theirs = whole_weights(self.policy), whole_weights(self.worker)
-        found = {
-            name: largest_difference(value, [Segment(tuple(value.shape), value.stride(), 0, theirs[name])])
-            for name, value in ours.items()
-        }
+        found = {n: largest_difference(t, [Segment(tuple(t.shape), t.stride(), 0, theirs[n])]) for n, t in ours.items()}
         return WeightComparison(num_tensors=len(ours), different={k: v for k, v in found.items() if v > 0})
 
 
@@ -137,33 +132,30 @@ def survives_text(sample: Sample) -> bool:
 
 
 def examine(
-    model: Path,
-    fault: Callable[[LocalEngine], Any] = lambda engine: None,
-    *,
-    after: Callable[[LocalEngine, RolloutGroup], RolloutGroup] = lambda engine, group: group,
-    padding_free: bool | None = None,
-    engine_changes: dict[str, Any] | None = None,
-    trained_version: int = 3,
+    model: Path, fault: Any = None, after: Any = None, *, theirs: Any = None, trained_version: int = 3, **ours: Any
 ) -> Diagnosis:
-    """Draw samples and investigate them. `fault` comes before they are drawn, `after` may change them or the pair."""
+    """Draw samples and investigate them. `fault` comes before they are drawn, `after` may change them or the pair.
+
+    `ours` and `theirs` are settings of the policy and of the engine.
+    """
 
     def rank_main(rank: int, world: int) -> Diagnosis:
-        settings = partial(worker_settings, model, sampling=SAMPLING)
-        policy = DTensorPolicyWorker(policy_config(padding_free=padding_free), settings())
-        worker = GeneratingPolicyWorker(policy_config(**(engine_changes or {})), settings(init_optimizer=False))
-        engine: Any = LocalEngine(worker, policy)
-        fault(engine)
-        limits = {"max_model_len": 64, "max_batch_size": 8, "end_token_ids": set()}
-        worker.prepare_generation(GenerationSettings(**limits, special_token_ids=frozenset(), decode=str))
+        settings = worker_settings(model, sampling=SAMPLING, init_optimizer=False)
+        policy = DTensorPolicyWorker(policy_config(**ours), settings)
+        engine: Any = LocalEngine(GeneratingPolicyWorker(policy_config(**(theirs or {})), settings), policy)
+        if fault is not None:
+            fault(engine)
+        limits = {"max_model_len": 64, "max_batch_size": 8, "end_token_ids": set(), "special_token_ids": frozenset()}
+        engine.worker.prepare_generation(GenerationSettings(**limits, decode=str))
         generator = np.random.default_rng(0)
         prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]
-        drawn = handle_of(after(engine, engine.draw(prompts, SAMPLING, "0")))
+        group = engine.draw(prompts, SAMPLING, "0")
+        drawn = handle_of(group if after is None else after(engine, group))
         local: Any = LocalPolicy(policy)
         local.load(plan_probe(1, drawn, range(len(drawn.samples)), size=2))
+        parts = {"policy": local, "version": 3} | dict.fromkeys(("generation", "refit", "rollouts"), engine)
         asked = {"requests": SimpleNamespace(sampling=SAMPLING), "val_sampling": SAMPLING}
-        parts = dict.fromkeys(("generation", "refit", "rollouts"), engine)
-        trainer: Any = SimpleNamespace(policy=local, version=3, **asked, **parts)
-        trainer.run = SimpleNamespace(policy=policy_config())
+        trainer: Any = SimpleNamespace(**parts, **asked, run=SimpleNamespace(policy=policy_config()))
         return investigate(trainer, [drawn], trained_version=trained_version)
 
     return run_world(rank_main, 1)[0]
@@ -219,54 +211,41 @@ def write_as_text(engine: LocalEngine, group: RolloutGroup) -> RolloutGroup:
     return group
 
 
-def case(cause: Cause, *said: str, **how: Any) -> tuple[dict[str, Any], Cause, tuple[str, ...]]:
-    return how, cause, said
-
-
 def break_attention(engine: LocalEngine) -> None:
     engine.policy.parts[0].config._attn_implementation = BROKEN
 
 
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-ONE_TENSOR = ("1 of 21 tensors", "model.layers.1.mlp.up_proj.weight (by up to 0.")
+def case(cause: Cause, said: str, fault: Any = None, **how: Any) -> tuple[Cause, str, dict[str, Any]]:
+    return cause, said, {"fault": fault, **how}
+
+
+HOTTER = "with temperature 1.3, top-p 1, top-k off ... applies temperature 0.8"
+ONE_TENSOR = "1 of 21 tensors ... model.layers.1.mlp.up_proj.weight (by up to 0."
 MISSED = "samples with weights of version 2, the policy has version 3"
-DECODED = "change when they are decoded and tokenised again, and no recorded sample does"
-OTHER_ROPE = ("rope_parameters: training {'rope_theta': 10000.0", "100.0")
-IGNORED = ("with temperature 1.3, top-p 1, top-k off", "applies temperature 0.8")
 OLDER = "were trained at version 4; fresh completions agree"
+DECODED = "change when they are decoded and tokenised again, and no recorded sample does"
+OTHER_ROPE = "rope_parameters: training {'rope_theta': 10000.0 ... 100.0"
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 CASES = {
-    "a temperature that generation does not apply": case(
-        Cause.SAMPLING, *IGNORED, fault=lambda engine: engine.ignores.update(temperature=1.3)
-    ),
-    "a tensor that differs after the refit": case(
-        Cause.TENSOR, *ONE_TENSOR, fault=lambda engine: change(engine.worker, "layers.1.mlp.up_proj")
-    ),
-    "other weights as a whole": case(
-        Cause.STALE_WEIGHTS, "21 of 21 tensors", "version 3", fault=lambda engine: change(engine.worker)
-    ),
-    "an engine that missed a sync": case(
-        Cause.STALE_WEIGHTS, MISSED, fault=lambda engine: setattr(engine, "version", 2)
-    ),
+    "a temperature not applied": case(Cause.SAMPLING, HOTTER, lambda e: e.ignores.update(temperature=1.3)),
+    "a tensor that differs": case(Cause.TENSOR, ONE_TENSOR, lambda e: change(e.worker, "layers.1.mlp.up_proj")),
+    "other weights": case(Cause.STALE_WEIGHTS, "21 of 21 tensors ... version 3", lambda e: change(e.worker)),
+    "a missed sync": case(Cause.STALE_WEIGHTS, MISSED, lambda e: setattr(e, "version", 2)),
     "samples of older weights": case(Cause.STALE_WEIGHTS, OLDER, after=train_both, trained_version=4),
     "tokens made from text": case(Cause.TOKENIZER, DECODED, after=write_as_text),
-    "neighbours that leak into each other": case(
-        Cause.BATCHING, "each one alone 1.00000: neighbours", fault=leak, padding_free=True
-    ),
-    "attention of training that is wrong": case(
-        Cause.ATTENTION, "training's own attention is wrong", fault=break_attention, padding_free=False
-    ),
-    "a head in another dtype": case(Cause.HEAD_DTYPE, "with a head in bfloat16", fault=break_head),
-    "other positions": case(Cause.POSITIONS, *OTHER_ROPE, engine_changes={"hf_config_overrides": ROPE}),
-    "kernels that mix no tokens": case(Cause.KERNELS, "so it is no attention", fault=break_mlp),
+    "neighbours that leak": case(Cause.BATCHING, "each one alone 1.00000: neighbours", leak, padding_free=True),
+    "wrong attention": case(Cause.ATTENTION, "training's own attention is wrong", break_attention, padding_free=False),
+    "a head in another dtype": case(Cause.HEAD_DTYPE, "with a head in bfloat16", break_head),
+    "other positions": case(Cause.POSITIONS, OTHER_ROPE, theirs={"hf_config_overrides": ROPE}),
+    "kernels that mix no tokens": case(Cause.KERNELS, "so it is no attention", break_mlp),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cause_is_named(models, name):
-    how, cause, said = CASES[name]
+    cause, said, how = CASES[name]
     found = examine(models / "llama", **how)
-    assert found.cause == cause
-    assert all(text in found.finding for text in said), found.finding
+    assert found.cause == cause and re.search(pattern(said), found.finding), found.finding
 
 
 def test_a_sound_pair_differs_by_rounding_only(models):
