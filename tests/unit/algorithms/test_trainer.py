@@ -37,12 +37,13 @@ class Position:
 
 
 class FakeTrainer(Trainer):
-    """Calls `at_step` with the number of each step, and says what it validates by `values`."""
+    """Each of `errors` is raised once, in the step of its number. A validation gives that of `values`."""
 
     def __init__(
         self, folder: Path, *, num_steps: int = 6, loop: Any = NEVER, policies: Any = (), values: Any = (), **save: Any
     ) -> None:
         self.folder, self.values, self.position = folder, values, Position()
+        self.errors: dict[int, BaseException] = {}
         tools, self.text = run_tools(folder, checkpoints_in(folder, **save), num_steps)
         how = {"policies": policies, "data": self.position, "nonfinite_action": "stop"}
         super().__init__(loop, tools, num_steps=num_steps, **how)
@@ -51,7 +52,10 @@ class FakeTrainer(Trainer):
         """What else happens."""
 
     def step(self) -> None:
-        self.at_step(self.state.total_steps + 1)
+        number = self.state.total_steps + 1
+        if number in self.errors:
+            raise self.errors.pop(number)
+        self.at_step(number)
         self.position.taken += 1
 
     def validate(self) -> dict[str, float]:
@@ -160,12 +164,8 @@ def test_a_failed_save_ends_the_run_at_the_next_step_boundary_and_says_why(tmp_p
     ],
 )
 def test_an_error_of_the_run_is_told_whatever_becomes_of_the_save(tmp_path, error, said):
-    def fail(step: int) -> None:
-        if step == 4:
-            raise error
-
     trainer = CountingTrainer(tmp_path, polls=100, failure=RuntimeError("rank 3 could not write"))
-    trainer.at_step = fail
+    trainer.errors = {4: error}
     with pytest.raises(type(error)) as raised:
         trainer.train()
     assert raised.value is error and said in trainer.text.getvalue()
@@ -176,14 +176,8 @@ def test_an_error_of_the_run_is_told_whatever_becomes_of_the_save(tmp_path, erro
 def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_path, polls, resumed_after):
     """Step 6 was on its way to the disk: it counts if all of it had been written, and otherwise was never there."""
     CountingTrainer(tmp_path, num_steps=3).train()
-    deaths = {8: died("policy-0")}
-
-    def die(step: int) -> None:
-        if step in deaths:
-            raise deaths.pop(step)
-
     trainer = CountingTrainer(tmp_path, num_steps=8, polls=polls)
-    trainer.at_step = die
+    trainer.errors = {8: died("policy-0")}
     trainer.resume()
     trainer.train()
     assert trainer.calls[:4] == ["read whole 3", "start 6", "recover", f"read whole {resumed_after}"]
@@ -194,17 +188,15 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
 
 
 class TwoPolicies(FakeTrainer):
-    """A policy and a critic, which has the `results`. `error` is raised once, in step 3."""
+    """A policy and a critic, which has the `results`."""
 
-    def __init__(self, folder: Path, *, num_steps: int = 4, error: Any = None, results: Any = None, **how: Any) -> None:
-        self.calls, self.errors = [], {} if error is None else {3: error}
+    def __init__(self, folder: Path, *, num_steps: int = 4, results: Any = None, **how: Any) -> None:
+        self.calls: list[str] = []
         critic = FakePolicy(results or [result()], self.calls, name_prefix="value")
         policies = [FakePolicy(calls=self.calls), critic]
         super().__init__(folder, num_steps=num_steps, policies=policies, save_period=2, **how)
 
     def at_step(self, step: int) -> None:
-        if step in self.errors:
-            raise self.errors.pop(step)
         for policy in self.policies:
             self.take_steps(policy, NLLLoss(), Logprobs(filtered=False))
 
@@ -224,7 +216,8 @@ def test_all_policies_and_the_place_in_the_data_are_saved_and_restored(tmp_path,
 
 @pytest.mark.parametrize(("worker", "restarted"), [("policy-0", "restart"), ("value-1", "value.restart")])
 def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint(tmp_path, worker, restarted):
-    trainer = TwoPolicies(tmp_path, error=died(worker))
+    trainer = TwoPolicies(tmp_path)
+    trainer.errors = {3: died(worker)}
     trainer.train()
     saved = [*["train", "value.train"] * 2, "save", "value.save"]
     assert trainer.calls == [*saved, restarted, "load_checkpoint", "value.load_checkpoint", *saved]
