@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import stat
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from nemo_rl.utils.timer import TimeoutChecker
-from tests.tables import cases, lines, pattern
+from tests.tables import FINE, cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, build
 from tests.unit.rollouts.test_openai_server import settings
 
@@ -130,20 +131,20 @@ def test_every_axis_of_a_layout_is_shown() -> None:
 
 
 def test_the_gpus_that_are_wanted_and_found_are_named_and_those_of_a_reward_model_in_use_count() -> None:
-    config = build("cluster.gpus_per_node=4")
-    with pytest.raises(ConfigError, match=r"examples/configs/grpo_math_cpu\.yaml"):
-        check_hardware(config, num_gpus=0, environment={})
-    with pytest.raises(ConfigError, match=r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"):
-        check_hardware(config, num_gpus=2, environment={})
-    check_hardware(config, num_gpus=4, environment={})
-    two = ("cluster.gpus_per_node=2", "+env.judge={type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}")
-    check_hardware(build(*two), num_gpus=2, environment={})
-    used = build(*two, "data.default.env_name=judge")
-    check_hardware(used, num_gpus=3, environment={})
-    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"):
-        check_hardware(used, num_gpus=2, environment={})
-    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
-        check_hardware(used, num_gpus=1, environment={})
+    four, judge = ["cluster.gpus_per_node=4"], "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
+    two = ["cluster.gpus_per_node=2", f"+env.judge={judge}"]
+    used = [*two, "data.default.env_name=judge"]
+    for overrides, num_gpus, told in (
+        (four, 0, r"examples/configs/grpo_math_cpu\.yaml"),
+        (four, 2, r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"),
+        (four, 4, FINE),
+        (two, 2, FINE),
+        (used, 3, FINE),
+        (used, 2, r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"),
+        (used, 1, r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"),
+    ):
+        with nullcontext() if told == FINE else pytest.raises(ConfigError, match=told):
+            check_hardware(build(*overrides), num_gpus=num_gpus, environment={})
 
 
 def test_a_replay_starts_no_engine(tmp_path) -> None:
@@ -162,11 +163,8 @@ APART & GPUS=2 & cluster.num_nodes=5 & RESOURCES={num_nodes: 1, gpus_per_node: 2
 APART & GPUS=0 & cluster.cpu_workers_per_node=2 & cluster.num_nodes=2 & RESOURCES.num_nodes=1 -> 2 2
 GPUS=4 & cluster.num_nodes=2 -> 8 8
 """
-SHORT = {
-    "APART": "policy.generation.colocated.enabled=false",
-    "RESOURCES": "policy.generation.colocated.resources",
-    "GPUS": "cluster.gpus_per_node",
-}
+ENGINES = "policy.generation.colocated"
+SHORT = {"APART": f"{ENGINES}.enabled=false", "RESOURCES": f"{ENGINES}.resources", "GPUS": "cluster.gpus_per_node"}
 
 
 @pytest.mark.parametrize(("overrides", "expected"), cases(DIVIDED, SHORT))
@@ -177,36 +175,21 @@ def test_one_node_is_divided_and_several_are_shared_out_whole(overrides, expecte
     assert {cluster.worker_timeout_s for cluster in clusters} == {77}
 
 
-def megatron_lines(model: str, layout: str) -> list[str]:
+def test_a_megatron_layout_is_checked_against_the_model_where_that_is_here() -> None:
+    """tests/unit/policy/megatron/test_checks.py has the checks."""
     megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "cluster.gpus_per_node=8")
-    return lines_of(f"policy.model_name={model}", *megatron, f"policy.megatron_cfg.{layout}")
-
-
-MEGATRON = """
-tiny:arithmetic & pipeline_model_parallel_size=4 -> pipeline_model_parallel_size=4: the model has 2 layers
-tiny:arithmetic & tensor_model_parallel_size=8 -> tensor_model_parallel_size=8 does not divide the 4
-tiny:arithmetic & expert_model_parallel_size=2 -> is a dense model and has no experts
-tiny:arithmetic-moe & expert_model_parallel_size=8 -> expert_model_parallel_size=8 does not divide the 4
-tiny:arithmetik & pipeline_model_parallel_size=2 -> did you mean tiny:arithmetic
-"""
-
-
-@pytest.mark.parametrize(("model_and_layout", "message"), cases(MEGATRON))
-def test_a_layout_that_the_model_does_not_have_is_refused(model_and_layout: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=pattern(message)):
-        megatron_lines(*model_and_layout)
-
-
-def test_a_model_that_is_not_here_is_said_not_to_be_checked() -> None:
+    stages = (*megatron, "policy.megatron_cfg.pipeline_model_parallel_size=4")
+    for model, told in (("arithmetic", "=4: the model has 2 layers"), ("arithmetik", "did you mean tiny:arithmetic")):
+        with pytest.raises(ConfigError, match=told):
+            lines_of(f"policy.model_name=tiny:{model}", *stages)
+    said = "model not checked against the layout: its config.json is not on this machine"
     for model in ("nobody/has-this-model", "/on/another/machine"):
-        lines = megatron_lines(model, "pipeline_model_parallel_size=4")
-        assert "model not checked against the layout: its config.json is not on this machine" in lines
+        assert said in lines_of(f"policy.model_name={model}", *stages)
 
 
 def test_prompts_of_a_run_that_samples():
     config = load_run_config(CONFIGS / "grpo_math_cpu.yaml", [])
     inputs = preview_inputs(config, "train", 5)
-    assert inputs.total is not None
     assert [prompt.idx for prompt in inputs.prompts][:2] == [0, round((inputs.total - 1) / 4)]
     assert inputs.prompts[-1].idx == inputs.total - 1 and "sampled" in inputs.note
     (example,), meta = inputs.make(inputs.prompts[0])
