@@ -24,6 +24,7 @@ from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.types import BatchPlan, Example, ExampleGroup, ExampleHandle, ExampleMeta, LossFunction, Prompt, RowKey
 from tests.fakes import FakePolicy, keys_of_plan, run_tools
+from tests.functional.cli import keys
 from tests.unit.algorithms.fake_runs import FLOPS
 from tests.unit.config.run_configs import CONFIGS, MASTERS
 
@@ -100,8 +101,6 @@ class RowPolicy(FakePolicy):
         return {"loss": ids.mean(), "global_valid_toks": float(len(ids))}
 
 
-SIZES = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=2")
-BASE = (*SIZES, "checkpointing.metric_name=null", "checkpointing.save_period=2")
 TWELVE: Rows = [{"lengths": (5 + i % 4,)} for i in range(12)]
 
 
@@ -109,17 +108,12 @@ class Run:
     """A run with fakes in a folder: rows to learn from, and validation sets by name."""
 
     def __init__(
-        self,
-        folder: Path,
-        *overrides: str,
-        kind: str = "sft",
-        rows: Rows = TWELVE,
-        validation: Mapping[str, Rows] | None = None,
-        is_streamed: bool = False,
+        self, folder: Path, *overrides: str, kind="sft", rows: Rows = TWELVE, validation: Any = None, is_streamed=False
     ) -> None:
-        fixed = [*BASE, f"{kind}.val_at_start=false", f"{kind}.val_period=0"]
-        fixed.append(f"checkpointing.checkpoint_dir={folder / 'c'}")
-        config = load_config(MASTERS[kind], CONFIGS / f"{kind}_cpu.yaml", [*fixed, *overrides])
+        saving = f"metric_name=null save_period=2 checkpoint_dir={folder / 'c'}"
+        fixed = keys(policy="train_global_batch_size=4 train_micro_batch_size=2", checkpointing=saving)
+        overrides = (*fixed, *keys(**{kind: "val_at_start=false val_period=0"}), *overrides)
+        config = load_config(MASTERS[kind], CONFIGS / f"{kind}_cpu.yaml", list(overrides))
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config))
         source = PromptDataLoader(dataset("d", rows), config.policy.train_global_batch_size, seed=1)
         self.policy: Any = RowPolicy()
@@ -187,7 +181,7 @@ def test_every_set_is_validated_under_its_name_and_their_losses_are_averaged_by_
         run.go()
 
 
-# -- the end of the data, and what is between two starts of a run
+# -- the end of the data
 
 
 ENDS = [(100, False, 6), (5, False, 5), (99, True, 6), (4, True, 4)]
@@ -204,19 +198,6 @@ def test_a_run_ends_with_its_steps_or_its_data(tmp_path, most, is_streamed, num_
     assert all(epoch == sorted(f"d:{i}/0" for i in range(12)) for epoch in epochs)
     text = run.text.getvalue()
     assert ("the training data is used up after 6 steps" in text) == (is_streamed and num_steps == 6)
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_run_that_is_continued_sees_the_rows_that_one_run_sees(tmp_path, is_streamed):
-    def run(name: str, num_steps: int) -> Run:
-        keys = ("+sft.max_num_epochs=3", f"sft.max_num_steps={num_steps}")
-        made = Run(tmp_path / name, *keys, is_streamed=is_streamed)
-        made.go()
-        return made
-
-    whole, first, second = run("whole", 8), run("cut", 4), run("cut", 8)
-    assert trained(first.policy) + trained(second.policy) == trained(whole.policy)
-    assert second.policy.calls[0] == "load_checkpoint" and second.trainer.state == whole.trainer.state
 
 
 # -- what goes wrong
