@@ -15,17 +15,14 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from tests.fakes import FakeRollouts
+from tests.functional.cli import keys
 from tests.unit.algorithms.fake_runs import GRPORun, alternate
 
-LOOP = ("max_num_steps=8", "max_num_epochs=3", "skip_reference_policy_logprobs_calculation=true")
+LOOP = "max_num_steps=8 max_num_epochs=3 skip_reference_policy_logprobs_calculation=true async_grpo.enabled=true"
 BASE = (
-    *(f"grpo.{key}" for key in (*LOOP, "async_grpo.enabled=true")),
-    "checkpointing.save_period=1",
-    "checkpointing.keep_top_k=null",
-    "loss_fn.reference_policy_kl_penalty=0",
-    "loss_fn.use_importance_sampling_correction=true",
+    *keys(grpo=LOOP, checkpointing="save_period=1 keep_top_k=null", cluster="gpus_per_node=2"),
+    *keys(loss_fn="reference_policy_kl_penalty=0 use_importance_sampling_correction=true"),
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
-    "cluster.gpus_per_node=2",
 )
 
 
@@ -127,9 +124,8 @@ def test_with_weights_in_flight_nothing_waits_and_the_window_holds(tmp_path, ord
 @pytest.mark.parametrize(("in_flight", "age", "killed_after"), [(False, 1, 7), (False, 3, 4), (True, 2, 4)])
 def test_what_is_trained_depends_neither_on_time_nor_on_a_kill(tmp_path, in_flight, age, killed_after):
     """Runs of other seeds end groups in another order. No prompt is lost, and none is trained twice."""
-    keys = (f"in_flight_weight_updates={in_flight}", f"max_trajectory_age_steps={age}")
-    keys = tuple(f"grpo.async_grpo.{key}" for key in keys)
-    whole, killed, again = (Run(tmp_path / name, *keys, seed=seed) for name, seed in (("whole", 0), ("a", 3), ("a", 4)))
+    loop = keys(**{"grpo.async_grpo": f"in_flight_weight_updates={in_flight} max_trajectory_age_steps={age}"})
+    whole, killed, again = (Run(tmp_path / name, *loop, seed=seed) for name, seed in (("whole", 0), ("a", 3), ("a", 4)))
     lags = [row["train/weight_version_lag/mean"] for row in whole.go()]
     killed.dies_after = killed_after
     with pytest.raises(RuntimeError, match="killed"):
@@ -153,15 +149,14 @@ def test_open_groups_are_not_lost_on_a_run_that_cannot_train_them(tmp_path):
 @pytest.mark.parametrize("lost", ["policy", "group_keeper"])
 def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, lost):
     run = Run(tmp_path, "checkpointing.save_period=3", "grpo.async_grpo.max_trajectory_age_steps=2")
-    load, deaths = run.policy.load, [True]
+    load, deaths = run.policy.load, [WorkerDied(f"{lost}-0 died", worker=f"{lost}-0", rank=0, method="load")]
 
     def failing(plan: Any) -> None:
         if len(run.trained) == 5 and deaths:
-            deaths.clear()
-            message, names = f"{lost}-0 died", {"worker": f"{lost}-0", "rank": 0, "method": "load"}
+            death = deaths.pop()
             if lost == "policy":
-                raise WorkerDied(message, **names)
-            run.rollouts.keeper_death = WorkerDied(message, **names)
+                raise death
+            run.rollouts.keeper_death = death
             raise WorkerError("policy-0 failed in load: OwnerDiedError", worker="policy-0", rank=0, method="load")
         load(plan)
 
