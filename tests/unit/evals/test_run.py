@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.evals.config import EvalMasterConfig, describe_evaluation
 from nemo_rl.evals.metrics import Outcome, clustered_interval, cons_at_k, show_results, summarize
-from nemo_rl.evals.run import WRITE_EVERY_S, Inputs, _Writer, load_eval_data, make_results, outcomes_by_dataset
+from nemo_rl.evals.run import WRITE_EVERY_S, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams
@@ -55,8 +56,6 @@ eval.k_value=9 -> eval.k_value ... 9 is more than num_tests_per_prompt=8
 generation.temperature=0 -> generation.temperature ... 0 gives 8 equal samples of each prompt
 generation.val_temperature=0.5 -> generation.val_temperature ... for validation during training
 generation.num_prompts_per_step=0 -> num_prompts_per_step ... must be 1 or more, or -1
-eval.k_valu=2 -> the nearest valid key is eval.k_value
-eval.metric=maj@k -> eval.metric ... must be 'pass@k' or 'cons@k'
 data.dataset_name=null -> data.dataset_name ... name a dataset
 data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
 data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.env_name=math
@@ -129,10 +128,8 @@ def played(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> 
 
 def writer(folder: SampleFolder, *overrides: str, collector: Any = None) -> _Writer:
     config = load(*SMALL, *overrides)
-    data = load_eval_data(config)
-    nothing: Any = None
-    inputs = Inputs(model=nothing, data=data, process=nothing, identity={}, folder=folder.folder)
-    prompts = {prompt.prompt_id: prompt for prompt in data.prompts}
+    inputs: Any = SimpleNamespace(data=load_eval_data(config))
+    prompts = {prompt.prompt_id: prompt for prompt in inputs.data.prompts}
     console = RunConsole(num_steps=1, file=io.StringIO())
     return _Writer(config, inputs, folder, console, collector or FakeCollector(), prompts)
 
@@ -193,12 +190,10 @@ def test_a_vote_needs_answers(folder):
 
 
 def test_the_mean_on_the_way_leaves_out_prompts_that_were_not_asked(folder):
-    chosen = writer(folder)
-    too_long = handle(sample(0.0, status=SampleStatus.PROMPT_TOO_LONG), name="arithmetic:0", prompt="arithmetic:0")
-    too_long.samples *= 2
-    chosen.take([too_long, played("arithmetic:1", 1.0, 0.5)])
+    chosen, shown = writer(folder), io.StringIO()
+    too_long = [sample(0.0, status=SampleStatus.PROMPT_TOO_LONG)] * 2
+    chosen.take([handle(*too_long, prompt="arithmetic:0"), played("arithmetic:1", 1.0, 0.5)])
     chosen.finish()
-    shown = io.StringIO()
     chosen.console = RunConsole(num_steps=1, file=shown)
     chosen._show(chosen.started + 60.0)
     assert "mean reward 0.7500" in shown.getvalue()
@@ -270,13 +265,12 @@ def test_whole_groups_come_back(written):
     assert lines == [asdict(record) for name in ("d:0", "d:1") for record in group(name)]
 
 
-@pytest.mark.parametrize("cut", [1, "line", "line and a half"])
-def test_an_unfinished_end_is_cut_off(written, cut):
+@pytest.mark.parametrize(("num_lines", "less"), [(4, 1), (3, 0), (3, 9)])
+def test_an_unfinished_end_is_cut_off(written, num_lines, less):
     path = written / "samples.jsonl"
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    keep = {"line": len(whole) - len(lines[3]), "line and a half": len(whole) - len(lines[3]) - 9}
-    path.write_bytes(whole[: keep[cut] if isinstance(cut, str) else -cut])
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = b"".join(lines[:num_lines])
+    path.write_bytes(kept[: len(kept) - less])
     with opened(written) as samples:
         assert list(samples.outcomes) == ["d:0"] and samples.num_bytes_dropped > 0
         samples.append([group("d:2")])
