@@ -4,6 +4,8 @@ import base64
 import json
 import re
 import time
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,6 @@ def test_the_page_holds_every_metric_of_every_step(run):
         file.write('{"step": 14, "train/lo')
     page = write_report([run]).read_text()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert data is not None
     (found,) = json.loads(data[1])["runs"]
     assert found["steps"] == list(range(14)) and found["num_steps"] == 12 and found["algorithm"] == "grpo"
     rewards, losses = found["metrics"]["train/reward"], found["metrics"]["train/loss"]
@@ -79,26 +80,22 @@ def test_json_in_a_script_ends_nothing_and_the_policy_of_the_page_stops_a_script
 
 def write_samples(run: Path, num_steps: int, per_step: int, block_steps: int = 50, **more: Any) -> None:
     """Samples as a worker writes them, their number in a step as reward; of many blocks only the first and the last."""
-    folder = run / "samples"
-    folder.mkdir()
+    folder, index, blocks = run / "samples", [], defaultdict(list)
     text = {"ids": [1, 2, 3, 4], "texts": ["a", " b", EVIL, "\n"], "mask": "0011"}
     text |= {"generation_logprobs": [0, 0, -1, -0.5], "outputs": [0, 0, -3, -0.5]}
-    with (folder / "index_policy-0.jsonl").open("w") as index:
-        for first in range(1, num_steps + 1, block_steps):
-            lines, block = [], f"policy-0_{first:06d}.js"
-            is_written = first == 1 or first + block_steps > num_steps
-            for step in range(first, min(first + block_steps, num_steps + 1)):
-                for number in range(per_step):
-                    group = f"{step}/0/p:{number}"
-                    about = {"step": step, "id": f"{group}/0", "group": group, "reward": number, "status": "completed"}
-                    about |= {"prompt": f"p:{number}", "length": 4, "error": 1 + number / 100}
-                    index.write(json.dumps({"block": block, **about, "advantage": -number}) + "\n")
-                    if is_written:
-                        said = [{"role": "assistant", "content": f"<tool_call>{EVIL}</tool_call> {step}"}]
-                        sample = {**about, **text, "advantages": -number, "messages": said, **more}
-                        lines.append(f"nemo_rl_sample({script_json(sample)});\n")
-            if is_written:
-                (folder / block).write_text("".join(lines))
+    for step, number in product(range(1, num_steps + 1), range(per_step)):
+        first, group = step - (step - 1) % block_steps, f"{step}/0/p:{number}"
+        about = {"step": step, "id": f"{group}/0", "group": group, "reward": number, "status": "completed"}
+        about |= {"prompt": f"p:{number}", "length": 4, "error": 1 + number / 100}
+        block = f"policy-0_{first:06d}.js"
+        index.append(json.dumps({"block": block, **about, "advantage": -number}))
+        if first == 1 or first + block_steps > num_steps:
+            said = [{"role": "assistant", "content": f"<tool_call>{EVIL}</tool_call> {step}"}]
+            sample = {**about, **text, "advantages": -number, "messages": said, **more}
+            blocks[block].append(f"nemo_rl_sample({script_json(sample)});")
+    folder.mkdir()
+    for name, lines in {"index_policy-0.jsonl": index, **blocks}.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
 
 
 def test_samples_are_sorted_filtered_paged_and_coloured(run, browser: Browser):

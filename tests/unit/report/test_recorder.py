@@ -63,17 +63,14 @@ def test_a_pair_is_reported_whole(limit, num_keys):
     assert len(chosen_rows([planned(0, 0, num_rows=2), planned(1, 0, num_rows=2)], None, limit)) == num_keys
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path, is_last):
+@pytest.mark.parametrize("later", [["finish"], ["write_samples"] * 2])
+def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path, later):
     own, text = recorder(tmp_path)
     policy = FullDisk()
     own.write_samples(1, policy)
     assert policy.num_writes == 1 and text.getvalue() == ""
-    if is_last:
-        own.finish(2, policy)
-    else:
-        own.write_samples(2, policy)
-        own.write_samples(3, policy)
+    for step, name in enumerate(later, 2):
+        getattr(own, name)(step, policy)
     assert policy.num_writes == 1
     assert text.getvalue().count("the report goes without samples: no space left") == 1
 
