@@ -111,17 +111,12 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
     assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
 
 
+STEPS = {"ranks": st.sampled_from([1, 2, 3, 4]), "per_rank": st.integers(1, 5), "num_steps": st.integers(1, 3)}
+GROUPS = {"sequences": st.sampled_from([1, 2]), "group_size": st.sampled_from([1, 3, 4]), "shares": st.booleans()}
+
+
 @settings(deadline=None, max_examples=200)
-@given(
-    ranks=st.sampled_from([1, 2, 3, 4]),
-    multiple=st.sampled_from([1, 1, 2, 4]),
-    per_rank=st.integers(1, 5),
-    num_steps=st.integers(1, 3),
-    sequences=st.sampled_from([1, 2]),
-    group_size=st.sampled_from([1, 3, 4]),
-    shares=st.booleans(),
-    data=st.data(),
-)
+@given(**STEPS, multiple=st.sampled_from([1, 1, 2, 4]), **GROUPS, data=st.data())
 def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_rank(
     ranks, multiple, per_rank, num_steps, sequences, group_size, shares, data
 ):
