@@ -71,9 +71,7 @@ class Run(GRPORun):
     """A GRPO in `folder`, from `rollouts` or from its own."""
 
     def __init__(self, folder: Path, *overrides: str, reward: Any = alternate, rollouts: Any = None) -> None:
-        calls: list[str] = []
-        rollouts = rollouts or Recording(reward, calls)
-        super().__init__(folder, *overrides, calls=calls, rollouts=rollouts, identity=IDENTITY)
+        super().__init__(folder, *overrides, rollouts=rollouts or Recording(reward, []), identity=IDENTITY)
 
 
 def recording(root: Path) -> tuple[str, ...]:
