@@ -13,6 +13,7 @@ from tests.unit.algorithms.losses.batches import all_valid, evaluated, random_ro
 VOCAB, K = 11, 4
 Mode = Literal["renormalised", "zero_outside", "whole"]
 MODES: list[Mode] = ["renormalised", "zero_outside", "whole"]
+KINDS = [*((mode, "mixed", 0.3) for mode in MODES), ("whole", "forward", 1.0), ("zero_outside", "reverse", 0.0)]
 
 
 def make_loss(mode: Mode, **changes: object) -> DistillationLoss:
@@ -51,10 +52,7 @@ def random_batch(num_rows: int, seed: int, mode: Mode) -> tuple[Tensor, Distilla
     return outputs.float().requires_grad_(), inputs
 
 
-@pytest.mark.parametrize(
-    ("mode", "kl_type", "weight"),
-    [(mode, "mixed", 0.3) for mode in MODES] + [("whole", "forward", 1.0), ("zero_outside", "reverse", 0.0)],
-)
+@pytest.mark.parametrize(("mode", "kl_type", "weight"), KINDS)
 def test_value_and_gradient_are_those_of_the_two_distributions(mode: Mode, kl_type: str, weight: float):
     student, teacher, inputs = random_logits(3, 1)
     outputs, topk_inputs = head_outputs(student, teacher, inputs, mode)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,17 +48,11 @@ for has_margin in (False, True):
 for name in test_preference.VARIANTS:
     CASES[name] = Case(test_preference.loss_fn(name), batches.random_pairs, ["reference_logprob_sum"], rows_per_unit=2)
 for mode in test_distillation.MODES:
-    CASES[f"distillation, {mode}"] = Case(
-        test_distillation.make_loss(mode, kl_type="mixed"),
-        lambda rows, seed, mode=mode: test_distillation.random_batch(rows, seed, mode),
-        [] if mode == "whole" else ["teacher_topk"],
-    )
+    loss, batch = test_distillation.make_loss(mode, kl_type="mixed"), partial(test_distillation.random_batch, mode=mode)
+    CASES[f"distillation, {mode}"] = Case(loss, batch, [] if mode == "whole" else ["teacher_topk"])
 for name in test_clipped_pg.SWITCHES:
-    CASES[name] = Case(
-        ClippedPGLoss(test_clipped_pg.config(name)),
-        test_clipped_pg.random_batch,
-        OF_SAMPLING if name in ("grpo", "gspo", "cispo", "icepop", "reinforce") else (),
-    )
+    columns = OF_SAMPLING if name in ("grpo", "gspo", "cispo", "icepop", "reinforce") else ()
+    CASES[name] = Case(ClippedPGLoss(test_clipped_pg.config(name)), test_clipped_pg.random_batch, columns)
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,9 +104,7 @@ def test_clipping_by_hand():
     assert found == pytest.approx([0.0, 1.25, 0.5])
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"), [([5.0, 5.0, 5.0], 0.0), ([2.0, 3.0, 4.0], 1.0), ([3.0, 2.0, 1.0], -3.0)]
-)
+@pytest.mark.parametrize(("values", "expected"), [([5, 5, 5], 0.0), ([2, 3, 4], 1.0), ([3, 2, 1], -3.0)])
 def test_explained_variance_of_a_step(values: list[float], expected: float):
     """A constant, off by a constant, the wrong way round, in any unit; and nothing where all returns are equal."""
     for returns, unit, want in (([1, 2, 3], 1.0, expected), ([1, 2, 3], 0.01, expected), ([0.7] * 3, 1.0, 0.0)):
