@@ -35,9 +35,8 @@ def test_a_file_may_hold_other_kinds_and_variables_of_the_shell(tmp_path):
     text, manifest = RAYJOB.read_text(), tmp_path / "job.yaml"
     command = r"logger.log_dir=${LOG_ROOT:-/logs}/\${x}$(hostname)"
     volume = "apiVersion: v1\nkind: PersistentVolumeClaim\nspec: {accessModes: [ReadWriteMany]}\n"
-    manifest.write_text(
-        f"{volume}---\n# empty\n---\n{text.replace('logger.log_dir=/shared/logs/nemo-rl-grpo', command)}"
-    )
+    renamed = text.replace("logger.log_dir=/shared/logs/nemo-rl-grpo", command)
+    manifest.write_text(f"{volume}---\n# empty\n---\n{renamed}")
     [job] = check(manifest)
     assert isinstance(job, RayJob) and job.spec.entrypoint.endswith(command)
     typo = f"{volume}---\n{text}".replace("backoffLimit", "backofLimit")
