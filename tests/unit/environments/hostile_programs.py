@@ -11,23 +11,19 @@ TABLE = r"""
 fork bomb | PROCESSES | import os⏎while True:⏎    os.fork()
 stubborn fork bomb | CPU_TIME | import os⏎while True:⏎    try:⏎        os.fork()⏎    except OSError:⏎        pass
 daemon | PROCESSES | import os, time⏎if os.fork() == 0:⏎    os.setsid()⏎    if os.fork() == 0:⏎        time.sleep(60)
-zombie maker | PROCESSES | import os⏎for _ in range(50):⏎    if os.fork() == 0:⏎        os._exit(0)
 subprocess | PROCESSES | import subprocess⏎subprocess.Popen(['sleep', '60'])
 exec | FORBIDDEN | import os⏎os.execv('/bin/sh', ['sh', '-c', 'sleep 60'])
 posix_spawn | PROCESSES | import os⏎os.posix_spawn('/bin/sleep', ['sleep', '60'], {})
-thread bomb | WALL_TIME |
-    | import threading, time⏎while True:⏎    threading.Thread(target=time.sleep, args=(60,)).start()
+thread bomb | WALL_TIME | import threading, time⏎while 1:⏎    threading.Thread(target=time.sleep, args=(60,)).start()
 infinite output | OUTPUT | while True:⏎    print('x' * 100)
 infinite error output | OUTPUT | import os⏎while True:⏎    os.write(2, b'x' * 4096)
 one huge line | OUTPUT | import sys⏎sys.stdout.write('x' * 50_000_000)
 flood of the status pipe | OUTPUT | import os⏎while True:⏎    os.write(3, b'{}' * 999)
 nested lists in the status pipe | - | import os⏎os.write(3, b'[' * 50_000 + b'\n')⏎os._exit(1)
-facts of the wrong types, with the token | - |
-    | import os, sys⏎frame = sys._getframe()⏎while 'report' not in frame.f_locals:⏎    frame = frame.f_back⏎
-    |frame.f_locals['report'](limit=[], finished=[1])⏎os._exit(1)
+facts of the wrong types, with the token | - | import os, sys⏎f = sys._getframe()⏎
+    |while 'report' not in f.f_locals:⏎    f = f.f_back⏎f.f_locals['report'](limit=[], finished=[1])⏎os._exit(1)
 busy loop | CPU_TIME | while True:⏎    pass
-busy loop that catches SIGXCPU | CPU_TIME |
-    | import signal⏎signal.signal(signal.SIGXCPU, signal.SIG_IGN)⏎while True:⏎    pass
+busy loop that catches SIGXCPU | CPU_TIME | from signal import *⏎signal(SIGXCPU, SIG_IGN)⏎while True:⏎    pass
 sleep | WALL_TIME | import time⏎time.sleep(60)
 sleep with everything closed | WALL_TIME | import os, time⏎os.closerange(0, 100)⏎time.sleep(60)
 stops itself | WALL_TIME | import os, signal⏎os.kill(os.getpid(), signal.SIGSTOP)
@@ -41,11 +37,8 @@ kills itself | - | import os⏎os.kill(os.getpid(), 9)
 write outside | FORBIDDEN | open('/tmp/MARK', 'w')
 write to the home | FORBIDDEN | open('HOME/MARK', 'w')
 shared memory file | FORBIDDEN | open('/dev/shm/MARK', 'w')
-shared memory | FORBIDDEN |
-    | from multiprocessing import shared_memory⏎shared_memory.SharedMemory('MARK', create=True, size=9)
-System V shared memory | - |
-    | import ctypes⏎libc = ctypes.CDLL(None, use_errno=True)⏎assert libc.shmget(0x5EED, 4096, 0o1666) >= 0⏎
-    |raise SystemExit('made')
+shared memory | FORBIDDEN | from multiprocessing.shared_memory import *⏎SharedMemory('MARK', create=True, size=9)
+System V memory | - | import ctypes⏎assert ctypes.CDLL(None).shmget(0x5EED, 4096, 0o1666) >= 0⏎raise SystemExit('made')
 directory above | FORBIDDEN | open('../MARK', 'w')
 link to the outside | FORBIDDEN | import os⏎os.symlink('/tmp', 'out')⏎open('out/MARK', 'w')
 hard link to the outside | FORBIDDEN | import os, sys⏎os.link(os.__file__, 'mine')
@@ -65,11 +58,8 @@ netlink | FORBIDDEN | import socket⏎socket.socket(socket.AF_NETLINK, socket.SO
 signal to the parent | FORBIDDEN | import os⏎os.kill(os.getppid(), 9)
 signal to everybody | FORBIDDEN | import os⏎os.kill(-1, 9)
 signal to the group | FORBIDDEN | import os⏎os.kill(0, 9)
-signal by an owner of a pipe | FORBIDDEN |
-    | import fcntl, os⏎r, w = os.pipe()⏎fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())
-debugger | - |
-    | import ctypes, os⏎libc = ctypes.CDLL(None, use_errno=True)⏎
-    |raise SystemExit(libc.ptrace(16, os.getppid(), 0, 0) == -1 and 'refused')
+signal by an owner of a pipe | FORBIDDEN | import os⏎from fcntl import *⏎fcntl(os.pipe()[0], F_SETOWN, os.getppid())
+debugger | - | import ctypes, os⏎raise SystemExit(ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == -1 and 'refused')
 limits of the parent | FORBIDDEN | import os, resource⏎resource.prlimit(os.getppid(), 7, (3, 3))
 environment of the parent | FORBIDDEN | import os⏎open(f'/proc/{os.getppid()}/environ').read()
 memory of the parent | FORBIDDEN | import os⏎open(f'/proc/{os.getppid()}/mem', 'rb')
@@ -81,8 +71,7 @@ clock | FORBIDDEN | import time⏎time.clock_settime(time.CLOCK_REALTIME, 0)
 leaves at once | - | import os⏎os._exit(0)
 leaves in an exit handler | - | import atexit, os⏎atexit.register(os._exit, 0)⏎1 / 0
 exception that cannot be printed | - | class E(Exception):⏎    def __str__(self):⏎        raise RuntimeError⏎raise E
-user namespace | - |
-    | import ctypes⏎libc = ctypes.CDLL(None)⏎raise SystemExit(libc.unshare(0x10000000) == -1 and 'refused')
+user namespace | - | import ctypes⏎raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == -1 and 'refused')
 """
 
 
