@@ -4,28 +4,21 @@ import os
 
 from mcp.server import MCPServer
 
-server = MCPServer("sums")
 
-
-@server.tool()
 def add(a: int, b: int) -> int:
-    """The sum."""
     return a + b
 
 
-@server.tool()
 def divide(a: int, b: int) -> float:
-    """The quotient. b=-1 ends the server."""
-    if b == -1:
-        os._exit(3)
-    return a / b
+    """b=-1 ends the server."""
+    return os._exit(3) if b == -1 else a / b
 
 
-@server.tool()
 def repeat(text: str, times: int) -> str:
-    """The text, so many times."""
     return text * times
 
 
-if __name__ == "__main__":
-    server.run("stdio")
+server = MCPServer("sums")
+for tool in (add, divide, repeat):
+    server.add_tool(tool)
+server.run("stdio")
