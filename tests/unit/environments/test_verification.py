@@ -10,28 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, split_return
+from nemo_rl.environments.line_process import WorkerPool
 from nemo_rl.environments.math.environment import MathEnvironment
-from nemo_rl.environments.math.verification import (
-    Verification,
-    VerificationResult,
-    VerifierPool,
-    dapo_math_verify,
-    english_multichoice,
-    exact_integer,
-    hf_math_verify,
-    multilingual_multichoice,
-)
+from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, exact_integer
 from tests.conversations import answered
 from tests.unit.environments.test_sandbox import pids
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"
-
-
-def check(verifier, response, ground_truth):
-    return Verification(verifier=verifier, response=response, ground_truth=ground_truth)
 
 
 @pytest.fixture(scope="module")
@@ -58,56 +45,55 @@ texts = st.one_of(
 def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, ground_truth):
     certain = exact_integer(response, ground_truth)
     if certain is not None:
-        assert certain[0] == hf_math_verify(response, ground_truth)[0]
+        assert certain[0] == VERIFIERS["hf_math_verify"](response, ground_truth)[0]
     assert exact_integer("\\boxed{-12}", "-12") == (True, "-12")
     assert exact_integer("\\boxed{12}", "-12") == (False, "12")
 
 
 def test_mathematics_is_compared_by_value_or_by_normalised_text():
     for verifier, response, ground_truth, correct in (
-        (hf_math_verify, "so \\boxed{\\frac{1}{2}}", "0.5", True),
-        (hf_math_verify, "the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
-        (hf_math_verify, "\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
-        (hf_math_verify, "46", "46", True),
-        (hf_math_verify, "\\boxed{46", "46", False),
-        (hf_math_verify, "\\boxed{47}", "46", False),
-        (dapo_math_verify, "Thus\nAnswer: 34", "34", True),
-        (dapo_math_verify, "Answer: 33\nAnswer: $\\boxed{1{,}024}$.", "1024", True),
-        (dapo_math_verify, "Answer: x = \\text{even}", "even", True),
-        (dapo_math_verify, "Answer: \\dfrac 12", "\\frac{1}{2}", True),
-        (dapo_math_verify, "34", "34", False),
-        (dapo_math_verify, "Answer: 34" + "." * 400, "34", False),
+        ("hf_math_verify", "so \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("hf_math_verify", "the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
+        ("hf_math_verify", "\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
+        ("hf_math_verify", "46", "46", True),
+        ("hf_math_verify", "\\boxed{46", "46", False),
+        ("hf_math_verify", "\\boxed{47}", "46", False),
+        ("dapo_math_verify", "Thus\nAnswer: 34", "34", True),
+        ("dapo_math_verify", "Answer: 33\nAnswer: $\\boxed{1{,}024}$.", "1024", True),
+        ("dapo_math_verify", "Answer: x = \\text{even}", "even", True),
+        ("dapo_math_verify", "Answer: \\dfrac 12", "\\frac{1}{2}", True),
+        ("dapo_math_verify", "34", "34", False),
+        ("dapo_math_verify", "Answer: 34" + "." * 400, "34", False),
     ):
-        assert verifier(response, ground_truth)[0] is correct, response
+        assert VERIFIERS[verifier](response, ground_truth)[0] is correct, response
 
 
 def test_multiple_choice():
-    letters = {"Answer: B": "B", "answer is (c).": "C", "**Answer:** A": "A", "Answer: \\boxed{D}": "D"}
-    letters |= {"Answer: A\n... no. Answer: B": "B", "Answer: Because": None, "B": None}
-    for response, letter in letters.items():
-        assert english_multichoice(response, "B") == (letter == "B", letter), response
+    multilingual = VERIFIERS["multilingual_multichoice"]
+    verifiers = (VERIFIERS["english_multichoice"], multilingual)
     marked = (r"\boxed{B}", "$B$", r"\text{B}", r"\(B\)", r"$\boxed{\text{B}}$", r"\boxed{\mathbf{(B)}}", "**b**")
-    verifiers = (english_multichoice, multilingual_multichoice)
     for words, letter, verifier in product(("**Answer:**", r"\text{Answer}:", "answer is"), marked, verifiers):
         assert verifier(f"{words} {letter}.", "B") == (True, "B"), (verifier, words, letter)
-    letters = {"Answer: B. This answer is a direct consequence of X. Other answers fail.": "B"}
+    letters = {"Answer: B": "B", "answer is (c).": "C", "**Answer:** A": "A", "Answer: \\boxed{D}": "D"}
+    letters |= {"Answer: A\n... no. Answer: B": "B", "Answer: Because": None, "B": None}
+    letters |= {"Answer: B. This answer is a direct consequence of X. Other answers fail.": "B"}
     letters |= {"Answer: C\nThe answer is a tensor": "C", "The answer I find is B.": None, "The answer I'd give": None}
     letters |= {"The answer is A because": "A", "The answer is I.": "I", "answer: b": "B", "Answer J": "J"}
     for (response, letter), verifier in product(letters.items(), verifiers):
         assert verifier(response, "B") == (letter == "B", letter), (verifier, response)
     others = ("Answer: B", "Réponse : B", "答案\uff1aB", "答案是 B", "الإجابة: ب", "উত্তর: ব", "**Respuesta:** (B)")
     for response in others:
-        assert multilingual_multichoice(response, "B") == (True, "B"), response
-        assert multilingual_multichoice(response, "C")[0] is False, response
+        assert multilingual(response, "B") == (True, "B"), response
+        assert multilingual(response, "C")[0] is False, response
 
 
 def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
-    pool.run([check("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
+    pool.run([Verification("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
     first_pids = set(pids(pool))
     assert len(first_pids) == 2
     started = time.monotonic()
     texts = [HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}" for i in range(8)]
-    jobs = [check("hf_math_verify", text, f"{i / 2}") for i, text in enumerate(texts)]
+    jobs = [Verification("hf_math_verify", text, f"{i / 2}") for i, text in enumerate(texts)]
     results = pool.run(jobs)
     assert time.monotonic() - started < 30
     assert [result.correct for result in results] == [i != 3 for i in range(8)]
@@ -115,11 +101,10 @@ def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
     assert all(result.correct for result in pool.run(jobs[:3]))
 
 
-def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs():
-    pool = VerifierPool(1, timeout_s=1.0)
-    long = [check("english_multichoice", "Answer: B" + " " * size, "B") for size in (20_000, 20_000, 200_000)]
-    results = pool.run([check("hf_math_verify", HANGS, "1"), *long])
-    pool.close()
+def test_responses_larger_than_a_pipe_wait_behind_one_that_hangs(pool):
+    alone = WorkerPool(pool.workers[:1])
+    long = [Verification("english_multichoice", "Answer: B" + " " * size, "B") for size in (20_000, 20_000, 200_000)]
+    results = alone.run([Verification("hf_math_verify", HANGS, "1"), *long])
     assert [result.correct for result in results] == [False, True, True, True]
 
 
@@ -137,7 +122,7 @@ def test_step_gives_the_contract(pool):
 def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_samples_and_verifications():
     env = MathEnvironment({"num_workers": 1})
     env.pool = SimpleNamespace(
-        run=lambda jobs: [VerificationResult(correct=False, failure=job.response) for job in jobs]
+        run=lambda jobs: [SimpleNamespace(correct=False, answer=None, failure=job.response) for job in jobs]
     )
     returned = env.step([answered("died"), answered("timeout")], [{"ground_truth": "12"}] * 2)
     died, late = split_return(returned, 2, "math")
@@ -145,7 +130,7 @@ def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_sample
     assert not isinstance(late, EnvironmentFailure) and late.reward == 0.0
     lengths = {"generation_lengths": torch.tensor([4, 6, 8, 10]), "prompt_lengths": torch.tensor([2, 2, 3, 3])}
     more = {"group_id": ["a", "a", "b", "b"], "text": ["same"] * 4, "is_end": torch.tensor([True, True, False, True])}
-    finished = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]), **lengths, **more})
+    finished = {"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]), **lengths, **more}
     batch, metrics = env.global_post_process_and_metrics(finished)
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert metrics == {
@@ -157,7 +142,7 @@ def test_a_verification_without_a_verdict_is_a_failure_and_metrics_are_of_sample
 
 
 def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(pool):
-    job = check("dapo_math_verify", "Answer: 7", "7")
+    job = Verification("dapo_math_verify", "Answer: 7", "7")
     assert pool.run([job])[0].correct
     for number in (signal.SIGKILL, signal.SIGSTOP):
         os.kill(pids(pool)[0], number)
