@@ -6,19 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.setup.preflight import sections_to_start
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import load_config
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments import rewards
 from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.composite import CompositeEnvironment
-from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, format_reward
 from tests.conversations import answered as log
-from tests.unit.environments.test_reward_model import CPU_CONFIG
+from tests.unit.config.run_configs import build
 
 HERE = "tests.unit.environments.test_composite"
 
@@ -48,7 +44,7 @@ class Halves(EnvironmentInterface[Any]):
         ends = torch.tensor([text != "on" for text in said])
         return one_turn(said, metadata, rewards, answers=said, metrics=metrics)._replace(terminateds=ends)
 
-    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Any]:
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, Any]:
         return batch, {"sum": batch["rewards"].sum().item(), "xs": sum(sample["x"] for sample in batch["metrics"])}
 
 
@@ -71,11 +67,11 @@ def test_functions_and_environments_are_weighted_and_each_is_reported():
     assert returned.metadata == [{"ground_truth": "x"}] * 2 and len(logs[0]) == 2, "parts get copies"
     assert returned.observations[0]["content"] == "Environment: number 3, half 1.5"
     assert returned.metrics == [{"number": n, "half": n / 2, "half/x": n} for n in (3.0, 5.0)]
-    batch = BatchedDataDict({"message_log": logs, "rewards": returned.rewards, "metrics": returned.metrics})
+    batch = {"message_log": logs, "rewards": returned.rewards, "metrics": returned.metrics}
     _, metrics = environment.global_post_process_and_metrics(batch)
     assert metrics == {"half/sum": 4.0, "half/xs": 8.0}, "each environment sees its own rewards and metrics"
     assert batch["rewards"].tolist() == returned.rewards.tolist()
-    batch = BatchedDataDict({"message_log": logs, "rewards": returned.rewards, "metrics": [returned.metrics[0], {}]})
+    batch["metrics"] = [returned.metrics[0], {}]
     assert environment.global_post_process_and_metrics(batch)[1] == {}
 
 
@@ -98,8 +94,8 @@ def test_a_gate_closes_the_others_and_may_weigh_nothing_and_weights_may_be_norma
     logs = [log("3"), log("0"), log("-1")]
     environment = composite({**NUMBER, "gate": True, "weight": 0.0}, HALVES)
     assert environment.step(logs, [{}] * 3).rewards.tolist() == [1.5, 0.0, 0.0]
-    environment = composite(HALVES, {**NUMBER, "gate": True, "weight": -1.0})
-    assert environment.step(logs, [{}] * 3).rewards.tolist() == [1.5 - 3.0, 0.0, 1.0]
+    environment = composite(HALVES, {**NUMBER, "gate": True, "weight": -1.0, "kwargs": {"factor": 2.0}})
+    assert environment.step(logs, [{}] * 3).rewards.tolist() == [1.5 - 6.0, 0.0, 2.0]
     several = composite(NUMBER, HALVES, normalize_weights=True, several_rewards=True)
     assert several.step([log("3")], [{}]).rewards.tolist() == [[2 * 3 / 3, 1.5 / 3]]
     assert composite(NUMBER, HALVES, normalize_weights=True).step([log("3")], [{}]).rewards.tolist() == [7.5 / 3]
@@ -116,15 +112,14 @@ def test_sections_are_found_by_name_and_checked_when_the_configuration_is_read()
     with pytest.raises(ValueError, match="cannot be called with kwargs"):
         composite({**NUMBER, "kwargs": {"colour": "red"}})
 
-    def load(part: str, *more: str) -> GRPOMasterConfig:
+    def load(part: str, *more: str) -> Any:
         section = f"+env.both={{type: composite, reward_functions: [{{name: correct, env: {part}}}]}}"
-        return load_config(GRPOMasterConfig, CPU_CONFIG, ["+data.default={env_name: both}", section, *more])
+        return build("data.default.env_name=both", section, *more)
 
-    config = load("math")
-    started = sections_to_start(config.env, ["both"])
+    started = sections_to_start(load("math", "env.math.num_workers=1").env, ["both"])
     assert list(started) == ["both"]
     section = started["both"]
-    assert isinstance(section, CompositeEnvironmentConfig) and section.sections["math"]["num_workers"] == 1
+    assert section.sections["math"]["num_workers"] == 1
     environment = CompositeEnvironment(section)
     assert environment.step([log(r"\boxed{2}")], [{"ground_truth": "2"}]).rewards.tolist() == [1.0]
     with pytest.raises(ConfigError, match=r"env\.both\.reward_functions\.0\.env.*no section env\.maths"):
