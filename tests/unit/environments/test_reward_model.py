@@ -6,24 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import (
-    AutoModelForSequenceClassification,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, Qwen2_5_VLConfig, Qwen2Config
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import load_config
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.reward_model import RewardModelEnvironment
 from nemo_rl.models.policy.config import TokenizerConfig
+from tests.unit.config.run_configs import build
 
-CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
 PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
 ANSWERS = ["2", "nine, I think", "24", "5"]
 
@@ -35,7 +28,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "initializer_range": 0.3}
     tokens = {"vocab_size": len(build_tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    Qwen2ForSequenceClassification(Qwen2Config(**(sizes | heads | tokens))).save_pretrained(directory)
+    AutoModelForSequenceClassification.from_config(Qwen2Config(**sizes, **heads, **tokens)).save_pretrained(directory)
     build_tiny_tokenizer().save_pretrained(directory)
     return directory
 
@@ -127,7 +120,7 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
 
 def test_its_section_is_read_and_what_cannot_be_is_refused_by_name():
     section = "+env.reward_model={{model_name: rm, enabled: true, dtensor_cfg: {{tensor_parallel_size: {}}}}}".format
-    loaded = load_config(GRPOMasterConfig, CPU_CONFIG, [section(1)]).env["reward_model"]
+    loaded = build(section(1)).env["reward_model"]
     assert isinstance(loaded, RewardModelEnvironmentConfig) and loaded.tokenizer.name == "rm"
     with pytest.raises(ConfigError, match=r"env\.reward_model\.dtensor_cfg"):
-        load_config(GRPOMasterConfig, CPU_CONFIG, [section(2)])
+        build(section(2))
