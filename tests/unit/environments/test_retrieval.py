@@ -7,20 +7,10 @@ import torch
 
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.datasets import lookup
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments import retrieval
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn
-from nemo_rl.environments.retrieval import (
-    NEITHER,
-    NO_SEARCHES_LEFT,
-    NOTHING_FOUND,
-    PassageIndex,
-    RetrievalEnvironment,
-    accepted_answers,
-    load_corpus,
-    mentions,
-    score,
-)
+from nemo_rl.environments.retrieval import PassageIndex, RetrievalEnvironment, load_corpus, mentions, score
 from nemo_rl.utils.task_formats import STOP_STRINGS, Action, find_action
 from tests.conversations import answered
 from tests.unit.config.run_configs import build
@@ -71,7 +61,7 @@ def test_answers_are_compared_by_their_words():
     assert score("", "x", "f1") == 0.0
     assert mentions("The code is 482.", "482") and not mentions("The code is 4820.", "482")
     with pytest.raises(ValueError, match="no right answer"):
-        accepted_answers([])
+        retrieval.accepted_answers([])
 
 
 def play(env: Any, turns: Sequence[str], state: Any) -> tuple[list[tuple[str, float, bool]], EnvironmentReturn[Any]]:
@@ -94,28 +84,25 @@ def test_an_episode_searches_reads_and_answers(tmp_path, monkeypatch):
     accra = lookup.fact("Accra", lookup.code_of("Accra", lookup.DEFAULT_SEED))
     assert told == [
         (f"[1] The code of Lima is {code}.\n[2] {accra}", 0.0, False),
-        (NOTHING_FOUND, 0.0, False),
-        (NEITHER, 0.0, False),
-        (NO_SEARCHES_LEFT, 0.0, False),
+        (retrieval.NOTHING_FOUND, 0.0, False),
+        (retrieval.NEITHER, 0.0, False),
+        (retrieval.NO_SEARCHES_LEFT, 0.0, False),
         ("right", 1.0, True),
     ]
     assert last.next_stop_strings == [STOP_STRINGS]
     silent, first = play(env, ["<answer>1</answer>"], {"ground_truth": ["2", "3"]})
     assert silent == [("not right", 0.0, True)]
-    batch = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2)})
-    _, metrics = env.global_post_process_and_metrics(batch)
+    _, metrics = env.global_post_process_and_metrics({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2)})
     assert metrics == {"correct_rate": 0.5, "fraction_of_samples_properly_ended": 1.0}
     assert last.metrics == [{"searches_per_sample": 2.0, "hit_rate": 0.5}]
     assert first.metrics == [{"searches_per_sample": 0.0}]
 
 
 def test_one_turn_is_refused_for_it_leaves_none_to_answer():
-    run = (
-        "data.train={dataset_name: lookup, env_name: retrieval, split_validation_size: 0.1}",
-        "+env.retrieval={type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'}",
-    )
+    data = "data.train={dataset_name: lookup, env_name: retrieval, split_validation_size: 0.1}"
+    env = "+env.retrieval={type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'}"
     with pytest.raises(ConfigError, match=r"max_rollout_turns: 1 leaves no turn .* set it to at least 5"):
-        build(*run)
+        build(data, env)
     with pytest.raises(ConfigError, match=r"4 leaves no turn .* at least 5, or env.retrieval.max_searches=3"):
-        build(*run, "grpo.max_rollout_turns=4")
-    build(*run, "grpo.max_rollout_turns=5")
+        build(data, env, "grpo.max_rollout_turns=4")
+    build(data, env, "grpo.max_rollout_turns=5")
