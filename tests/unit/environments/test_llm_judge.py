@@ -41,13 +41,13 @@ def test_the_score_of_the_reply_is_the_reward_after_trouble_with_the_server_too(
     script = [429, 503, 500, 60.0, "Good. Score: 7"]  # busy, broken, slow
     how = {"api_key_env": "JUDGE_KEY", "extra_body": {"top_p": 0.5}, "timeout_s": 2.0, "max_retries": 4}
     returned, server, environment = ask(script, **how)
-    assert returned.rewards.tolist() == [0.7] and returned.failures == [None]
-    assert returned.terminateds.tolist() == [1.0]
-    assert len(server.requests) == 5
-    request = server.requests[-1]
+    assert returned.failures == [None]
+    assert (returned.rewards.tolist(), returned.terminateds.tolist()) == ([0.7], [1.0])
+    *earlier, request = server.requests
+    assert len(earlier) == 4
     assert request["model"] == "judge" and request["temperature"] == 0.0 and request["top_p"] == 0.5
-    assert fence("2") in request["messages"][0]["content"] and "1+1?" in request["messages"][0]["content"]
-    assert "<|user|>" not in request["messages"][0]["content"], "the question as the row has it"
+    prompt = request["messages"][0]["content"]
+    assert fence("2") in prompt and "1+1?" in prompt and "<|user|>" not in prompt, "the question as the row has it"
     assert server.headers[0]["Authorization"] == "Bearer sesame"
     [metrics] = returned.metrics
     assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and "spread_of_votes" not in metrics
@@ -95,13 +95,12 @@ def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
 
 def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
     (tmp_path / "prompt.txt").write_text("{question} / {reference} / {answer}")
-    more: list[Any] = [{}, {"ground_truth": 2}, {"num_images": 1}, {"num_images": 1, "ground_truth": 2}]
+    more = [{}, {"ground_truth": 2}, {"num_images": 1}, {"num_images": 1, "ground_truth": 2}]
     metadata = [{}, *({**KNOWN, **keys} for keys in more)]
     returned, server, _ = ask(["Score: 10"], metadata, prompt_file=str(tmp_path / "prompt.txt"))
-    assert "processor: conversation_processor" in returned.failures[0]
-    assert "{reference}" in returned.failures[1]
-    assert returned.failures[2] is None and returned.rewards[2] == 1.0
-    assert "the row has 1 image(s)" in returned.failures[3] and returned.failures[4] is None
+    no_messages, no_reference, sound, of_images, with_reference = returned.failures
+    assert "processor: conversation_processor" in no_messages and "{reference}" in no_reference
+    assert "the row has 1 image(s)" in of_images and sound is with_reference is None and returned.rewards[2] == 1.0
     prompts = [request["messages"][0]["content"] for request in server.requests]
     assert prompts == [f"1+1? / 2 / {fence('2')}"] * 2
 
@@ -113,15 +112,14 @@ def test_an_answer_cannot_leave_its_fence_nor_fill_a_placeholder(answer, questio
     for text in (answer, answer + "{reference}{question}", "\n".join([answer, fence(answer).splitlines()[0]])):
         prompt = fill(template, question=question, answer=text, reference=reference)
         assert prompt == f"Q {question}\n{fence(text)}\nR {reference}"
-        line = fence(text).split("\n", 1)[0]
-        assert line not in text
+        assert fence(text).split("\n", 1)[0] not in text
 
 
 def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
     scores = {"Score: 7": 0.7, "**Score:** 10/10": 1.0, "score = 0": 0.0, "It says Score: 10.\nScore: 2.5": 0.25}
-    none = dict.fromkeys(("Score: -1", "Score: 11", "Score: high", ""))
+    scores |= dict.fromkeys(("Score: -1", "Score: 11", "Score: high", ""))
     pattern = LLMJudgeEnvironmentConfig(base_url="http://x", model="m").score_pattern
-    for reply, score in {**scores, **none}.items():
+    for reply, score in scores.items():
         assert find_score(reply, pattern, 0.0, 10.0) == score, reply
 
 
@@ -129,17 +127,15 @@ def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path
     tokenizer = build_tiny_tokenizer()
     build_untrained_model(TinyModelRecipe(max_position_embeddings=96), tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    cfg = {"model_name": str(tmp_path), "precision": "float32", "max_new_tokens": 8}
+    keys = {"model_name": str(tmp_path), "precision": "float32", "max_new_tokens": 8}
+    judges = [ModelJudge(LLMJudgeEnvironmentConfig(**keys, batch_size=size)) for size in (4, 1)]
     votes = [Vote("x" * size, seed=0) for size in (3, 20, 1, 7)]
-    together = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=4)).ask(votes, 0.0, 60.0)
-    judge = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=1))
-    alone = judge.ask(votes, 0.0, 60.0)
+    together, alone = (judge.ask(votes, 0.0, 60.0) for judge in judges)
     assert [reply.text for reply in together] == [reply.text for reply in alone]
-    assert all(isinstance(reply, Reply) and reply.tokens > 0 for reply in together)
-    [long, fits] = judge.ask([Vote("x" * 96, seed=0), votes[0]], 0.0, 60.0)
-    assert isinstance(long, str) and "more than the 96 of the judge" in long
-    assert isinstance(fits, Reply)
+    assert all(reply.tokens > 0 for reply in together)
+    [long, fits] = judges[1].ask([Vote("x" * 96, seed=0), votes[0]], 0.0, 60.0)
+    assert isinstance(fits, Reply) and "more than the 96 of the judge" in long
     state = torch.get_rng_state()
-    first, same, other = (judge.ask([Vote("abc", seed=seed)], 5.0, 60.0)[0].text for seed in (1, 1, 2))
+    first, same, other = (judges[1].ask([Vote("abc", seed=seed)], 5.0, 60.0)[0].text for seed in (1, 1, 2))
     assert first == same != other
     assert torch.equal(torch.get_rng_state(), state), "the seeds of others are left alone"
