@@ -29,10 +29,7 @@ SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 
 
 def played(folder: Path, way: str, reward: float | None = 1.0) -> tuple[dict[str, Any], dict[str, Scripted]]:
-    """The outcome of the task in a file, and what servers of tools, tasks and a model that calls a tool were asked.
-
-    A resources server knows its session by a cookie.
-    """
+    """The outcome of the task in a file, and what servers were asked. That of resources knows a session by a cookie."""
     file = folder / "tasks.jsonl"
     file.write_text(json.dumps(ROW) + "\n")
     [row] = all_rows(TableConfig(dataset_name="nemo_gym", data_path=str(file), processor="conversation_processor"))
@@ -60,9 +57,8 @@ def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
     assert tool.requests == [{"a": 1, "b": 2}]
     assert tool.headers[0]["Cookie"] == verifier.headers[0]["Cookie"] == "session=7"
     result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
-    asked = model.requests[1]
+    [_, asked], [verified] = model.requests, verifier.requests
     assert asked["input"] == [*ROW["responses_create_params"]["input"], CALL, result] and asked["tools"]
-    [verified] = verifier.requests
     assert verified["response"]["output"] == [CALL, result, SAID] and verified["expected"] == "3"
     with pytest.raises(AgentFailed, match="no reward"):
         played(tmp_path, "resources_url", reward=None)
@@ -70,6 +66,6 @@ def test_a_task_is_played_with_its_resources_server(tmp_path: Path):
 
 def test_an_agent_server_gets_the_row_and_the_session(tmp_path: Path):
     outcome, servers = played(tmp_path, "agent_url")
+    assert outcome == {"reward": 0.5, "metrics": {}}
     params = {**ROW["responses_create_params"], "metadata": {"nemo_rl_key": "k"}}
     assert servers["/run"].requests == [{**ROW, "responses_create_params": params}]
-    assert outcome == {"reward": 0.5, "metrics": {}}

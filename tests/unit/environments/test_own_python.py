@@ -16,6 +16,7 @@ from nemo_rl.environments.config import EnvironmentConfig
 from nemo_rl.environments.own_python import python_of
 from nemo_rl.environments.registry import create_env, wait_for_envs
 from nemo_rl.utils.venvs import VenvBuildError
+from tests.conversations import user
 
 KEY = "env.mine.py_executable"
 
@@ -69,17 +70,15 @@ def packages_of(python: str) -> set[str]:
 
 def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> None:
     (folder / "mine_of_test.py").write_text(ENVIRONMENT)
-    other = wheel(folder, "six", "99.1", "__version__ = '99.1'\n")
-    lone = wheel(folder, "nowhere_else", "1.0", "WORD = 'found'\n")
-    section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": [f"./{lone.name}", f"./{other.name}"]}
+    made = [("six", "99.1", "__version__ = '99.1'\n"), ("nowhere_else", "1.0", "WORD = 'found'\n")]
+    wheels = [f"./{wheel(folder, *of_package).name}" for of_package in made]
+    section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": wheels}
     actor = create_env("mine", EnvironmentConfig.model_validate(section))
     wait_for_envs({"mine": [actor]}, 60)
-    log = [{"role": "user", "content": "1"}]
-    asked = [actor.step.remote([log], [{}]), actor.global_post_process_and_metrics.remote({})]
+    asked = [actor.step.remote([[user("1")]], [{}]), actor.global_post_process_and_metrics.remote({})]
     returned, (_, metrics) = ray.get(asked, timeout=240)
     assert returned.observations[0]["content"] == "Environment: found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
-    assert importlib.metadata.version("six") != "99.1"
 
 
 def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
@@ -88,10 +87,9 @@ def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
         wheel(folder, "six", version, "")
     wheel(folder, "lone", "1.0", "", f"six>={have}", "torch", "ray")
     wheel(folder, "newer", "1.0", "", "six>99")
-    judge = folder / "judge"
-    judge.mkdir()
-    (judge / "requirements.txt").write_text("# of the judge\n-r more.txt\n")
-    (judge / "more.txt").write_text(f"lone\n--no-index\n--find-links {folder}\n")
+    (folder / "judge").mkdir()
+    (folder / "judge" / "requirements.txt").write_text("# of the judge\n-r more.txt\n")
+    (folder / "judge" / "more.txt").write_text(f"lone\n--no-index\n--find-links {folder}\n")
     python = python_of("judge/requirements.txt", KEY)
     assert packages_of(python) == {"lone"}
     code = "import lone, six; from importlib.util import find_spec; print(six.__file__, find_spec('torch').origin)"

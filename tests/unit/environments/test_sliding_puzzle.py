@@ -20,17 +20,15 @@ def begin(grid, **more):
 
 def test_a_batch_of_games_each_gets_its_own_answer():
     turns = [*(f"<action>{move}</action>" for move in ("left", "slide 1", "up")), "I give up"]
-    solved, moved, stuck, silent = steps(turns, [begin([[1, 2], [0, 3]])] * 4)
-    assert (solved.reward, solved.terminated) == (1.0, True)
+    games = solved, moved, stuck, silent = steps(turns, [begin([[1, 2], [0, 3]])] * 4)
+    assert [(step.reward, step.terminated) for step in games] == [(1.0, True)] + [(0.0, False)] * 3
     assert solved.observation == {"role": "environment", "content": "1 2\n3 _\nSolved in 1 moves."}
-    assert (moved.reward, moved.terminated) == (0.0, False)
     assert moved.observation["content"] == "_ 2\n1 3"
     assert moved.metadata == {"game_state": {"grid": [[0, 2], [1, 3]]}, "num_moves": 1, "max_moves": 3}
     for step, said in ((stuck, "No tile can move up."), (silent, "No action found.")):
-        assert (step.reward, step.terminated) == (0.0, False)
         assert step.observation["content"].startswith(said) and step.observation["content"].endswith("\n1 2\n_ 3")
         assert step.metadata["game_state"] == {"grid": [[1, 2], [0, 3]]} and step.metadata["num_moves"] == 1
-    assert all(step.next_stop_strings == ["</action>"] for step in (solved, moved, stuck, silent))
+    assert all(step.next_stop_strings == ["</action>"] for step in games)
 
 
 def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not():
