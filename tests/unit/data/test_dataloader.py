@@ -53,12 +53,9 @@ def mixed(sizes, weights, batch_size, *, seed=3, **options):
     return PromptDataLoader(dataset(*sizes, weights=weights), batch_size, seed=seed, **options)
 
 
-def rows(size):
-    return datasets.Dataset.from_list([{"x": i} for i in range(size)]).to_iterable_dataset()
-
-
-def streamed(table, name, convert=dict):
-    return StreamedRows(name=name, task_name="t", table=table, convert=convert)
+def streamed(name, size):
+    table = datasets.Dataset.from_list([{"x": i} for i in range(size)]).to_iterable_dataset()
+    return StreamedRows(name=name, task_name="t", table=table, convert=dict)
 
 
 class FakePool:
@@ -92,7 +89,7 @@ class OfExamples(ExampleLoader):
 
 
 def of_streams(block, batch_size, **options):
-    streams = [streamed(rows(size), name) for name, size in (("a", 10), ("b", 3), ("c", 3))]
+    streams = [streamed(name, size) for name, size in (("a", 10), ("b", 3), ("c", 3))]
     return StreamedPrompts(streams, batch_size, shuffle_block=block, **options)
 
 
@@ -196,40 +193,35 @@ def test_a_state_of_other_data_is_refused_with_the_differences():
         mixed([9, 9], [None, None], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("train", "validation", "message"),
-    [
+def test_weights_are_for_all_training_datasets_or_for_none():
+    section = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
+    for train, validation, message in (
         ([1.0, None], None, r"train\.1\.weight: .*give all of them one, or none"),
         ([0.123456789, 1.0], None, r"train\.0\.weight: .*use rounder ones"),
         ([None], [1.0], r"validation\.0\.weight: "),
-    ],
-)
-def test_weights_are_for_all_training_datasets_or_for_none(train, validation, message):
-    section = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
-    sets = [weights and [section | {"weight": weight} for weight in weights] for weights in (train, validation)]
-    with pytest.raises(ValidationError, match=message):
-        DataConfig(train=sets[0], validation=sets[1], max_input_seq_length=9)
+    ):
+        sets = [weights and [section | {"weight": weight} for weight in weights] for weights in (train, validation)]
+        with pytest.raises(ValidationError, match=message):
+            DataConfig(train=sets[0], validation=sets[1], max_input_seq_length=9)
 
 
 # -- streams
 
 
 def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
-    source = StreamedPrompts([streamed(rows(30), "a"), streamed(rows(10), "b")], 5, shuffle_block=15)
+    source = StreamedPrompts([streamed("a", 30), streamed("b", 10)], 5, shuffle_block=15)
     first, second = ([*chain(*ids(source))] for _ in range(2))
     a, b = [f"a:{i}" for i in range(30)], [f"b:{i}" for i in range(10)]
-    assert sorted(first) == sorted(second) == sorted(a + b)
-    assert first != second and source.epoch == 2
+    assert sorted(first) == sorted(second) == sorted(a + b) and first != second and source.epoch == 2
     assert first[:15] != a[:15] and sorted(first[:15]) == sorted(a[:15]) and set(first[30:]) == set(b)
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_local_files_are_streamed_and_resumed(tmp_path: Path, kind):
-    table = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)])
     path = str(tmp_path / f"rows.{kind}")
-    getattr(table, f"to_{kind}")(path)
+    getattr(datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)]), f"to_{kind}")(path)
     stored = datasets.load_dataset(kind, data_files=path, split="train", streaming=True, cache_dir=str(tmp_path))
-    stream = streamed(stored, "f", lambda row: {"problem": row["text"]})
+    stream = StreamedRows(name="f", task_name="t", table=stored, convert=lambda row: {"problem": row["text"]})
 
     def fresh():
         return StreamedPrompts([stream], 4, shuffle_block=7)

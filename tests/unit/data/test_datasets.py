@@ -13,16 +13,11 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from tests.conversations import assistant, user
 from tests.unit.data.test_examples import prompt
 
-DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
 COLUMNS = {"input_key": "question", "output_key": "solution"}
 
 
-def dataset(**kwargs):
-    return DatasetConfig(**{**DEFAULTS, **kwargs})
-
-
-def data_config(*train, validation=None):
-    return DataConfig(train=list(train), validation=validation, max_input_seq_length=64)
+def dataset(**keys):
+    return DatasetConfig(**{"processor": "math_hf_data_processor", "env_name": "math", **keys})
 
 
 ROWS = [{"question": f"{i}+{i}", "solution": str(2 * i), "level": i % 3} for i in range(20)]
@@ -53,9 +48,7 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
     path = write([{"input": "a", "output": "b"}])
     for make in (dataset, partial(ExampleDatasetConfig, processor="p")):
         assert len(load_rows(make(data_path=path, split="train"))[0]) == 1
-        with pytest.raises(
-            ValueError, match=r"rows.jsonl' has no split 'validation'.*another file.*split_validation_s"
-        ):
+        with pytest.raises(ValueError, match=r"jsonl' has no split 'validation'.*another file.*split_validation_s"):
             load_rows(make(data_path=path, split="validation"))
         with pytest.raises(ValueError, match=r"has no subset 'main'.*subset=null"):
             load_rows(make(data_path=path, subset="main"))
@@ -77,9 +70,8 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(write):
     assert len(texts(max_samples=100)[0]) == 20
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_mistakes_are_named_with_what_there_is(write):
+    for keys, message in (
         ({"input_key": "input"}, r"no column 'input' \(input_key\); its .* are: question, solution"),
         ({"dataset_name": "json:nothing"}, "has no 'nothing'"),
         ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, "takes no kwargs"),
@@ -87,11 +79,9 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(write):
         ({"split_validation_size": 20}, "of 20 rows leaves 20 for validation and 0"),
         ({"split_validation_size": 0.01}, "leaves 0 for validation"),
         ({"split_validation_size": 1.5}, "a fraction below 1, or a whole number of rows"),
-    ],
-)
-def test_mistakes_are_named_with_what_there_is(write, keys, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(dataset(data_path=write(ROWS), **{**COLUMNS, **keys}))
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(dataset(data_path=write(ROWS), **{**COLUMNS, **keys}))
 
 
 def test_a_local_copy_of_a_named_dataset(write):
@@ -114,7 +104,7 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(write):
     sums, twice = {"num_samples": 5}, {"repeat": 2, "env_name": "other", "split_validation_size": 0.1}
     train = [dataset(dataset_name="arithmetic", kwargs=sums), dataset(**keys, **twice), dataset(**keys)]
     validation = [dataset(dataset_name="arithmetic", split="validation", kwargs=sums, repeat=3)]
-    setup = setup_data(data_config(*train, validation=validation))
+    setup = setup_data(DataConfig(train=train, validation=validation, max_input_seq_length=64))
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
     assert len(setup.train) == len(ids) == 5 + 2 * 18 + 20
@@ -125,19 +115,16 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(write):
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("Solve it", "exactly one"), ("Solve in \\boxed{x}: {}", "braces twice"), ("{}: {}", "braces twice")],
-)
-def test_a_prompt_file_has_one_place_for_the_problem(tmp_path, text, message):
-    (tmp_path / "prompt.txt").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        TaskDataSpec(prompt_file=tmp_path / "prompt.txt")
+def test_a_prompt_file_has_one_place_for_the_problem(tmp_path):
+    for text, message in (("Solve it", "exactly one"), ("\\boxed{x}: {}", "braces twice"), ("{}: {}", "braces twice")):
+        (tmp_path / "prompt.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            TaskDataSpec(prompt_file=tmp_path / "prompt.txt")
 
 
 def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
-    setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})))
-    tokenizer = build_tiny_tokenizer()
+    sums = dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})
+    setup, tokenizer = setup_data(DataConfig(train=[sums], max_input_seq_length=64)), build_tiny_tokenizer()
     process = PromptProcessor(setup.tasks, tokenizer, 64)
     ask = partial(prompt, task_name="arithmetic")
     asked = ask({"problem": "5+7", "expected_answer": "12"})
@@ -147,8 +134,7 @@ def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
     assert (datum["length"], datum["loss_multiplier"], datum["idx"], datum["task_name"]) == (6, 1.0, 7, "arithmetic")
     stub = PromptProcessor(setup.tasks, tokenizer, 5)(asked)
     assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0) and len(stub["message_log"][0]["token_ids"]) <= 5
-    in_parts = [{"type": "text", "text": "5+"}, {"type": "text", "text": "7"}]
-    for content in ("5+7", in_parts):
+    for content in ("5+7", [{"type": "text", "text": "5+"}, {"type": "text", "text": "7"}]):
         same = process(ask({"messages": [user(content), assistant("12")]}))
         assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
         assert same["extra_env_info"] == datum["extra_env_info"]

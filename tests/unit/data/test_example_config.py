@@ -14,8 +14,6 @@ class Policy(StrictModel):
 
 SFTRun = create_model("SFTRun", __base__=StrictModel, policy=(Policy, Policy()), data=ExampleDataConfig)
 DPORun = create_model("DPORun", __base__=StrictModel, policy=(Policy, Policy()), data=PreferenceDataConfig)
-
-
 SQUAD = {"dataset_name": "squad"}
 
 
@@ -27,25 +25,20 @@ def dpo(**data):
     return build_config(DPORun, {"data": {"train": {"data_path": "a.jsonl"}, **data}})
 
 
-@pytest.mark.parametrize(
-    ("validation", "names"),
-    [
+def test_validation_is_one_dataset_a_list_or_a_mapping_of_names():
+    files = [{"data_path": "/x/dev.jsonl"}, {"data_path": "o/set"}]
+    for validation, names in (
         (None, []),
         (SQUAD, ["default"]),
         (SQUAD | {"name": "dev"}, ["dev"]),
-        (
-            [SQUAD | {"name": "a"}, SQUAD, {"data_path": "/x/dev.jsonl"}, {"data_path": "o/set"}],
-            ["a", "squad", "dev", "set"],
-        ),
+        ([SQUAD | {"name": "a"}, SQUAD, *files], ["a", "squad", "dev", "set"]),
         ({"math": {"dataset_name": "gsm8k"}, "chat": {"data_path": "dev.csv"}}, ["math", "chat"]),
-    ],
-)
-def test_validation_is_one_dataset_a_list_or_a_mapping_of_names(validation, names):
-    config = sft(validation=validation)
-    assert [name for name, _ in config.data.validation_sets] == names
-    assert config.data.has_validation == bool(names)
-    assert all(dataset.processor == "sft_processor" for _, dataset in config.data.validation_sets)
-    assert build_config(SFTRun, yaml.safe_load(dump_config(config))) == config
+    ):
+        config = sft(validation=validation)
+        assert [name for name, _ in config.data.validation_sets] == names
+        assert config.data.has_validation == bool(names)
+        assert all(dataset.processor == "sft_processor" for _, dataset in config.data.validation_sets)
+        assert build_config(SFTRun, yaml.safe_load(dump_config(config))) == config
 
 
 def test_defaults_reach_every_dataset():
@@ -70,9 +63,8 @@ def test_val_data_paths_are_read_like_the_training_data():
     assert (dataset.dataset_name, dataset.data_path) == (None, "x.jsonl"), "not the rows of a.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_mistakes_of_a_section_are_named():
+    for data, message in (
         ({"validation": {"a": {"dataset_name": "squad", "splt": "x"}}}, r"validation\.a\.splt: unknown key.*a\.split"),
         ({"validation": {"dataset_name": "squad", "splt": "x"}}, r"validation\.splt: unknown key"),
         ({"validation": [{"dataset_name": "squad"}] * 2}, "more than one set called squad"),
@@ -86,11 +78,9 @@ def test_val_data_paths_are_read_like_the_training_data():
         ({"train": {"dataset_name": "a", "split_validation_size": 3}, "validation": {"dataset_name": "b"}}, "default"),
         ({"train": {"dataset_name": "a", "system_prompt": "x", "system_prompt_file": "y"}}, "keep one of them"),
         ({"train": {"dataset_name": "a"}, "use_multiple_dataloader": True}, "not supported yet"),
-    ],
-)
-def test_mistakes(data, message):
-    with pytest.raises(ConfigError, match=message):
-        sft(**data)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sft(**data)
 
 
 def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():

@@ -3,6 +3,7 @@
 import json
 import os
 
+import datasets
 import pytest
 
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
@@ -42,8 +43,8 @@ def test_mathematics_has_the_answer_and_the_solution(write):
     assert (found["expected_answer"], found["messages"][1]) == ("1024", assistant("Many.\n#### 1,024"))
 
 
-TREE_MESSAGES = [
-    # (id, parent, role, text, rank), as OpenAssistant's table lists them
+KEYS = ("message_id", "parent_id", "role", "text", "rank")
+TREE_MESSAGES = [  # as OpenAssistant's table lists them
     ("q", None, "prompter", "question", None),
     ("a2", "q", "assistant", "second best", 1),
     ("a1", "q", "assistant", "best", 0),
@@ -54,10 +55,7 @@ TREE_MESSAGES = [
     ("pa", "p", "assistant", "its answer", None),
     ("u", None, "prompter", "a tree without an answer", None),
 ]
-
-
-KEYS = ("message_id", "parent_id", "role", "text", "rank")
-TREES = [{**dict(zip(KEYS, row, strict=True)), "lang": "en", "deleted": False} for row in TREE_MESSAGES]
+TREES = [dict(zip(KEYS, row, strict=True), lang="en", deleted=False) for row in TREE_MESSAGES]
 
 
 def test_open_assistant_trees(write):
@@ -92,25 +90,20 @@ def test_openai_format_keeps_tools_and_calls():
     assert [message["content"] for message in own_system["messages"]] == ["x", "a"]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+def test_what_is_no_conversation_is_named_with_its_column():
+    for messages, message in (
         ("hello", "must hold a list of messages"),
         ([{"content": "a"}], "message without a role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "only text can be used"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "no JSON"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "no object"),
-    ],
-)
-def test_what_is_no_conversation_is_named_with_its_column(messages, message):
-    with pytest.raises(ValueError, match=f"column 'chat'.*{message}"):
-        chat_row({"chat": messages}, chat_key="chat")
+    ):
+        with pytest.raises(ValueError, match=f"column 'chat'.*{message}"):
+            chat_row({"chat": messages}, chat_key="chat")
 
 
 def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
     """A table gives every object the keys of all; JSONL is read as it is written, and nulls are taken out elsewhere."""
-    import datasets
-
     rows = []
     for name, argument in (("f", "p"), ("g", "q")):
         call = {"function": {"name": name, "arguments": {argument: "x"}}}
@@ -125,8 +118,7 @@ def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
 def test_files_of_columns_conversations_and_tokens(write):
     columns = write([{"question": "1+1", "answer": 2, "sys": "s", "level": 3}])
     (row,) = rows_of(columns, input_key="question", output_key="answer", system_key="sys")
-    assert row["messages"] == [{"role": "system", "content": "s"}, user("1+1"), assistant("2")]
-    assert row["level"] == 3
+    assert (row["messages"], row["level"]) == ([{"role": "system", "content": "s"}, user("1+1"), assistant("2")], 3)
     (row,) = rows_of(write([{"chat": [user("a")]}]), dataset_name="ResponseDataset", chat_key="chat")
     assert row["messages"] == [user("a")]
     tokens = {"input_ids": [5, 6], "labels": [-100, 6]}
@@ -143,9 +135,8 @@ GENERATED = {"dataset_name": "arithmetic_preference", "data_path": None}
 OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "bad": "3", "margin": 2}]
 
 
-@pytest.mark.parametrize(
-    ("section", "rows", "keys", "message"),
-    [
+def test_keys_that_name_nothing_are_refused(write):
+    for section, rows, keys, message in (
         (sft, [MATH], {"dataset_name": "OpenMathInstruct-2", "output_key": "a"}, r"no column 'a' \(output_key\)"),
         (sft, TREES, OASST | {"kwargs": {"lang": "de"}}, "is empty"),
         (sft, TREES, OASST | {"kwargs": {"paths": "some"}}, "kwargs takes paths, lang; paths: Input should be 'best'"),
@@ -162,11 +153,9 @@ OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "
         (sft, BINARY, {"dataset_name": "PreferenceDataset"}, "'PreferenceDataset' holds preferences"),
         (dpo, [], {"dataset_name": "squad", "data_path": None}, "'squad' holds no preferences"),
         (dpo, [], GENERATED | {"chosen_key": "good"}, "chosen_key=good is set but the dataset is generated"),
-    ],
-)
-def test_keys_that_name_nothing_are_refused(write, section, rows, keys, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(section(**{"data_path": write(rows), **keys}))
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(section(**{"data_path": write(rows), **keys}))
 
 
 def test_rows_that_cannot_be_converted_are_marked(write):
@@ -176,8 +165,7 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     with open(path, "a") as file:
         file.write('\n{"input": "cut')
     rows, _ = load_rows(sft(data_path=path))
-    assert BAD_ROW not in rows[0]
-    assert rows[1] == {BAD_ROW: "has no column 'output'; it has: input"}
+    assert BAD_ROW not in rows[0] and rows[1] == {BAD_ROW: "has no column 'output'; it has: input"}
     assert rows[2] == {BAD_ROW: "column 'output' has no value; fill it in or remove the row"}
     assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
     rows, _ = load_rows(sft(dataset_name="squad", data_path=write([{**SQUAD[0], "answers": None}])))

@@ -25,9 +25,8 @@ def test_answers_are_right_and_the_split_is_whole_whatever_the_options():
     assert dict(others).keys().isdisjoint(dict(validation))
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "message"),
-    [
+def test_wrong_options_are_named():
+    for name, keys, message in (
         ("arithmetic", {"operators": "+/"}, "operators"),
         ("arithmetic", {"operators": ""}, "operators"),
         ("arithmetic", {"max_operand": -1}, "max_operand"),
@@ -35,11 +34,9 @@ def test_answers_are_right_and_the_split_is_whole_whatever_the_options():
         ("sliding_puzzle", {"split": "test"}, "split must be one of train, validation, all"),
         ("sliding_puzzle", {"shuffle_moves": [3, 2]}, "shuffle_moves is a number"),
         ("sliding_puzzle", {"size": 2, "shuffle_moves": 1, "split": "validation"}, "set split=all"),
-    ],
-)
-def test_wrong_options_are_named(name, keys, message):
-    with pytest.raises(ValueError, match=message):
-        rows_of(name, **keys)
+    ):
+        with pytest.raises(ValueError, match=message):
+            rows_of(name, **keys)
 
 
 def test_the_validation_split_is_set_aside_whole_or_in_part_and_never_trained_on():

@@ -13,29 +13,26 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("name", "end", "shown"),
-    [
+def test_an_answer_keeps_its_tokens_and_its_end_comes_once():
+    for name, end, shown in (
         ("plain", "<eos>", "<eos>"),
         ("forgetful", "<eos>", "<eos>"),
         ("thinking", "<|im_end|>", "<|im_end|>"),
         ("llama3_blocks", "<|eot_id|>", "<|eot_id|>"),
         ("thinking", "", "<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),  # it was cut
         ("thinking", "=", "=<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),
-    ],
-)
-def test_an_answer_keeps_its_tokens_and_its_end_comes_once(name, end, shown):
-    tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>\\boxed{33}")
-    chat = ServedChat(tokenizer, {})
-    first = chat.prompt(HELLO, None)
-    sampled = [token for character in message["content"] for token in ids(tokenizer, character)]
-    assert sampled != ids(tokenizer, message["content"]), "other tokens than the tokenizer chooses"
-    before = [*first.token_ids, *sampled, *ids(tokenizer, end)]
-    chat.remember(HELLO, None, message, before, first.retokenized)
-    second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
-    assert second.token_ids[: len(before)] == before and second.retokenized == 0
-    text = tokenizer.decode(second.token_ids)
-    assert message["content"] + shown in text and shown + shown not in text and "and?" in text
+    ):
+        tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>\\boxed{33}")
+        chat = ServedChat(tokenizer, {})
+        first = chat.prompt(HELLO, None)
+        sampled = [token for character in message["content"] for token in ids(tokenizer, character)]
+        assert sampled != ids(tokenizer, message["content"]), "other tokens than the tokenizer chooses"
+        before = [*first.token_ids, *sampled, *ids(tokenizer, end)]
+        chat.remember(HELLO, None, message, before, first.retokenized)
+        second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
+        assert second.token_ids[: len(before)] == before and second.retokenized == 0
+        text = tokenizer.decode(second.token_ids)
+        assert message["content"] + shown in text and shown + shown not in text and "and?" in text
 
 
 def test_what_is_not_remembered_is_told():
@@ -62,17 +59,13 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
     assert not knows("b") and knows("c")
 
 
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [
+def test_what_is_no_conversation_is_refused():
+    chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
+    for messages, match in (
         ([], "last message"),
         ([user(3)], "a text or a list of texts"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}, *HELLO], "needs a function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HELLO], "no JSON"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, *HELLO], "does not show the tool calls"),
-    ],
-)
-def test_what_is_no_conversation_is_refused(messages: list[dict[str, object]], match: str):
-    chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
-    with pytest.raises(ValueError, match=match):
-        chat.prompt(messages, None)
+    ):
+        with pytest.raises(ValueError, match=match):
+            chat.prompt(messages, None)
