@@ -23,13 +23,9 @@ CONVERSATION = [{"role": "system", "content": "sys"}, USER, ANSWER, *answered("d
 
 
 def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, columns=None, spec=None, **kwargs):
-    task = Task(
-        spec=spec or TaskDataSpec("t"),
-        processor=find_processor(processor, of_examples=True),
-        processor_name=processor,
-        sequences_per_row=2 if processor == "preference_processor" else 1,
-        columns=columns or {},
-    )
+    how = {"spec": spec or TaskDataSpec("t"), "processor_name": processor, "columns": columns or {}}
+    how["sequences_per_row"] = 2 if processor == "preference_processor" else 1
+    task = Task(processor=find_processor(processor, of_examples=True), **how)
     return ExampleMaker({"t": task}, tokenizer, max_length, **{"add_eos": False, **kwargs})
 
 
@@ -44,22 +40,19 @@ def learned(example, tokenizer=TOKENIZER):
     return [tokenizer.decode(example.token_ids[run]) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_the_loss_mask_follows_the_roles():
+    for options, expected in (
         ({}, ["b<|im_end|>", "d<|im_end|>"]),
         ({"only_unmask_final": True}, ["d<|im_end|>"]),
         ({"add_generation_prompt": False}, [f"<|im_start|>assistant\n{text}<|im_end|>" for text in "bd"]),
         ({"roles_to_train_on": ["user"]}, [f"<|im_start|>user\n{text}<|im_end|>" for text in "ac"]),
-    ],
-)
-def test_the_loss_mask_follows_the_roles(options, expected):
-    (example,), meta = maker(**options)(prompt({"messages": CONVERSATION}))
-    assert learned(example) == expected and meta.problem is None
-    assert (example.sample_id, meta.prompt_id, meta.index) == ("rows:7", "rows:7", 0)
-    assert (meta.lengths, meta.num_loss_tokens) == ((len(example.token_ids),), example.token_mask.sum())
-    assert (example.token_ids.dtype, example.token_mask.dtype) == (np.int32, np.bool_)
-    assert TOKENIZER.decode(example.token_ids) == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
+    ):
+        (example,), meta = maker(**options)(prompt({"messages": CONVERSATION}))
+        assert learned(example) == expected and meta.problem is None
+        assert (example.sample_id, meta.prompt_id, meta.index) == ("rows:7", "rows:7", 0)
+        assert (meta.lengths, meta.num_loss_tokens) == ((len(example.token_ids),), example.token_mask.sum())
+        assert (example.token_ids.dtype, example.token_mask.dtype) == (np.int32, np.bool_)
+        assert TOKENIZER.decode(example.token_ids) == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
 
 
 def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
@@ -80,38 +73,29 @@ PAIR = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
 ASKED, TWO, THREE = user("1+1"), assistant("2"), assistant("3")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_pairs_share_the_prompt_and_learn_the_answers():
+    for row in (
         {**PAIR, "margin": 2},
         {"prompt": [ASKED], "chosen": [{**TWO, "name": None}], "rejected": [THREE], "margin": 2},
         {"chosen": [ASKED, TWO], "rejected": [ASKED, THREE], "margin": 2.0},
-    ],
-)
-def test_pairs_share_the_prompt_and_learn_the_answers(row):
-    (chosen, rejected), meta = maker("preference_processor")(prompt(row))
-    assert (chosen.sample_id, rejected.sample_id) == ("rows:7/chosen", "rows:7/rejected")
-    assert (learned(chosen), learned(rejected)) == (["2<|im_end|>"], ["3<|im_end|>"])
-    assert (chosen.margin, rejected.margin) == (2.0, 0.0)
-    assert (meta.lengths, meta.num_loss_tokens) == ((len(chosen.token_ids), len(rejected.token_ids)), 4)
-    shared = int(np.flatnonzero(chosen.token_mask)[0])
-    assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
+    ):
+        (chosen, rejected), meta = maker("preference_processor")(prompt(row))
+        assert (chosen.sample_id, rejected.sample_id) == ("rows:7/chosen", "rows:7/rejected")
+        assert (learned(chosen), learned(rejected)) == (["2<|im_end|>"], ["3<|im_end|>"])
+        assert (chosen.margin, rejected.margin) == (2.0, 0.0)
+        assert (meta.lengths, meta.num_loss_tokens) == ((len(chosen.token_ids), len(rejected.token_ids)), 4)
+        shared = int(np.flatnonzero(chosen.token_mask)[0])
+        assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
 
 
 SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
 
 
-@pytest.mark.parametrize(
-    ("processor", "row", "kind", "text"),
-    [
+def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short():
+    for processor, row, kind, text in (
         (SFT, {"messages": [*CONVERSATION, USER]}, "ends_with_user", ", column 'messages': the conversation ends"),
         (SFT, {"messages": [USER, {**ANSWER, "content": " \n"}]}, "empty_answer", ", column 'mes.*message is empty"),
-        (
-            SFT,
-            {"messages": [USER, assistant("2" * 39)]},
-            "too_long",
-            r", column .* 61 tokens, more than data.max_input",
-        ),
+        (SFT, {"messages": [USER, assistant("2" * 39)]}, "too_long", ", column .* 61 tokens, more than data.max_in"),
         (SFT, {"input_ids": [8, 9], "labels": [-100, -100]}, "no_loss_tokens", ", column .* no token carries loss"),
         (SFT, {"input_ids": []}, "empty_answer", ", column 'input_ids': there is no token"),
         (PAIRS, {**PAIR, "rejected": " "}, "empty_answer", ", column 'bad': the answer is empty"),
@@ -132,20 +116,18 @@ SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
         (TOKENS, {"input_ids": [3, 4], "labels": [4, -100]}, "bad_row", ": .*s' has 4 at position 0 where column 'inp"),
         (TOKENS, {"input_ids": [3, 4], "labels": [3]}, "bad_row", ": column 'labels' has 1 entries and column 'inp"),
         (TOKENS, {"input_ids": [0.5]}, "bad_row", ": column 'input_ids' must be a list of integers"),
-    ],
-)
-def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short(processor, row, kind, text):
-    make = maker(processor, columns={"chosen": "good", "rejected": "bad"}, max_length=60)
-    examples, meta = make(prompt(row))
-    assert meta.problem_kind == kind and re.match(f"row rows:7{text}", meta.problem)
-    if kind == "bad_row":  # perhaps every row is like this: an error where rows are tried
-        with pytest.raises(ValueError, match=f"row rows:7{text}"):
-            make.make(prompt(row))
-    names = ["rows:7/chosen", "rows:7/rejected"] if processor == PAIRS else ["rows:7"]
-    assert [example.sample_id for example in examples] == names
-    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
-    assert meta.num_loss_tokens == 0 and not any(example.token_mask.any() for example in examples)
-    assert all(1 <= length <= 4 for length in meta.lengths)
+    ):
+        make = maker(processor, columns={"chosen": "good", "rejected": "bad"}, max_length=60)
+        examples, meta = make(prompt(row))
+        assert meta.problem_kind == kind and re.match(f"row rows:7{text}", meta.problem)
+        if kind == "bad_row":  # perhaps every row is like this: an error where rows are tried
+            with pytest.raises(ValueError, match=f"row rows:7{text}"):
+                make.make(prompt(row))
+        names = ["rows:7/chosen", "rows:7/rejected"] if processor == PAIRS else ["rows:7"]
+        assert [example.sample_id for example in examples] == names
+        assert meta.lengths == tuple(len(example.token_ids) for example in examples)
+        assert meta.num_loss_tokens == 0 and not any(example.token_mask.any() for example in examples)
+        assert all(1 <= length <= 4 for length in meta.lengths)
 
 
 def test_datasets_are_tried_before_the_run(caplog):
@@ -170,14 +152,12 @@ def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
     with_tools = maker(spec=TaskDataSpec("t", tools_file=tmp_path / "tools.json"))
     larger.add_tokens(["more"])
     spec.system_prompt = "x"
-    changes = [
-        {"tokenizer": tokenizer_with(TEMPLATES["llama3"])}, {"tokenizer": larger}, {"add_bos": False},
-        {"add_eos": True}, {"add_generation_prompt": False}, {"max_input_seq_length": 7},
-        {"roles_to_train_on": "all"}, {"only_unmask_final": True},
-    ]  # fmt: skip
-    variants = [maker(spec=spec), with_tools, maker("pretokenized"), maker(columns={"messages": "chat"})]
-    prints = {variant.fingerprint() for variant in [make, *variants, *(replace(make, **change) for change in changes)]}
-    assert len(prints) == 1 + 4 + 8
+    changes = {"add_bos": False, "add_eos": True, "add_generation_prompt": False, "only_unmask_final": True}
+    changes |= {"max_input_seq_length": 7, "roles_to_train_on": "all"}
+    variants = [make, maker(spec=spec), with_tools, maker("pretokenized"), maker(columns={"messages": "chat"})]
+    variants += [replace(make, tokenizer=other) for other in (tokenizer_with(TEMPLATES["llama3"]), larger)]
+    variants += [replace(make, **{key: value}) for key, value in changes.items()]
+    assert len({variant.fingerprint() for variant in variants}) == len(variants)
     assert pickle.loads(pickle.dumps(make)).fingerprint() == maker().fingerprint() == make.fingerprint()
 
 

@@ -20,7 +20,6 @@ from nemo_rl.data.rows.examples import ExampleMaker
 from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, build_processor, build_tiny_tokenizer
-from nemo_rl.types import Prompt
 from tests.conversations import assistant, user
 from tests.unit.data.test_examples import prompt
 from tests.unit.policy.test_vision import gemma3_processor
@@ -58,9 +57,8 @@ def damaged_png() -> bytes:
     return b"IDAT".join([first, second]) + bytes(4) + b"IDAT".join([third, *rest])
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
+def test_a_source_that_is_no_image():
+    for source, message in (
         (b"no image", "image of bytes cannot be read: it is no image that Pillow can decode"),
         ("missing.png", "image 'missing.png' cannot be read: .*No such file"),
         ({"bytes": None, "path": None}, "a source is a path, a URL, bytes"),
@@ -68,11 +66,9 @@ def damaged_png() -> bytes:
         (damaged_png(), "image of bytes cannot be read: broken PNG file"),
         ("shapes:red circle 99", "'red circle 99' is no shape"),
         ("data:image/png;base64,???", "cannot be read"),
-    ],
-)
-def test_a_source_that_is_no_image(source, message):
-    with pytest.raises(ValueError, match=message):
-        read_image(source)
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_image(source)
 
 
 def parts(*texts_and_images: object) -> list[dict]:
@@ -80,23 +76,20 @@ def parts(*texts_and_images: object) -> list[dict]:
     return [{"type": kind, kind: part} for kind, part in kinds]
 
 
-def task(processor) -> dict[str, Task]:
-    return {"t": Task(spec=TaskDataSpec("t"), processor=processor)}
-
-
 def example_maker(model) -> ExampleMaker:
-    return ExampleMaker(task(sft_processor), TOKENIZER, 128, images=ImageReader(model))
+    return ExampleMaker(
+        {"t": Task(spec=TaskDataSpec("t"), processor=sft_processor)}, TOKENIZER, 128, images=ImageReader(model)
+    )
 
 
-def asking(content) -> Prompt:
-    return prompt({"problem": content, "expected_answer": ""})
+def prompts(reader, processor=math_hf_data_processor, spec=None) -> PromptProcessor:
+    return PromptProcessor({"t": Task(spec=spec or TaskDataSpec("t"), processor=processor)}, TOKENIZER, 128, reader)
 
 
 def test_a_conversation_with_images_between_its_texts(model):
     both = parts(DRAWN, "Which?", ("shapes:green triangle 8",), "And?")
     messages = [user(both), assistant("one"), user(parts(DRAWN)), assistant("two")]
-    make = pickle.loads(pickle.dumps(example_maker(model)))
-    [example], meta = make.make(prompt({"messages": messages}))
+    [example], meta = pickle.loads(pickle.dumps(example_maker(model))).make(prompt({"messages": messages}))
     ids, pad = example.token_ids, TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
     assert [(ids[span.start : span.start + span.length] == pad).all() for span in example.images] == [True] * 3
     assert meta.problem is None and (ids == pad).sum() == 3 * TOKENS
@@ -111,8 +104,7 @@ def test_a_conversation_with_images_between_its_texts(model):
 @pytest.mark.parametrize("processor", [math_hf_data_processor, conversation_processor])
 def test_a_prompt_with_an_image(model, tmp_path, processor):
     (tmp_path / "prompt.txt").write_text("Look: {}")
-    spec = TaskDataSpec("t", prompt_file=tmp_path / "prompt.txt")
-    process = PromptProcessor({"t": Task(spec=spec, processor=processor)}, TOKENIZER, 128, ImageReader(model))
+    process = prompts(ImageReader(model), processor, TaskDataSpec("t", prompt_file=tmp_path / "prompt.txt"))
     row = {"problem": parts(DRAWN, "How many?"), "expected_answer": "2"}
     if processor is conversation_processor:
         row["messages"] = [user(row["problem"])]
@@ -126,31 +118,25 @@ def test_a_prompt_with_an_image(model, tmp_path, processor):
     assert datum["extra_env_info"].get("num_images") == (1 if processor is conversation_processor else None)
 
 
-@pytest.mark.parametrize(
-    "reads, content, message",
-    [
+def test_what_cannot_be_shown_is_named(model):
+    video = {"type": "video", "video": "a", "text": None}
+    for reads, content, message in (
         (True, parts((b"no",), "?"), "row rows:7: image of bytes cannot be read"),
         (True, parts("<|image_pad|> ?"), "row rows:7: a text contains <|image_pad|>"),
         (True, "<|image_pad|> ?", "row rows:7: a text contains <|image_pad|>"),
         (True, parts(DRAWN, DRAWN, DRAWN), "row rows:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
-        (
-            True,
-            [*parts(DRAWN), {"type": "video", "video": "a", "text": None}],
-            "row rows:7: a content has a part of type 'video'",
-        ),
+        (True, [*parts(DRAWN), video], "row rows:7: a content has a part of type 'video'"),
         (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
         # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
         (False, [user(parts(DRAWN))], "an observation has images, and the model reads text alone"),
-    ],
-)
-def test_what_cannot_be_shown_is_named(model, reads, content, message):
-    reader = ImageReader(model, max_images=2) if reads else None
-    with pytest.raises(ValueError, match=re.escape(message)):
-        if isinstance(content, list) and "role" in content[0]:
-            ObservationRenderer(TOKENIZER, reader)(content[0], sampled=[], num_images=1)
-        PromptProcessor(task(math_hf_data_processor), TOKENIZER, 128, reader)(asking(content))
+    ):
+        reader = ImageReader(model, max_images=2) if reads else None
+        with pytest.raises(ValueError, match=re.escape(message)):
+            if isinstance(content, list) and "role" in content[0]:
+                ObservationRenderer(TOKENIZER, reader)(content[0], sampled=[], num_images=1)
+            prompts(reader)(prompt({"problem": content, "expected_answer": ""}))
 
 
 def test_a_row_whose_messages_are_no_messages_is_a_problem_of_the_row(model):
@@ -165,10 +151,9 @@ def test_both_marks_of_gemma_3_are_known(tmp_path):
 
 
 def test_people_see_the_image_in_a_preview(model):
-    make = PromptPreview(PromptProcessor(task(math_hf_data_processor), TOKENIZER, 128, ImageReader(model)))
-    file = io.StringIO()
+    make, file = PromptPreview(prompts(ImageReader(model))), io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
-    asked = asking(parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"))
+    asked = prompt({"problem": parts((Image.new("RGB", (160, 80), (200, 30, 30)),), "?"), "expected_answer": ""})
     show_rows(console, PreviewInputs(prompts=[asked], total=1, make=make, tokenizer=TOKENIZER), 1)
     assert "images: 1" in file.getvalue() and file.getvalue().count("▀") == 48 * 24 // 2
     assert re.search(r"38;2;(19[89]|20[012]);(29|30|31);(29|30|31);48;2;", file.getvalue())
