@@ -143,10 +143,8 @@ def test_the_kth_items_of_all_parts_are_the_kth_costliest(num_parts, per_part, d
     parts = balance(costs, num_parts)
     assert parts == balance(costs, num_parts)
     assert len(parts) == num_parts and sorted(i for part in parts for i in part) == list(range(size))
-    ranked = sorted(costs, reverse=True)
-    for k in range(per_part):
-        assert sorted((costs[part[k]] for part in parts), reverse=True) == ranked[k * num_parts : (k + 1) * num_parts]
-    sums = [sum(costs[i] for i in part) for part in parts]
     kth = [[costs[part[k]] for part in parts] for k in range(per_part)]
+    assert sorted(costs, reverse=True) == [cost for some in kth for cost in sorted(some, reverse=True)]
+    sums = [sum(costs[i] for i in part) for part in parts]
     widest = max((max(some) - min(some) for some in kth), default=0)
     assert max(sums) - min(sums) <= widest + 1e-6, "joining never makes the difference larger"
