@@ -5,12 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.chat.messages import (
-    add_loss_mask_to_message_log,
-    batched_message_log_to_flat_message,
-    get_formatted_message_log,
-    message_log_to_flat_messages,
-)
+from nemo_rl.data.chat import messages
+from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
@@ -20,9 +16,8 @@ from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, T
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents})
 begin = st.sampled_from([[], [{"role": "system", "content": "sys"}]])
-conversations = st.builds(
-    lambda system, turns: [*system, user("start"), *turns], begin, st.lists(turn, min_size=1, max_size=5)
-)
+turns = st.lists(turn, min_size=1, max_size=5)
+conversations = st.builds(lambda system, turns: [*system, user("start"), *turns], begin, turns)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -66,7 +61,7 @@ def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_e
         headed = log[-1]["role"] != "assistant"
         for tokenizer in (blocks, plain):
             ours = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
-            add_loss_mask_to_message_log([ours])
+            messages.add_loss_mask_to_message_log([ours])
             flat = {key: torch.cat([message[key] for message in ours]) for key in ("token_ids", "token_loss_mask")}
             length = len(theirs["input_ids"])
             assert flat["token_ids"].tolist()[:length] == theirs["input_ids"]
@@ -144,14 +139,14 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
     short = [user("d")]
     for message, ids in zip([*log, *short], ([1, 2], [3], [4, 5], [6]), strict=True):
         message["token_ids"] = torch.tensor(ids)
-    add_loss_mask_to_message_log([log, short])
+    messages.add_loss_mask_to_message_log([log, short])
     options = {"make_sequence_length_divisible_by": 4}
-    batch, lengths = batched_message_log_to_flat_message([log, short], {"token_ids": 9}, **options)
+    batch, lengths = messages.batched_message_log_to_flat_message([log, short], {"token_ids": 9}, **options)
     assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
     assert batch["token_loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
     assert lengths.tolist() == [5, 1] and batch["content"] == [["a", "b", "c"], ["d"]]
-    add_loss_mask_to_message_log([log], only_unmask_final=True)
-    assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
+    messages.add_loss_mask_to_message_log([log], only_unmask_final=True)
+    assert messages.message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
 
 
 # -- tools of rows

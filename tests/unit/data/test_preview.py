@@ -9,6 +9,7 @@ from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Example, ExampleMeta, Prompt
+from tests.unit.data.test_examples import prompt
 
 TOKENIZER = build_tiny_tokenizer()
 
@@ -18,9 +19,8 @@ def test_rows_are_shown_and_all_are_summed_up():
 
     def make(prompt):
         name, length = prompt.prompt_id, lengths[prompt.idx]
-        long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"}
-        more = long if length > 9 else {}
-        meta = ExampleMeta(prompt_id=name, index=0, lengths=(length,), num_loss_tokens=1, **more)
+        long = {"problem": f"row {name}: column messages is too long", "problem_kind": "too_long"} if length > 9 else {}
+        meta = ExampleMeta(prompt_id=name, index=0, lengths=(length,), num_loss_tokens=1, **long)
         ids = np.array(TOKENIZER("11", add_special_tokens=False)["input_ids"])
         return [Example(sample_id="d:0", token_ids=ids, token_mask=np.array([False, True]))], meta
 
@@ -34,18 +34,15 @@ def test_rows_are_shown_and_all_are_summed_up():
     assert "row d:2 " not in text and "5 of 50 rows, 3 sequences" in text
     assert [int(cell) for cell in text.split("per sequence")[1].split("│")[1:7]] == [2, 2, 4, 8, 8, 8]
     assert "3 tokens carry loss, 21.4% of all" in text
-    assert "2 rows are left out:\n  2 too_long, e.g. row d:1" in text
-    assert text.endswith("a note\n")
+    assert "2 rows are left out:\n  2 too_long, e.g. row d:1" in text and text.endswith("a note\n")
 
 
 def test_a_prompt_is_shown_as_the_rollouts_see_it():
     task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor, env_name="math")
     preview = PromptPreview(PromptProcessor({"t": task}, TOKENIZER, 8))
     rows = [{"problem": problem, "expected_answer": "3"} for problem in ("1+2", "1+2+3+4+5")]
-    prompts = [Prompt(prompt_id=f"d:{i}", row=row, idx=i, task_name="t") for i, row in enumerate(rows)]
-    (made,), meta = preview(prompts[0])
+    ((made,), meta), (_, long) = (preview(prompt(row)) for row in rows)
     assert token_text(made, TOKENIZER, coloured=False).plain == "<|user|>|1|+|2|<eos>|<|assistant|>"
     assert (meta.lengths, meta.num_loss_tokens, meta.problem) == ((6,), 0, None)
-    _, meta = preview(prompts[1])
-    said = "row d:1 has 12 tokens, more than data.max_input_seq_length=8"
-    assert (meta.problem_kind, meta.problem) == ("too_long", said)
+    said = "row rows:7 has 12 tokens, more than data.max_input_seq_length=8"
+    assert (long.problem_kind, long.problem) == ("too_long", said)
