@@ -101,25 +101,19 @@ SOURCES = {  # rows of an epoch, makers of the source
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_interrupted_anywhere_a_source_continues_with_the_same_batches(kind):
+@settings(max_examples=50, deadline=None)
+@given(batch_size=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans(), data=st.data())
+def test_interrupted_anywhere_a_source_continues_with_the_same_batches(kind, batch_size, shuffle, drop_last, data):
     num_rows, makers = SOURCES[kind]
-
-    @settings(max_examples=50, deadline=None)
-    @given(makers, st.integers(1, 9), st.booleans(), st.booleans(), st.data())
-    def check(make, batch_size, shuffle, drop_last, data):
-        def fresh():
-            return make(batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
-
-        whole = ids(epochs(fresh()))
-        size = num_rows // batch_size if drop_last else -(-num_rows // batch_size)
-        assert len(whole) == 2 * size
-        if kind != "mixed" and not drop_last:
-            first, second = [*chain(*whole[:size])], [*chain(*whole[size:])]
-            assert sorted(first) == sorted(second) == sorted({*first}) and len(first) == num_rows
-            assert kind == "streams" or (first == second) != shuffle, "each epoch is shuffled anew"
-        assert_resumes(fresh, whole, data.draw(st.integers(0, len(whole))))
-
-    check()
+    fresh = partial(data.draw(makers), batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+    whole = ids(epochs(fresh()))
+    size = num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+    assert len(whole) == 2 * size
+    if kind != "mixed" and not drop_last:
+        first, second = [*chain(*whole[:size])], [*chain(*whole[size:])]
+        assert sorted(first) == sorted(second) == sorted({*first}) and len(first) == num_rows
+        assert kind == "streams" or (first == second) != shuffle, "each epoch is shuffled anew"
+    assert_resumes(fresh, whole, data.draw(st.integers(0, len(whole))))
 
 
 def test_the_next_batch_of_examples_is_begun_when_one_is_handed_out():

@@ -1,4 +1,5 @@
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -18,24 +19,21 @@ turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "c
 begin = st.sampled_from([[], [{"role": "system", "content": "sys"}]])
 turns = st.lists(turn, min_size=1, max_size=5)
 conversations = st.builds(lambda system, turns: [*system, user("start"), *turns], begin, turns)
+tokenizer_of = cache(lambda name: tokenizer_with(TEMPLATES[name]))
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
-    tokenizer = tokenizer_with(TEMPLATES[name])
-
-    @settings(max_examples=40, deadline=None)
-    @given(conversations, st.booleans())
-    def check(log, asks):
-        formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=asks)
-        headed = asks and log[-1]["role"] != "assistant"
-        expected = render_chat(log, tokenizer, add_generation_prompt=headed)
-        ids = [int(token) for message in formatted for token in message["token_ids"]]
-        assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
-        assert "".join(message["content"] for message in formatted) == expected
-        assert [message["role"] for message in formatted] == [message["role"] for message in log]
-
-    check()
+@settings(max_examples=40, deadline=None)
+@given(log=conversations, asks=st.booleans())
+def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name, log, asks):
+    tokenizer = tokenizer_of(name)
+    formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=asks)
+    headed = asks and log[-1]["role"] != "assistant"
+    expected = render_chat(log, tokenizer, add_generation_prompt=headed)
+    ids = [int(token) for message in formatted for token in message["token_ids"]]
+    assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert "".join(message["content"] for message in formatted) == expected
+    assert [message["role"] for message in formatted] == [message["role"] for message in log]
 
 
 ASKED = user("1+1")
@@ -50,25 +48,21 @@ def written(log, tokenizer, **kwargs):
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
-def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_end_mark_hold(family):
+@settings(max_examples=40, deadline=None)
+@given(log=conversations)
+def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_end_mark_hold(family, log):
     """The mask that TRL's assistant_only_loss takes from a template with such blocks, from one that has none."""
-    blocks, plain = tokenizer_with(TEMPLATES[f"{family}_blocks"]), tokenizer_with(TEMPLATES[family])
-
-    @settings(max_examples=40, deadline=None)
-    @given(conversations)
-    def check(log):
-        theirs = blocks.apply_chat_template(log, return_dict=True, return_assistant_tokens_mask=True)
-        headed = log[-1]["role"] != "assistant"
-        for tokenizer in (blocks, plain):
-            ours = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
-            messages.add_loss_mask_to_message_log([ours])
-            flat = {key: torch.cat([message[key] for message in ours]) for key in ("token_ids", "token_loss_mask")}
-            length = len(theirs["input_ids"])
-            assert flat["token_ids"].tolist()[:length] == theirs["input_ids"]
-            assert flat["token_loss_mask"].tolist()[:length] == theirs["assistant_masks"]
-            assert headed or len(flat["token_ids"]) == length
-
-    check()
+    blocks, plain = tokenizer_of(f"{family}_blocks"), tokenizer_of(family)
+    theirs = blocks.apply_chat_template(log, return_dict=True, return_assistant_tokens_mask=True)
+    headed = log[-1]["role"] != "assistant"
+    for tokenizer in (blocks, plain):
+        ours = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
+        messages.add_loss_mask_to_message_log([ours])
+        flat = {key: torch.cat([message[key] for message in ours]) for key in ("token_ids", "token_loss_mask")}
+        length = len(theirs["input_ids"])
+        assert flat["token_ids"].tolist()[:length] == theirs["input_ids"]
+        assert flat["token_loss_mask"].tolist()[:length] == theirs["assistant_masks"]
+        assert headed or len(flat["token_ids"]) == length
 
 
 def test_thoughts_that_a_template_shows_in_the_last_turn_only():
