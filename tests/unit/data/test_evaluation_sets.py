@@ -7,15 +7,11 @@ import pytest
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind, load_problem_table
 
-GPQA = {
-    "Record ID": "rec1", "Question": "Which one?", "Correct Answer": "right\n", "Incorrect Answer 1": "w1",
-    "Incorrect Answer 2": "w2", "Incorrect Answer 3": "w3", "Explanation": "because",
-}  # fmt: skip
+GPQA = {"Record ID": "rec1", "Question": "Which one?", "Correct Answer": "right\n", "Explanation": "because"}
+GPQA |= {f"Incorrect Answer {n}": f"w{n}" for n in (1, 2, 3)}
 MMLU = {"question": "2+2?", "subject": "algebra", "choices": ["3", "4", "5", "6"], "answer": 1}
-MMLU_PRO = {
-    "question_id": 7, "question": "Which?", "options": [f"o{n}" for n in range(10)], "answer": "J", "answer_index": 9,
-    "cot_content": "", "category": "law", "src": "x",
-}  # fmt: skip
+MMLU_PRO = {"question_id": 7, "question": "Which?", "options": [f"o{n}" for n in range(10)], "answer": "J"}
+MMLU_PRO |= {"answer_index": 9, "cot_content": "", "category": "law", "src": "x"}
 MMMLU = {"Unnamed: 0": 0, "Question": "Was?", "A": "a", "B": "b", "C": "c", "D": "d", "Answer": "C", "Subject": "law"}
 AIME = {"id": 60, "problem": "Find n.", "solution": "So 204.", "answer": "204", "url": "u", "year": "2024"}
 MATH = {"problem": "Half of one?", "level": "Level 1", "type": "Algebra", "solution": r"It is \boxed{\frac{1}{2}}."}
@@ -38,7 +34,7 @@ def test_problems_and_options(write):
         ("mmlu_pro", MMLU_PRO, dict(zip("ABCDEFGHIJ", MMLU_PRO["options"], strict=True)), "J", "english_multichoice"),
         ("mmlu_DE-DE", MMMLU, {"A": "a", "B": "b", "C": "c", "D": "d"}, "C", "multilingual_multichoice"),
     ):
-        (found,) = list(rows_of(name, write([row])))
+        (found,) = rows_of(name, write([row]))
         assert (found["problem" if kind == "math" else "options"], found["expected_answer"]) == (asked, answer)
         assert answer_kind(name) == EVAL_DATASETS[name].kind == kind
 
