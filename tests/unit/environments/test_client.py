@@ -225,9 +225,7 @@ import ray, torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 
 class Plain(EnvironmentInterface):
-    def __init__(self, cfg):
-        pass
-
+    def __init__(self, cfg): pass
     def step(self, message_log_batch, metadata):
         text = message_log_batch[0][-1]["content"]
         if text == "sleep":
@@ -235,9 +233,7 @@ class Plain(EnvironmentInterface):
         if text == "raise":
             raise TimeoutError("of the environment itself")
         return one_turn(["ok"] * len(metadata), metadata, torch.ones(len(metadata)))
-
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
+    def global_post_process_and_metrics(self, batch): return batch, {}
 
 Decorated = ray.remote(Plain)
 """

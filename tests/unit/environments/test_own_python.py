@@ -31,10 +31,8 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 class Mine(EnvironmentInterface[dict]):
     def __init__(self, cfg):
         self.scale = cfg["scale"]
-
     def step(self, logs, metadata):
         return one_turn([f"{nowhere_else.WORD} {six.__version__}"], metadata, torch.tensor([self.scale]))
-
     def global_post_process_and_metrics(self, batch):
         return batch, {"scale": self.scale}
 """
@@ -102,7 +100,7 @@ def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
 
 def test_mistakes_name_the_key(folder: Path) -> None:
     old = wheel(folder, "old", "1.0", "", "ray<1").name
-    mistakes: list[tuple[str | list[str], str]] = [
+    for given, message in (
         ("judge.txt", rf"^{KEY}: there is no file .*judge.txt$"),
         ([], rf"^{KEY}: there are no requirements"),
         ("/no/python", rf"^{KEY}: /no/python does not exist"),
@@ -110,8 +108,7 @@ def test_mistakes_name_the_key(folder: Path) -> None:
         (["torch<2"], rf"^{KEY}: torch<2, and the run has torch .*, which actors share"),
         ([f"./{old}"], rf"{KEY}: old 1.0 asks for ray<1, and the run has ray "),
         (["nowhere-to-be-found==7"], rf"(?s)environment of {KEY} .*What to do: .*uv pip compile"),
-    ]
-    for given, message in mistakes:
+    ):
         with pytest.raises((ValueError, VenvBuildError), match=message):
             python_of(given, KEY)
     assert python_of(sys.executable, KEY) == sys.executable

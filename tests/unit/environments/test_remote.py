@@ -120,16 +120,15 @@ def test_nothing_is_served_to_others_without_a_token():
 
 def test_the_server_refuses_what_is_no_request():
     good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
-    refused: list[tuple[str, dict[str, Any], int, str]] = [
-        ("text/plain", {}, 415, "application/json"),
-        ("application/json", {"protocol": 7}, 400, "protocol 7"),
-        ("application/json", {"request_id": None}, 400, "request_id None"),
-        ("application/json", {"batch": []}, 400, "batch []"),
-        ("application/json", {"batch": [{"messages": log("a")}]}, 400, "batch[0].metadata"),
-        ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
-    ]
     with served(EnvironmentServer(Counting(), "env", None).app()) as url:
-        for kind, change, status, message in refused:
+        for kind, change, status, message in (
+            ("text/plain", {}, 415, "application/json"),
+            ("application/json", {"protocol": 7}, 400, "protocol 7"),
+            ("application/json", {"request_id": None}, 400, "request_id None"),
+            ("application/json", {"batch": []}, 400, "batch []"),
+            ("application/json", {"batch": [{"messages": log("a")}]}, 400, "batch[0].metadata"),
+            ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
+        ):
             found, answer = post(url, "/step", json.dumps({**good, **change}).encode(), {"Content-Type": kind})
             assert found == status and message in answer["error"]
 
