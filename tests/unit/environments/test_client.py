@@ -18,6 +18,7 @@ from nemo_rl.environments.interfaces import one_turn
 from nemo_rl.types import Sample
 from tests.conversations import assistant, user
 from tests.fakes import sample
+from tests.unit.environments.test_retrieval import play
 from tests.unit.test_docs import files
 
 
@@ -282,24 +283,18 @@ def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
     ray.kill(actor)
 
 
-def test_a_script_starts_an_environment_by_itself_and_that_of_the_guide_runs(ray_local, tmp_path, monkeypatch):
+def test_a_script_starts_an_environment_by_itself(ray_local):
+    actor = CodeJaccardEnvironment.options(num_cpus=0).remote({})
+    assert ray.get(actor.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
+    ray.kill(actor)
+
+
+def test_the_environment_of_the_guide_has_20_lines_and_runs(tmp_path, monkeypatch):
     source = files("docs/guides/environments.md")["guess.py"]
     assert len([line for line in source.split("class ")[1].splitlines() if line.strip()]) <= 20
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "guess.py").write_text(source)
-    alone = CodeJaccardEnvironment.options(num_cpus=0).remote({})
-    actor = registry.create_env("guess", {"type": "guess:GuessTheNumber", "max_guesses": 2})
-    assert ray.get(alone.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
-
-    async def play(*guesses):
-        client = EnvironmentClient("guess", actor, 60)
-        metadata, steps = {"ground_truth": "7"}, []
-        for guess in guesses:
-            steps.append(await client.step(said(guess), metadata, sample_id="0/0/d:1/0"))
-            metadata = steps[-1].metadata
-        return [(step.observation["content"], step.reward, step.terminated) for step in steps]
-
-    assert asyncio.run(play("3", "7")) == [("try again", 0.0, False), ("right", 1.0, True)]
-    assert asyncio.run(play("3", "4"))[-1] == ("try again", 0.0, True)
-    for one in (alone, actor):
-        ray.kill(one)
+    environment = registry.new_environment("guess", {"type": "guess:GuessTheNumber", "max_guesses": 2})
+    found, missed = (play(environment, guesses, {"ground_truth": "7"})[0] for guesses in ("37", "34"))
+    assert found == [("try again", 0.0, False), ("right", 1.0, True)]
+    assert missed == [("try again", 0.0, False), ("try again", 0.0, True)]

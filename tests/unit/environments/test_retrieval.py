@@ -8,6 +8,7 @@ import torch
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.datasets import lookup
 from nemo_rl.environments import retrieval
+from nemo_rl.environments.client import split_return
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.retrieval import PassageIndex, RetrievalEnvironment, load_corpus, mentions, score
@@ -69,8 +70,9 @@ def play(env: Any, turns: Sequence[str], state: Any) -> tuple[list[tuple[str, fl
     told = []
     for turn in turns:
         returned = env.step([answered(turn)], [json.loads(json.dumps(state))])  # it travels, and holds data alone
-        [state] = returned.metadata
-        told.append((returned.observations[0]["content"], returned.rewards.item(), bool(returned.terminateds[0])))
+        [step] = split_return(returned, 1, "mine")
+        state = step.metadata
+        told.append((step.observation["content"], step.reward, step.terminated))
     return told, returned
 
 
