@@ -180,10 +180,10 @@ def test_own_processors(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(tmp_path, streaming):
-    path, token = tmp_path / "rows.jsonl", '{"input": "a", "output": "b"}'
-    path.write_text("\n".join([*[token] * 103, '{"input": "a", "output": null}', *[token] * 96]))
-    train = {"data_path": str(path), "streaming": streaming, "processor": "sft_processor"}
+def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(write, streaming):
+    good = {"input": "a", "output": "b"}
+    path = write([good] * 103 + [good | {"output": None}] + [good] * 96)
+    train = {"data_path": path, "streaming": streaming, "processor": "sft_processor"}
     setup = setup_examples(ExampleDataConfig(train=[train], max_input_seq_length=64))
     make = ExampleMaker(setup.tasks, TOKENIZER, 64)
     check_examples(make, setup.train, "data.train")
@@ -193,5 +193,5 @@ def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(tmp_path, streamin
         row = setup.train[103].row
         assert setup.train.fingerprint()["rows"]["num_rows"] == 200
     _, meta = make(Prompt(prompt_id="rows:103", row=row, idx=103, task_name="rows"))
-    assert meta.problem == "row rows:103: column 'output' has no value; fill it in or remove the row"
-    assert meta.problem_kind == "bad_row"
+    said = "row rows:103: column 'output' has no value; fill it in or remove the row"
+    assert (meta.problem_kind, meta.problem) == ("bad_row", said)

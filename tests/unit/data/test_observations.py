@@ -34,8 +34,7 @@ def test_the_model_sees_what_the_template_writes_in_every_turn(name, end):
         conversation = [{"role": "user", "content": "start"}]
         seen = tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))
         for answer, ended, role, said in turns:
-            if name == "next_header_ends":
-                role = "user"
+            role = "user" if name == "next_header_ends" else role
             sampled = tokens(answer + end if ended else answer)
             seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)[0]
             conversation += [{"role": "assistant", "content": answer}, {"role": render.role(role), "content": said}]
