@@ -3,7 +3,6 @@
 Losses and gradients of all schedules are in test_layouts.py.
 """
 
-import copy
 import gc
 from collections import Counter
 from pathlib import Path
@@ -27,8 +26,7 @@ from tests.unit.policy.steps import load_step, make_worker, policy_config
 from tests.unit.policy.test_layouts import INTERLEAVED
 from tests.worlds import run_world
 
-LAYERS = 5  # uneven over 2 stages and over 4
-SHAPE = models.SHAPE | {"num_hidden_layers": LAYERS}
+SHAPE = models.SHAPE | {"num_hidden_layers": 5}
 GEMMA3 = AutoConfig.for_model("gemma3_text", **SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)
 LLAMA = AutoConfig.for_model("llama", **SHAPE)
 GPT2 = AutoConfig.for_model("gpt2", n_layer=4, tie_word_embeddings=False)
@@ -38,13 +36,6 @@ LAST_LAYER = LoRAConfig(enabled=True, match_all_linear=False, target_modules=["*
 
 def cut(size: int, **changes: Any) -> DTensorConfig:
     return DTensorConfig(pipeline_parallel_size=size, **changes)
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deep")
-    models.save_model("deep", path, num_hidden_layers=LAYERS)
-    return path
 
 
 def worker_and_batches(path: Path, number: int, **pipeline: Any) -> tuple[Any, list[ModelBatch]]:
@@ -121,33 +112,25 @@ def test_layers_are_dealt_evenly_with_fewer_at_the_ends(num_stages: int, extra: 
     assert max(sizes[0], sizes[-1]) <= max(sizes[1:-1], default=max(sizes)) and sizes[-1] <= sizes[0]
 
 
-def test_a_stage_keeps_names_and_gives_up_the_rest_and_weights_beside_the_layers_are_refused() -> None:
-    whole: Any = AutoModelForCausalLM.from_config(GEMMA3)
-    found = []
-    for rank in range(2):
-        parts = split(copy.deepcopy(whole), rank, cut(2, pipeline=INTERLEAVED))
-        found += [name for part in parts for name, _ in part.named_parameters()]
-        assert all(len(part.base_model.layers) == LAYERS for part in parts)
+def test_other_families_can_be_split_but_no_model_with_weights_beside_the_layers() -> None:
+    """Names of parameters are those of weights and checkpoints in test_layouts.py and test_resume.py."""
     for config in (GEMMA3, *(AutoConfig.for_model(kind, **SHAPE) for kind in ("phi", "phi3"))):
         check_pipeline(config, cut(2, pipeline=INTERLEAVED))
-    assert sorted(found) == sorted(name for name, _ in whole.named_parameters())
-    whole.model.projection = torch.nn.Linear(2, 2)
+    model: Any = AutoModelForCausalLM.from_config(LLAMA)
+    model.model.projection = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="it has weights in projection; set policy"):
-        split(whole, 0, cut(2))
+        split(model, 0, cut(2))
 
 
-@pytest.mark.parametrize(
-    ("config", "dtensor_cfg", "said"),
-    [
+def test_what_cannot_be_split_is_refused_by_name() -> None:
+    check_pipeline(LLAMA, cut(5))
+    for config, dtensor_cfg, said in (
         (LLAMA, cut(6), "6 stages.* has 5 layers; use at most 5 stages"),
         (LLAMA, cut(3, pipeline=INTERLEAVED), "stages_per_rank = 6 stages.*at most 5"),
         (AutoConfig.for_model("qwen2", tie_word_embeddings=True), cut(2), "size=2: this qwen2 model shares one matrix"),
         (GPT2, cut(2), "GPT2LMHeadModel .* has no embed_tokens, layers"),
         (GRANITE, cut(2), "GraniteForCausalLM .* changes hidden states"),
         (LLAMA, cut(2, lora_cfg=LAST_LAYER), "adapts none of the layers 0, 1, 2, which are all that pipeline rank 0"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_by_name(config: Any, dtensor_cfg: DTensorConfig, said: str) -> None:
-    check_pipeline(LLAMA, cut(5))
-    with pytest.raises(ValueError, match=said):
-        check_pipeline(config, dtensor_cfg)
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_pipeline(config, dtensor_cfg)
