@@ -4,7 +4,6 @@ Losses and gradients are in test_layouts.py and test_exactness.py.
 """
 
 import copy
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributions import Categorical
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor import moe
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.head.tasks import Logprobs
-from tests.unit.policy.models import Models, save_model
+from tests.unit.policy.models import Models, edit_json, save_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config, train_step, whole_weights
 from tests.worlds import run_world
 
@@ -118,22 +117,16 @@ def test_the_load_of_routers_counts_each_real_token_once_over_micro_batches_and_
 
 def test_weights_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
     save_model("qwen3-moe", tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    for count, wrong in (("4", "3"), ("3", "5")):
-        config = re.sub(rf'"(num_experts|num_local_experts)": {count}', rf'"\1": {wrong}', config)
-        (tmp_path / "config.json").write_text(config)
+    for wrong in (3, 5):
+        edit_json(tmp_path / "config.json", num_experts=wrong, num_local_experts=wrong)
         with pytest.raises(ValueError, match=rf"gate_proj.weight, \.\.\. do not hold {wrong} experts"):
             run_world(lambda rank, world: make_worker(tmp_path, policy_config()) and None, 1)
 
 
 def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded(models: Models) -> None:
-    configs = [AutoConfig.from_pretrained(models[family]) for family in FAMILIES]
-    moe.check_experts(configs[0], DTensorConfig(expert_parallel_size=4))
-    moe.check_experts(Qwen3Config(), DTensorConfig())
-    with pytest.raises(ValueError, match=r"expert_parallel_size=2: 'qwen3' is a dense model"):
-        moe.check_experts(Qwen3Config(), SPREAD)
-    for config in configs:
+    """tests/functional/test_bad_input.py has a dense model."""
+    for family in FAMILIES:
         with pytest.raises(ValueError, match=r"expert_parallel_size=3 does not divide the 4 experts.*: 1, 2, 4$"):
-            moe.check_experts(config, DTensorConfig(expert_parallel_size=3))
+            moe.check_experts(AutoConfig.from_pretrained(models[family]), DTensorConfig(expert_parallel_size=3))
     with pytest.raises(ValueError, match=r"experts of 'gpt_oss' are not laid out as"):
         moe.check_experts(GptOssConfig(), SPREAD)
