@@ -12,10 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig
 from nemo_rl.algorithms.setup import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
@@ -24,9 +20,9 @@ from nemo_rl.models.policy.dtensor.draft import DraftHead, PredictionHead, draft
 from nemo_rl.models.policy.lm_policy import KEPT_MEMORY
 from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, predict_memory
 from nemo_rl.refit.buffers import host_copy_environment
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 from tests.unit.policy.families import family_config
 
-CONFIGS = Path("examples/configs")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -72,15 +68,14 @@ def sizes_of(phase: Any) -> dict[str, float]:
     return {part.name: part.num_bytes for part in phase.parts}
 
 
-def config(*overrides: str, name: str = "grpo_math_1B.yaml") -> GRPOMasterConfig:
-    return load_config(GRPOMasterConfig, CONFIGS / name, list(overrides))
+def config(*overrides: str, name: str = "grpo_math_1B") -> Any:
+    return load_config(MASTERS[name.partition("_")[0]], CONFIGS / f"{name}.yaml", list(overrides))
 
 
 @pytest.fixture
 def seven_billion(tmp_path: Path) -> Path:
-    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     shape = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-    Qwen2Config(**shape, **heads).save_pretrained(tmp_path)
+    Qwen2Config(**shape, num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -113,29 +108,29 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     assert config(*dynamic, *(line.strip() for line in plan.splitlines() if line.startswith("  policy.")))
     split = config(*asked, "cluster.gpus_per_node=8", "policy.dtensor_cfg.context_parallel_size=8")
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in setup.propose_layout(split, "8xH100")
-    with pytest.raises(ConfigError, match="no layout divides the batch"):
-        setup.propose_layout(split, "4xH100")
-    with pytest.raises(ConfigError, match=r"--plan 1xL4: it does not fit: the least needs \d+ GB of each GPU"):
-        setup.propose_layout(cfg, "1xL4")
-    with pytest.raises(ConfigError, match="memory of 'NVIDIA Z9' is not known; known are A100"):
-        setup.propose_layout(cfg, "8xZ9")
     [line] = setup.memory_lines(config("policy.model_name=nobody/has-this-model"))
     assert line == "memory: not predicted: config.json of the model is not on this machine"
-    for text in ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100"):
-        with pytest.raises(ConfigError, match="write nodes x GPUs of each x kind"):
-            setup.propose_layout(cfg, text)
+    malformed = ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100")
+    for asked_of, devices, said in (
+        (split, "4xH100", "no layout divides the batch"),
+        (cfg, "1xL4", r"--plan 1xL4: it does not fit: the least needs \d+ GB of each GPU"),
+        (cfg, "8xZ9", "memory of 'NVIDIA Z9' is not known; known are A100"),
+        *((cfg, text, "write nodes x GPUs of each x kind") for text in malformed),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            setup.propose_layout(asked_of, devices)
 
 
 @pytest.mark.parametrize(
-    ("master", "name", "asked", "phases"),
+    ("name", "asked", "phases"),
     [
-        (DPOMasterConfig, "dpo.yaml", ["policy"], {"logprobs", "train", "update"}),
-        (PPOMasterConfig, "ppo_math_1B.yaml", ["policy", "value"], {"value train", "generation"}),
-        (DistillationMasterConfig, "distillation_math.yaml", ["policy", "teacher"], {"teacher logprobs", "train"}),
+        ("dpo", ["policy"], {"logprobs", "train", "update"}),
+        ("ppo_math_1B", ["policy", "value"], {"value train", "generation"}),
+        ("distillation_math", ["policy", "teacher"], {"teacher logprobs", "train"}),
     ],
 )
-def test_every_algorithm_is_planned_with_all_its_models(seven_billion, master, name, asked, phases):
-    cfg = load_config(master, CONFIGS / name, [f"{section}.model_name={seven_billion}" for section in asked])
+def test_every_algorithm_is_planned_with_all_its_models(seven_billion, name, asked, phases):
+    cfg = config(*(f"{section}.model_name={seven_billion}" for section in asked), name=name)
     plan = setup.propose_layout(cfg, "8xH100")
     assert phases <= {line.strip().split("  ")[0] for line in plan.splitlines()}
     assert not re.search(r"teacher (train|logprobs.*optimizer)", plan), "a teacher is not trained"
@@ -143,22 +138,21 @@ def test_every_algorithm_is_planned_with_all_its_models(seven_billion, master, n
 
 
 def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
-    def parts_of(master: Any, name: str, *overrides: str) -> dict[str, float]:
+    def parts_of(name: str, *overrides: str) -> dict[str, float]:
         """Of a training rank on a CPU."""
-        cfg = load_config(master, CONFIGS / name, ["policy.sequence_packing.enabled=false", *overrides])
+        cfg = config("policy.sequence_packing.enabled=false", *overrides, name=name)
         return sizes_of(setup.phases_of(cfg, ModelShape.of(setup.local_config(cfg.policy)), Machine(is_gpu=False))[1])
 
     key = "dpo.precompute_reference_logprobs"
-    ahead, later = (parts_of(DPOMasterConfig, "dpo_cpu.yaml", f"{key}={value}") for value in ("true", "false"))
+    ahead, later = (parts_of("dpo_cpu", f"{key}={value}") for value in ("true", "false"))
     assert later.pop("reference weights") == later["parameters"] and later == ahead
-    parts = parts_of(RMMasterConfig, "rm_cpu.yaml")
-    assert "logit tiles" not in parts, "a reward model has no vocabulary"
-    assert parts["activations"] > 0
+    parts = parts_of("rm_cpu")
+    assert parts["activations"] > 0 and "logit tiles" not in parts, "a reward model has no vocabulary"
 
 
 def test_a_draft_is_counted_in_training_and_in_the_engine():
     engine = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}"
-    policy = config("+policy.draft.enabled=true", engine, name="grpo_math_cpu.yaml").policy
+    policy = config("+policy.draft.enabled=true", engine, name="grpo_math_cpu").policy
     model = tiny_model_config("tiny:arithmetic")
     drafts = {"eagle3": (model, DraftHead(LlamaConfig(**draft_config(policy, model))))}
     model = family_config("glm4_moe", first_k_dense_replace=0)
