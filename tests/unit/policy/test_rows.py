@@ -176,8 +176,7 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
     how = {"padding_free": padding_free, "divisible_by": divisible_by, "own_states": own_states, "context_size": size}
     groups = [dist.ProcessGroup(rank, size) if size > 1 else None for rank in range(size)]
     layouts = [RowLayout(**how, context_rank=rank, context_group=group) for rank, group in enumerate(groups)]
-    columns = {"one": [ids * 0.5 for ids, _ in sequences]}
-    columns["two"] = [torch.stack([ids, -ids], dim=1) for ids, _ in sequences]
+    columns = {"of each": [torch.stack([ids, -ids], dim=1) for ids, _ in sequences]}
     batches = [layout.build(sequences, columns) for layout in layouts]
 
     seen = []
@@ -189,8 +188,7 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
         assert (positions[is_token] == ids[is_token] % 1000).all()
         assert (batch.targets == 1000 * (batch.rows + 1) + batch.positions).all()
         assert (ids[batch.states] == batch.targets - (0 if own_states else 1)).all()
-        assert (batch.columns["one"] == batch.targets * 0.5).all()
-        assert (batch.columns["two"] == torch.stack([batch.targets, -batch.targets], dim=1)).all()
+        assert (batch.columns["of each"] == torch.stack([batch.targets, -batch.targets], dim=1)).all()
         seen += list(zip(batch.rows.tolist(), batch.positions.tolist(), strict=True))
     expected = [(i, j) for i, mask in enumerate(masks) for j in range(0 if own_states else 1, lengths[i]) if mask[j]]
     assert sorted(seen) == expected
@@ -208,16 +206,13 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
 
 def check_keys(batch: ModelBatch, tokens: torch.Tensor) -> None:
     """Every segment's keys are its sequence from the start up to its own last query; padding has its own segment."""
-    cu_seqlens = batch.cu_seqlens
-    assert cu_seqlens is not None and len(cu_seqlens.cu_seqlens_k) == len(cu_seqlens.key_lengths) + 1
-    assert cu_seqlens.cu_seqlens_q.dtype == cu_seqlens.cu_seqlens_k.dtype == torch.int32
-    index = torch.arange(len(tokens)) if cu_seqlens.key_index is None else cu_seqlens.key_index
-    queries = batch.input_ids.flatten().split(cu_seqlens.query_lengths)
-    at = batch.position_ids.flatten().split(cu_seqlens.query_lengths)
-    for query, key, position in zip(queries, tokens[index].split(cu_seqlens.key_lengths), at, strict=True):
-        assert len(query) and query.tolist() == key[-len(query) :].tolist()
-        assert position.tolist() == list(range(len(key) - len(query), len(key)))
+    segments = batch.cu_seqlens
+    assert segments is not None and segments.cu_seqlens_q.dtype == segments.cu_seqlens_k.dtype == torch.int32
+    keys = tokens if segments.key_index is None else tokens[segments.key_index]
+    queries, at = (own.flatten().split(segments.query_lengths) for own in (batch.input_ids, batch.position_ids))
+    for query, key, position in zip(queries, keys.split(segments.key_lengths), at, strict=True):
+        assert len(query) and torch.equal(query, key[-len(query) :])
+        assert torch.equal(position, torch.arange(len(key) - len(query), len(key)))
         real = key[key > 0]
-        if len(real):
-            assert (real == key[0] + torch.arange(len(real))).all() and key[0] % 1000 == 0
-            assert (key[len(real) :] == 0).all()
+        assert not len(real) or (key[0] % 1000 == 0 and torch.equal(real, key[0] + torch.arange(len(real))))
+        assert not key[len(real) :].any()

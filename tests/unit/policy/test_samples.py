@@ -59,9 +59,7 @@ def row_of(sample: Sample | Example, **columns: torch.Tensor) -> Row:
     return Row(sample_id=sample.sample_id, token_ids=ids, token_mask=mask, mask=1.0, columns=columns)
 
 
-def write(
-    run: Path, *, step: int = 1, by: SampleWriter | None = None, group: Any = None, key: RowKey = (0, 0), **columns: Any
-) -> str | None:
+def write(run: Path, *, step: int = 1, by: Any = None, group: Any = None, key: RowKey = (0, 0), **columns: Any) -> Any:
     """One sample of a group, by a writer of its own if none is given; what went wrong, if anything did."""
     group, by = group or rollout_group(), by or writer(run)
     by.begin([key], {key[0]: group})
