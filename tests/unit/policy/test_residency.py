@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy import residency
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.residency import HostMemory, MovedStorages
-from tests.unit.policy.steps import LOSS, load_step, make_worker, megatron_policy, policy_config, whole_weights
+from tests.unit.policy.steps import make_worker, megatron_policy, policy_config, train_step, whole_weights
 from tests.worlds import in_new_process, run_world
 
 Weights = dict[str, torch.Tensor]
@@ -37,19 +36,6 @@ def config_of(backend: str, precision: str) -> PolicyConfig:
     if backend == "torch":
         return policy_config(precision=precision, optimizer=OptimizerConfig(kwargs={"lr": 1e-2}))
     return megatron_policy({"precision": precision}, transformer_impl="local", optimizer={"lr": 1e-3})
-
-
-def loaded(path: Path, config: PolicyConfig, **settings: Any) -> Any:
-    worker = make_worker(path, config, **settings)
-    load_step(worker)
-    if config.megatron_cfg.enabled:
-        worker.compute_reference_logprobs()
-    return worker
-
-
-def train(worker: Any) -> None:
-    worker.compute(Logprobs(), "prev_logprobs")
-    worker.train(ClippedPGLoss(LOSS), Logprobs())
 
 
 def held(worker: Any) -> tuple[int, int]:
@@ -94,11 +80,11 @@ def test_training_goes_on_after_an_absence_as_without(models, backend, world_siz
     def rank_main(rank: int, world: int) -> list[Weights]:
         found = []
         for is_moved in (False, True):
-            worker = loaded(path, config)
-            train(worker)
+            worker = make_worker(path, config)
+            train_step(worker)
             if is_moved:
                 moved_about(worker)
-            train(worker)
+            train_step(worker)
             found.append(whole_weights(worker))
             if backend == "megatron":
                 worker.mesh.close()
@@ -112,16 +98,15 @@ def test_the_reference_has_the_bits_of_the_first_weights(llama: Path) -> None:
     """In bfloat16 it is kept so, as the passes round the float32 weights to the same numbers."""
 
     def bytes_kept(precision: str) -> float:
-        worker = loaded(llama, config_of("torch", precision))
-        worker.compute(Logprobs(filtered=False), "first")
-        train(worker)
+        worker = make_worker(llama, config_of("torch", precision))
+        train_step(worker)
         before = [weight.clone() for weight in worker._weights()]
         worker.compute_reference_logprobs()
         assert all(torch.equal(one, other) for one, other in zip(before, worker._weights(), strict=True))
-        worker.compute(Logprobs(filtered=False), "later")
+        worker.compute(Logprobs(), "later")
         rows = [row.columns for row in worker.rows.values()]
-        assert any(not torch.equal(row["first"], row["later"]) for row in rows), "the weights have moved"
-        assert all(torch.equal(row["first"], row["reference_policy_logprobs"]) for row in rows)
+        assert any(not torch.equal(row["prev_logprobs"], row["later"]) for row in rows), "the weights have moved"
+        assert all(torch.equal(row["prev_logprobs"], row["reference_policy_logprobs"]) for row in rows)
         return worker.reference.__self__.initial._used / sum(s.numel() for s in worker._local_shards())
 
     assert run_world(lambda rank, world: [bytes_kept("float32"), bytes_kept("bfloat16")], 1) == [[4, 2]]
@@ -132,14 +117,14 @@ def test_the_reference_has_the_bits_of_the_first_weights(llama: Path) -> None:
 
 def on_a_gpu(path: Path, is_moved: bool) -> Weights:
     """After two steps, on the host."""
-    worker = loaded(path, config_of("megatron", "bfloat16"), use_gpu=True)
-    train(worker)
+    worker = make_worker(path, config_of("megatron", "bfloat16"), use_gpu=True)
+    train_step(worker)
     if is_moved:
         present = torch.cuda.memory_allocated()
         worker.offload()
         assert torch.cuda.memory_allocated() < 0.1 * present
         worker.onload(with_optimizer=True)
-    train(worker)
+    train_step(worker)
     return {name: tensor.cpu() for name, tensor in whole_weights(worker).items()}
 
 
