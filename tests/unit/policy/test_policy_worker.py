@@ -193,17 +193,14 @@ def test_reported_rows_are_written_by_the_rank_that_has_their_outputs(qwen, tmp_
             assert scored and all(value < 0 for value in scored) and sample["error"] > 1
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
+def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key():
+    for name, kwargs, message in (
         ("torch.optim.SGD", {"rate": 1.0}, r"policy\.optimizer\.kwargs: SGD does not take rate; it takes: lr"),
         ("torch.nn.Linear", {}, r"is not a torch\.optim\.optimizer\.Optimizer"),
-    ],
-)
-def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(name, kwargs, message):
-    config = steps.policy_config(optimizer=OptimizerConfig(name=name, kwargs=kwargs))
-    with pytest.raises(ValueError, match=message):
-        build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
+    ):
+        config = steps.policy_config(optimizer=OptimizerConfig(name=name, kwargs=kwargs))
+        with pytest.raises(ValueError, match=message):
+            build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
 
 
 # -- on a CUDA device, against the worker on the CPU
