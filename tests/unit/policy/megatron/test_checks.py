@@ -1,6 +1,5 @@
 """The driver refuses what Megatron cannot train: each message names the key, the value and what would work."""
 
-import json
 import re
 import sys
 from importlib.machinery import ModuleSpec
@@ -58,7 +57,6 @@ llama | | pipeline_model_parallel_size: 4
     -> pipeline_model_parallel_size=4: the model has 2 layers; use at most that
 llama | | expert_model_parallel_size: 2
     -> policy.megatron_cfg.expert_model_parallel_size=2: 'llama' is a dense model and has no experts; set it to 1
-llama | | moe_per_layer_logging: true -> policy.megatron_cfg.moe_per_layer_logging=true: 'llama' is ... set it to false
 llama | | replay: true -> policy.router_replay.enabled=true: 'llama' is a dense model ... set it to false
 llama | | activation_checkpointing: true, recompute_granularity: selective, recompute_modules: [core_attn, mla_up_proj]
     -> policy.megatron_cfg.recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]
@@ -146,24 +144,23 @@ def test_layers_of_stages_and_what_is_proposed_works() -> None:
             assert [layer for (piece,) in stages for layer in piece] == list(range(num_layers))
 
 
-def saved(folder: Path, model: PretrainedConfig, names: list[str]) -> str:
+def saved(folder: Path, names: list[str]) -> str:
     save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
     return str(folder)
 
 
 def test_names_that_do_not_match_are_listed_and_a_model_without_a_mapping_says_how_to_add_one(tmp_path: Path) -> None:
     model = config_of("llama")
     names = list(weight_map(model).shapes)
-    checks.check_megatron(megatron_policy(), model, saved(tmp_path, model, names))
+    checks.check_megatron(megatron_policy(), model, saved(tmp_path, names))
     renamed = [name.replace("layers.1.mlp.up_proj", "layers.1.mlp.w3") for name in names]
-    assert refusal(model, saved(tmp_path, model, renamed)) == (
+    assert refusal(model, saved(tmp_path, renamed)) == (
         "policy.model_name='mine': the checkpoint's tensors do not match a llama model of this config.json: "
         "missing are model.layers.1.mlp.up_proj.weight; unknown are model.layers.1.mlp.w3.weight"
     )
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight", "model.norm.weight"]
     model = AutoConfig.for_model("gpt2")
-    message = refusal(model, saved(tmp_path, model, names))
+    message = refusal(model, saved(tmp_path, names))
     assert message.startswith("policy.model_name='mine': model_type 'gpt2' has no mapping to Megatron Core; known")
     assert "qwen3_moe" in message and "docs/adding-a-model.md" in message and "policy.dtensor_cfg" in message
     assert message.endswith("; no mapping knows its tensors h.*.attn.c_attn.weight, wte.weight")
@@ -204,14 +201,14 @@ def test_packages_that_are_not_installed_and_fp8_that_the_gpus_cannot_do(setting
         checks.check_packages(config, installed=installed, capability=able)
 
 
+GPUS_ONLY = """transformer_impl: transformer_engine, moe_grouped_gemm: true, bias_activation_fusion: true,
+    fp8_cfg: {enabled: true}, optimizer: {use_precision_aware_optimizer: true}"""
+
+
 def test_what_runs_on_gpus_only_is_refused_without() -> None:
-    settings = MegatronConfig(
-        enabled=True,
-        **keys("transformer_impl: transformer_engine, optimizer: {use_precision_aware_optimizer: true}"),
-        **keys("moe_grouped_gemm: true, bias_activation_fusion: true, fp8_cfg: {enabled: true}"),
-    )
-    fixes = dict.fromkeys(("fp8_cfg.enabled", "optimizer.use_precision_aware_optimizer", "moe_grouped_gemm"), "false")
-    fixes |= {"transformer_impl": "local", "bias_activation_fusion": "false"}
+    settings = MegatronConfig(enabled=True, **keys(GPUS_ONLY))
+    off = ("fp8_cfg.enabled", "optimizer.use_precision_aware_optimizer", "moe_grouped_gemm", "bias_activation_fusion")
+    fixes = dict.fromkeys(off, "false") | {"transformer_impl": "local"}
     found = {key.removeprefix(f"{KEY}."): text for key, text in device_problems(settings, use_gpus=False)}
     assert found.keys() == fixes.keys()
     for key, fix in fixes.items():
@@ -222,6 +219,6 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
     assert key == f"{KEY}.apply_rope_fusion" and "needs Transformer Engine, and transformer_impl is local" in text
     assert not uses_transformer_engine(MegatronConfig(), "llama", use_gpu=False)
     assert not uses_transformer_engine(MegatronConfig(), "gemma3_text", use_gpu=True), "it has layers of this library"
-    assert not uses_transformer_engine(MegatronConfig(transformer_impl="local"), "llama", use_gpu=True)
+    assert not uses_transformer_engine(local, "llama", use_gpu=True)
     with pytest.raises(ValueError, match=r"transformer_impl=transformer_engine: .* runs on GPUs only; set it to local"):
-        uses_transformer_engine(MegatronConfig(transformer_impl="transformer_engine"), "llama", use_gpu=False)
+        uses_transformer_engine(settings, "llama", use_gpu=False)
