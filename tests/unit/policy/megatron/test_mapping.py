@@ -4,23 +4,11 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, ParallelRanks, WeightMap, weight_map
-from tests.unit.policy.megatron.hf_models import FAMILIES, NUM_EXPERTS, config_of, full_name, random_model
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
-    """Family -> tensors by their name on disk."""
-    tensors = {}
-    for name in FAMILIES:
-        directory = tmp_path_factory.mktemp(name)
-        random_model(name).save_pretrained(directory)
-        saved = load_file(directory / "model.safetensors")
-        tensors[name] = {full_name(name, key): tensor for key, tensor in saved.items()}
-    return tensors
+from tests.unit.policy.megatron.hf_models import FAMILIES, NUM_EXPERTS, config_of
+from tests.unit.policy.megatron.test_weights import on_disk
 
 
 def mapped(name: str, *, use_transformer_engine: bool = False) -> WeightMap:
@@ -29,17 +17,15 @@ def mapped(name: str, *, use_transformer_engine: bool = False) -> WeightMap:
 
 @pytest.mark.parametrize("use_transformer_engine", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bits(
-    stored, name, use_transformer_engine
-):
-    mapping = mapped(name, use_transformer_engine=use_transformer_engine)
-    mapping.locate(stored[name])
-    assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
-    assert len(mapping.hf_tensors) == len(stored[name])
+def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bits(saved, name, use_transformer_engine):
+    mapping, stored = mapped(name, use_transformer_engine=use_transformer_engine), on_disk(saved[name])
+    mapping.locate(stored)
+    assert {t.name: t.shape for t in mapping.hf_tensors} == {name: tuple(t.shape) for name, t in stored.items()}
+    assert len(mapping.hf_tensors) == len(stored)
     names = [entry.template.format(expert=entry.expert) for entry in mapping.entries]
     assert len(names) == len(set(names))
     for entry, size in itertools.product(mapping.entries, (1, 2, 4)):
-        sources = [stored[name][source.name] for source in entry.sources]
+        sources = [stored[source.name] for source in entry.sources]
         shards = [entry.shard(sources, rank, size) for rank in range(size)]
         assert all(tuple(shard.shape) == entry.shard_shape(size) for shard in shards)
         joined = [torch.empty_like(source) for source in sources]
@@ -50,9 +36,9 @@ def test_names_and_shapes_are_those_on_disk_and_what_is_cut_joins_to_the_same_bi
         assert all(map(torch.equal, sources, joined)), entry.template
 
 
-def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(stored):
+def test_tokens_are_padded_with_zero_rows_and_a_rank_without_a_token_is_refused(saved):
     entry = mapped("llama").on_rank(ParallelRanks())["embedding.word_embeddings.weight"]
-    embedding = stored["llama"]["model.embed_tokens.weight"]
+    embedding = on_disk(saved["llama"])["model.embed_tokens.weight"]
     last = entry.shard([embedding], 3, 4)
     assert torch.equal(last[:13], embedding[48:]) and torch.count_nonzero(last[13:]) == 0
     with pytest.raises(ValueError, match=r"5 tokens leaves the last of 4 .* lower .*tensor_model_parallel_size"):
@@ -68,23 +54,22 @@ def test_experts_are_numbered_per_rank(name, theirs):
 
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
-    layer = "decoder.layers.0."
-    fused = mapped("qwen3_moe", use_transformer_engine=True).on_rank(ParallelRanks())
-    assert layer + "self_attention.linear_qkv.layer_norm_weight" in fused
-    assert layer + "mlp.linear_fc1.layer_norm_weight" in fused
-    assert "decoder.layers.1.pre_mlp_layernorm.weight" in fused  # in front of the router and the experts
-    latent = mapped("deepseek_v3", use_transformer_engine=True).on_rank(ParallelRanks())
-    assert layer + "input_layernorm.weight" in latent
-    assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
-    assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
+    attention, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+    in_front_of_experts = "decoder.layers.1.pre_mlp_layernorm.weight"
+    fused = {f"{attention}.linear_qkv.layer_norm_weight", f"{mlp}.linear_fc1.layer_norm_weight", in_front_of_experts}
+    latent = {f"{attention}.linear_{part}_up_proj.layer_norm_weight" for part in ("q", "kv")}
+    latent.add("decoder.layers.0.input_layernorm.weight")
+    for name, norms in (("qwen3_moe", fused), ("deepseek_v3", latent)):
+        assert norms <= mapped(name, use_transformer_engine=True).on_rank(ParallelRanks()).keys()
 
 
-def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(stored):
-    mapped("qwen2").locate(name.removeprefix("model.") for name in stored["qwen2"])
-    mapped("qwen2").locate({*stored["qwen2"], "lm_head.weight"})
-    mapped("deepseek_v3").locate({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
+def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(saved):
+    qwen, deepseek, llama = (on_disk(saved[name]) for name in ("qwen2", "deepseek_v3", "llama"))
+    mapped("qwen2").locate(name.removeprefix("model.") for name in qwen)
+    mapped("qwen2").locate({*qwen, "lm_head.weight"})
+    mapped("deepseek_v3").locate({*deepseek, "model.layers.2.eh_proj.weight"})
     with pytest.raises(ValueError, match=r"unknown are model\.layers\.2\.eh_proj"):
-        mapped("llama").locate({*stored["llama"], "model.layers.2.eh_proj.weight"})
+        mapped("llama").locate({*llama, "model.layers.2.eh_proj.weight"})
 
 
 def test_what_has_no_mapping_or_does_not_divide_is_refused_by_name():

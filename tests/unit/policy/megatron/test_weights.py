@@ -14,7 +14,7 @@ from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, wei
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.shard_sender import ShardSender
-from tests.unit.policy.megatron.hf_models import FAMILIES, MOE, full_name, random_model
+from tests.unit.policy.megatron.hf_models import MOE, full_name, random_model
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -23,31 +23,18 @@ ETP2 = [ParallelRanks(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for ra
 EP2 = [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> dict[str, Path]:
-    """Family -> directory."""
-    directories = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
-    for name, directory in directories.items():
-        random_model(name).save_pretrained(directory)
-    return directories
-
-
 @cache
 def mapped(directory: Path) -> WeightMap:
     return weight_map(AutoConfig.from_pretrained(directory))
 
 
-def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
-    """Parameters of a rank: of one stage of one layer (0, or 1 with an output layer), or of all."""
-    entries = mapping.on_rank(place, with_tied_output=stage is not None)
-    last = ("decoder.layers.1", "decoder.final", "output")
-    held = {name: entry for name, entry in entries.items() if stage in (None, int(name.startswith(last)))}
-    return {name: torch.full(entry.shard_shape(entry.rank_and_size(place)[1]), 7.0) for name, entry in held.items()}
-
-
 def loaded(directory: Path, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
-    mapping = mapped(directory)
-    parameters = empty_parameters(mapping, place, stage)
+    """Parameters of a rank: of one stage of one layer (0, or 1 with an output layer), or of all."""
+    mapping, last = mapped(directory), ("decoder.layers.1", "decoder.final", "output")
+    entries = mapping.on_rank(place, with_tied_output=stage is not None)
+    held = {name: entry for name, entry in entries.items() if stage in (None, int(name.startswith(last)))}
+    shapes = {name: entry.shard_shape(entry.rank_and_size(place)[1]) for name, entry in held.items()}
+    parameters = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
     load_weights(parameters, mapping, place, str(directory))
     return parameters
 
@@ -90,9 +77,7 @@ def test_torch_files_are_read(saved, tmp_path, is_old):
 
 
 def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
-    config = AutoConfig.from_pretrained(saved["llama"])
-    config.intermediate_size = 32
-    config.save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(saved["llama"], intermediate_size=32).save_pretrained(tmp_path)
     save_file(on_disk(saved["llama"]), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(48, 32\), .* config.json says \(32, 32"):
         loaded(tmp_path, ParallelRanks())
