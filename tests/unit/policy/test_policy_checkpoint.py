@@ -44,18 +44,16 @@ class CountingSGD(SGD):
         return super().step(closure)
 
 
-CONFIGS = [
-    trained_by("torch.optim.SGD", lr=0.1),  # without state
-    trained_by("torch.optim.Adam", lr=torch.tensor(0.01), amsgrad=True, foreach=False),
-    trained_by(f"{__name__}.CountingSGD", lr=0.1),
-]
-
-
 def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(llama, tmp_path):
     """test_resume.py has AdamW, and other layouts."""
+    configs = [
+        trained_by("torch.optim.SGD", lr=0.1),  # without state
+        trained_by("torch.optim.Adam", lr=torch.tensor(0.01), amsgrad=True, foreach=False),
+        trained_by(f"{__name__}.CountingSGD", lr=0.1),
+    ]
 
     def rank_main(rank: int, world: int) -> None:
-        for number, config in enumerate(CONFIGS):
+        for number, config in enumerate(configs):
             folder = tmp_path / str(number)
             folder.mkdir(exist_ok=True)
             # Copies: a learning rate that is a tensor is changed in place.
@@ -221,16 +219,15 @@ class Dangerous:
 def test_damaged_files_and_empty_directories_are_refused_and_reading_a_header_executes_nothing(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="holds no saved tensors"):
         saved_tensors(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 5)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        saved_tensors(tmp_path)
-    for content in (b"", b"\x80\x05garbage", pickle.dumps({"a": 1})):
-        (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+    headers = (b"", b"\x80\x05garbage", pickle.dumps({"a": 1}))
+    for name, content, message in (
+        ("model.safetensors", b"\x00" * 5, "is damaged"),
+        *((".metadata", header, r"\.metadata is damaged") for header in headers),
+        (".metadata", pickle.dumps(Dangerous()), r"\.metadata is damaged \(it asks for builtins\.exec"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
             saved_tensors(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Dangerous()))
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(it asks for builtins\.exec"):
-        saved_tensors(tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load_tensors({"a": torch.zeros(1)}, tmp_path)
     assert "executed" not in capsys.readouterr().out
