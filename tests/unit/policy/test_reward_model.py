@@ -23,7 +23,7 @@ from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy import steps
-from tests.unit.policy.megatron.parity import SGD
+from tests.unit.policy.megatron import parity
 from tests.unit.policy.models import VOCAB, as_torch_file, edit_json, save_model
 from tests.unit.policy.steps import megatron_policy, policy_config, whole_weights
 from tests.worlds import run_world
@@ -39,12 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
 }
-MEGATRON: dict[str, dict[str, Any]] = {
-    "megatron tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "megatron cp2": {"context_parallel_size": 2},
-    "megatron pp2": {"pipeline_model_parallel_size": 2},
-}
+MEGATRON = {f"megatron {sizes}": parity.cut(sizes) for sizes in ("tp2", "cp2", "pp2")}
 LR = 10.0  # a step so large that weights, which are rounded, tell their gradients
+SGD = parity.SGD.model_copy(update={"lr": LR})
 
 
 def sequences() -> list[torch.Tensor]:
@@ -69,10 +66,8 @@ def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> Any:
 def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
     """Micro-batches of the sequences with these numbers."""
     rows = [Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in sequences()]
-    return [
-        worker.layout.build(scored_sequences([rows[r] for r in part], last_token_only=True, pad_token_id=0))
-        for part in parts
-    ]
+    how = {"last_token_only": True, "pad_token_id": 0}
+    return [worker.layout.build(scored_sequences([rows[r] for r in part], **how)) for part in parts]
 
 
 def scores_and_backward(worker: Any) -> dict[int, float]:
@@ -121,11 +116,11 @@ def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_scores_and_a_step_equal_those_of_transformers(reward_models: dict[str, Path], layout: str) -> None:
     if layout in MEGATRON:
-        path, optimizer = reward_models[FAMILIES[list(MEGATRON).index(layout) % 2]], SGD.model_copy(update={"lr": LR})
-        config = megatron_policy(settings_of(path), optimizer=optimizer, **MEGATRON[layout])
+        path = reward_models[FAMILIES[list(MEGATRON).index(layout) % 2]]
+        config = megatron_policy(settings_of(path), optimizer=SGD, **MEGATRON[layout])
     else:
-        path, optimizer = reward_models[FAMILIES[list(LAYOUTS).index(layout) % 3]], "torch.optim.SGD"
-        changes = settings_of(path) | {"optimizer": {"name": optimizer, "kwargs": {"lr": LR}}}
+        path = reward_models[FAMILIES[list(LAYOUTS).index(layout) % 3]]
+        changes = settings_of(path) | {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": LR}}}
         config = policy_config(**changes, dtensor_cfg=DTensorConfig(**LAYOUTS[layout]))
     want, gradients = reference(path)
     before = load_file(path / "model.safetensors")
@@ -202,13 +197,12 @@ def trained(path: Path, directory: Path, request: SaveRequest, **cut: Any) -> tu
     return names, scores_and_backward(worker)
 
 
-@pytest.mark.parametrize(("layout", "save_format"), [("fsdp2", "safetensors"), ("pp2", "torch_save")])
-def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, layout, save_format):
-    request = SaveRequest(save_consolidated=True, model_save_format=save_format)
+def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path):
+    path, cut = reward_models["llama"], LAYOUTS["pp2"]
 
     def rank_main(rank: int, world: int) -> dict[int, float]:
-        _, after = trained(reward_models["llama"], tmp_path, request, **LAYOUTS[layout])
-        again = make_worker(reward_models["llama"], **LAYOUTS[layout])
+        _, after = trained(path, tmp_path, SaveRequest(save_consolidated=True), **cut)
+        again = make_worker(path, **cut)
         again.load_checkpoint(tmp_path, load_optimizer=True)
         assert scores_and_backward(again) == after
         return after
