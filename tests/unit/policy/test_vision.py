@@ -29,8 +29,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, check_vision_model
 from nemo_rl.models.policy.vision.families import FAMILIES, PARTS, part_of
 from nemo_rl.models.policy.vision.model import VisionInputs, VisionLogprobModel
-from nemo_rl.types import ImageSpan, Pixels, SamplingParams, TrainResult
-from nemo_rl.utils.checkpoint.save import SaveRequest
+from nemo_rl.types import ImageSpan, Pixels, SamplingParams
 from tests.unit.policy.models import perturb
 from tests.unit.policy.steps import LOSS, PACKED, load_step, make_groups, policy_config, whole_weights, worker_settings
 from tests.unit.policy.test_layouts import ALIKE, cut
@@ -345,23 +344,13 @@ def assert_same(got: Step, want: Step, **of_loss: float) -> None:
     torch.testing.assert_close(got[2], want[2], atol=2e-6, rtol=0)
 
 
-def taken(model: Model, changes: dict[str, Any], folder: Path | None = None, resumes: bool = False) -> Step:
-    """A step, from the checkpoint in `folder` if it `resumes`; else after a step and a checkpoint, if there is one."""
+def taken(model: Model, changes: dict[str, Any]) -> Step:
     path, processor, token = model
     settings = worker_settings(path, blank_image=process_image(processor, draw("red circle 0"))[0])
     config = policy_config(train_global_batch_size=16, **{"train_micro_batch_size": 4} | changes)
     worker = DTensorPolicyWorker(config, settings)
-
-    def train() -> TrainResult:
-        load_step(worker, groups_with_images(processor, token))
-        return worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
-
-    if folder is not None and resumes:
-        worker.load_checkpoint(folder, load_optimizer=True)
-    elif folder is not None:
-        train()
-        worker.save_checkpoint(folder, SaveRequest(model_save_format="safetensors"))
-    result = train()
+    load_step(worker, groups_with_images(processor, token))
+    result = worker.train(ClippedPGLoss(LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs())
     return result.losses[0], result.grad_norms[0], whole_weights(worker)
 
 
@@ -375,7 +364,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "untrained": {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.0}}},
     "padded": {"padding_free": False},
     "packed": PACKED,
-    "dynamic": {"dynamic_batching": SHARED_OUT, "padding_free": False},
     "frozen tower": {"freeze": ["vision_tower"]},
     "adapters": cut(lora_cfg=ADAPTERS),
     "adapted tower": cut(lora_cfg=ADAPTERS.model_copy(update=OF_TOWER)),
@@ -391,7 +379,7 @@ def alone(model) -> dict[str, Step]:
 def test_the_split_does_not_matter(model, alone):
     one_by_one = {"train_micro_batch_size": 1, "padding_free": False}  # most micro-batches have no image
     cases = steps(model, 2, one_by_one, {"dynamic_batching": SHARED_OUT}, cut(context_parallel_size=2))
-    for case in (alone["packed"], alone["dynamic"], *cases):
+    for case in (alone["packed"], *cases):
         assert_same(case, alone["padded"], abs=1e-6)
 
 
@@ -442,11 +430,3 @@ def test_a_frozen_part_stays_as_it_is_and_adapters_on_a_part_change_it_alone(alo
     assert loss == pytest.approx(alone["padded"][0], abs=1e-6)  # new adapters change nothing
     changed = {name for name in weights if not torch.equal(weights[name], untrained[name])}
     assert changed and {part_of(name, FAMILIES["qwen2_5_vl"]) for name in changed} == {"vision_tower"}
-
-
-def test_a_resumed_worker_goes_on_to_the_bit(model, tmp_path):
-    changes = {"deterministic": True, "freeze": ["vision_tower"]}
-    both = run_world(lambda rank, world: [taken(model, changes, tmp_path, resumes) for resumes in (False, True)], 2)
-    want, got = both[0]
-    assert got[:2] == want[:2]
-    assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])
