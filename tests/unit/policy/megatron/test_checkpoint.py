@@ -1,7 +1,6 @@
 """Checkpoints of Megatron policies: resumed to the bit, on other layouts, in the background, converted, and refused."""
 
 import asyncio
-import json
 import math
 import os
 import pickle
@@ -19,14 +18,8 @@ from examples.converters import convert_megatron_to_hf
 from nemo_rl.models.policy.checkpoint import save_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.convert import convert_checkpoint
+from nemo_rl.models.policy.megatron import files
 from nemo_rl.models.policy.megatron.checkpoint import _rectangles
-from nemo_rl.models.policy.megatron.files import (
-    MARKER,
-    Counters,
-    check_checkpoint,
-    checkpoint_shapes,
-    refuse_megatron_checkpoint,
-)
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron import hf_models
@@ -48,12 +41,12 @@ def config_of(changes: Changes) -> PolicyConfig:
     return megatron_policy({"precision": megatron.pop("precision")}, scheduler=schedule, **megatron)
 
 
-def goes_on(path: Path, changes: Changes, directory: Path, *, resumes: bool) -> Any:
+def goes_on(path: Path, config: PolicyConfig, directory: Path, *, resumes: bool) -> Any:
     """Losses of two calls after a checkpoint, and the weights then.
 
     A call that `resumes` reads it from `directory`; another one writes it there during its first call.
     """
-    worker = make_worker(path, config_of(changes))
+    worker = make_worker(path, config)
     if resumes:
         worker.load_checkpoint(directory, load_optimizer=True)
     else:
@@ -69,16 +62,15 @@ def goes_on(path: Path, changes: Changes, directory: Path, *, resumes: bool) -> 
     return losses, weights
 
 
-def cannot_write(path: Path, directory: Path) -> list[str]:
+def cannot_write(path: Path, config: PolicyConfig, directory: Path) -> list[str]:
     """Messages on this rank of saves that fail: on all ranks, on the last one alone, and in the background."""
-    worker, said = make_worker(path, config_of({})), []
-    for blocked in ("weights/0", "generators/1.safetensors", "optimizer/__1_0.distcp"):
+    worker, said = make_worker(path, config), []
+    for blocked in ("weights", "generators/1.safetensors", "optimizer/__1_0.distcp"):
         folder = directory / blocked.replace("/", "_")
+        in_the_way = folder / "policy" / blocked
         if worker.rank == 0:
-            (folder / "policy" / blocked).mkdir(parents=True)
-            if blocked == "weights/0":  # a file in the place of the folder
-                shutil.rmtree(folder / "policy" / "weights")
-                (folder / "policy" / "weights").touch()
+            in_the_way.parent.mkdir(parents=True)
+            in_the_way.touch() if blocked == "weights" else in_the_way.mkdir()
         torch.distributed.barrier()
         with pytest.raises(RuntimeError, match="could not be written") as refused:
             worker.save_checkpoint(folder, SaveRequest(in_background=True))
@@ -99,12 +91,12 @@ def assert_same(got: Any, want: Any, *, to_the_bit: bool) -> None:
 @pytest.fixture(scope="module")
 def saved(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(step directory, what went on there, what each rank was told of failures)."""
-    folder = tmp_path_factory.mktemp("megatron_checkpoint")
+    folder, config, other = tmp_path_factory.mktemp("megatron_checkpoint"), config_of({}), config_of(TP | WHOLE)
 
     def rank(rank: int, world: int) -> Any:
-        want = goes_on(qwen, {}, folder / "step_1", resumes=False)
-        others = [goes_on(qwen, changes, folder / "step_1", resumes=True) for changes in ({}, TP | WHOLE)]
-        return want, *others, cannot_write(qwen, folder / "failed")
+        want = goes_on(qwen, config, folder / "step_1", resumes=False)
+        others = [goes_on(qwen, layout, folder / "step_1", resumes=True) for layout in (config, other)]
+        return want, *others, cannot_write(qwen, config, folder / "failed")
 
     return folder / "step_1", run_world(rank, 2)
 
@@ -126,15 +118,13 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
     want, got = (load_file(folder / "model-00001.safetensors") for folder in (consolidated, tmp_path / "hf"))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) and torch.equal(model[name], want[name]) for name in want)
-    convert_checkpoint(step, tmp_path / "half", "bfloat16")  # what evaluation calls
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
 def test_a_conversion_keeps_the_precision_of_the_bias_that_chooses_experts(tmp_path):
     model, policy = hf_models.config_of("deepseek_v3"), tmp_path / "step_1" / "policy"
     model.save_pretrained(policy)
-    Counters().write(policy)
-    saved = {name: 1 + torch.rand(shape) for name, shape in checkpoint_shapes(model).items()}
+    files.Counters().write(policy)
+    saved = {name: 1 + torch.rand(shape) for name, shape in files.checkpoint_shapes(model).items()}
     save_tensors(saved, policy / "weights", "torch_save")
     convert_checkpoint(tmp_path / "step_1", tmp_path / "half", "bfloat16")
     for name, tensor in load_file(tmp_path / "half" / "model-00001.safetensors").items():
@@ -142,30 +132,25 @@ def test_a_conversion_keeps_the_precision_of_the_bias_that_chooses_experts(tmp_p
 
 
 def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
-    step, _ = saved
-    policy, model = config_of({}), AutoConfig.from_pretrained(qwen)
-    check_checkpoint(step / "policy", policy, model)
+    step, policy, model = saved[0] / "policy", config_of({}), AutoConfig.from_pretrained(qwen)
+    files.check_checkpoint(step, policy, model)
     deeper = AutoConfig.from_pretrained(qwen, num_hidden_layers=3, intermediate_size=128)
     with pytest.raises(CheckpointError, match=r"missing there: model\.layers\.2.*\n.*of another shape.*\[96, 64\]"):
-        check_checkpoint(step / "policy", policy, deeper)
+        files.check_checkpoint(step, policy, deeper)
     with pytest.raises(CheckpointError, match=r"state of adam, this run has sgd: set megatron_cfg"):
-        check_checkpoint(step / "policy", config_of(SGD), model)
+        files.check_checkpoint(step, config_of(SGD), model)
     with pytest.raises(CheckpointError, match=r"saved by megatron_cfg.*convert_megatron_to_hf"):
-        refuse_megatron_checkpoint(step / "policy")
-    foreign = tmp_path / "policy"
-    shutil.copytree(step / "policy", foreign)
-    (foreign / MARKER).write_text(json.dumps({"format": "of something else"}))
-    check_checkpoint(foreign, policy, model)  # damaged: left to the run, which falls back
-    assert "is damaged" in caplog.text
-    shutil.copy(step / "policy" / MARKER, foreign)
-    metadata = foreign / "weights" / ".metadata"
-    metadata.write_bytes(pickle.dumps(os.getenv))
-    check_checkpoint(foreign, policy, model)
-    assert "it asks for os.getenv, which no checkpoint needs" in caplog.text
-    shutil.copy(step / "policy" / "weights" / ".metadata", metadata)
-    (foreign / MARKER).unlink()
+        files.refuse_megatron_checkpoint(step)
+    foreign = Path(shutil.copytree(step, tmp_path / "policy"))
+    marker, header = foreign / files.MARKER, foreign / "weights" / ".metadata"
+    damaged = {header: pickle.dumps(os.getenv), marker: b'{"format": "of something else"}'}
+    for file, said in (header, "it asks for os.getenv, which no checkpoint needs"), (marker, f"{marker} is damaged"):
+        file.write_bytes(damaged[file])
+        files.check_checkpoint(foreign, policy, model)  # left to the run, which falls back
+        assert said in caplog.text
+    marker.unlink()
     with pytest.raises(CheckpointError, match=r"was not saved by megatron_cfg.*convert_dcp_to_hf"):
-        check_checkpoint(foreign, policy, model)
+        files.check_checkpoint(foreign, policy, model)
 
 
 def test_any_range_of_a_flat_tensor_is_made_of_rectangles():
@@ -196,11 +181,11 @@ def test_any_range_of_a_flat_tensor_is_made_of_rectangles():
     ],
 )
 def test_a_policy_resumes_on_this_and_that_layout(models, tmp_path, family, saved_on, resumed_on):
-    path = models[family]
+    path, before, after = models[family], config_of(saved_on), config_of(resumed_on or saved_on)
 
     def rank(rank: int, world: int) -> Any:
-        want = goes_on(path, saved_on, tmp_path / "step_1", resumes=False)
-        return want, goes_on(path, resumed_on or saved_on, tmp_path / "step_1", resumes=True)
+        want = goes_on(path, before, tmp_path / "step_1", resumes=False)
+        return want, goes_on(path, after, tmp_path / "step_1", resumes=True)
 
     for want, got in run_world(rank, 2, timeout=200):
         assert_same(got, want, to_the_bit=resumed_on is None)
