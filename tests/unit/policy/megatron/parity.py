@@ -78,12 +78,8 @@ def distances(ranks: Sequence[Step], want: Step) -> Distances:
     """Over all ranks of a layout. Every sample must be on one of them, and every rank must know all weights."""
     assert {name for step in ranks for name in step.logprobs} == want.logprobs.keys()
     assert all(step.weights.keys() == want.weights.keys() for step in ranks)
-    logprobs = [
-        pair
-        for step in ranks
-        for name, kinds in step.logprobs.items()
-        for pair in zip(kinds, want.logprobs[name], strict=True)
-    ]
+    samples = [(kinds, want.logprobs[name]) for step in ranks for name, kinds in step.logprobs.items()]
+    logprobs = [pair for kinds, others in samples for pair in zip(kinds, others, strict=True)]
     weights = [(weight, want.weights[name]) for step in ranks for name, weight in step.weights.items()]
     assert all(own.isfinite().all() for own, _ in logprobs + weights), "which no maximum would show"
     return Distances(
