@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.tables import FINE, cases, said_once
-from tests.unit.config.run_configs import build, problems_of
-from tests.unit.generation.configs import generation_config
+from tests.unit.config.run_configs import MEGATRON, build, problems_of
+from tests.unit.generation.configs import engine_settings, generation_config
 from tests.unit.policy.models import save_model
 
 CASES = """
@@ -14,29 +14,25 @@ policy.dynamic_batching={enabled: false, train_mb_tokens: 5} & loss_fn.force_on_
     & checkpointing.save_period=10 & checkpointing.checkpoint_must_save_by='00:03:45:00' & GENERATION.top_k=-1
     & checkpointing.metric_name=train:reward & +env.code={} & grpo.env_step_timeout_s=11 & +env.it={type: composit}
     & policy.scheduler=[{name: a.B},{name: a.C},{milestones: [5]}] -> fine
-policy.train_micro_batch_size=3 & policy.sequence_packing.enabled=true & loss_fn.reference_policy_kl_penalty=0
+MICRO=3 & policy.sequence_packing.enabled=true & loss_fn.reference_policy_kl_penalty=0
     & grpo.skip_reference_policy_logprobs_calculation=true & grpo.batch_multiplier=1.5 & grpo.use_dynamic_sampling=true
     & checkpointing.metric_name=train:filtered_reward & +policy.draft.enabled=true & EAGLE3}
     & +env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]} -> fine
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
-    & grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false} & EAGLE3, model: a}
+ALONE & grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false} & EAGLE3, model: a}
     & checkpointing.metric_name=train:max_seq_mult_prob_error & grpo.seq_logprob_error_threshold=2
     & policy.sequence_packing={enabled: true, train_mb_tokens: 511, logprob_mb_tokens: 511}
     & policy.max_total_sequence_length=511 -> fine
 checkpointing.metric_name=val:pass_at_4 & grpo.val_num_generations_per_prompt=6 & grpo.val_period=4
     & checkpointing.keep_top_k=null & +policy.draft={enabled: true, model_name: a} & EAGLE3, model: a} -> fine
-policy.train_global_batch_size=500 -> these would: 16, 32, 64, 128, 256, 512
-policy.train_global_batch_size=2 & GPUS=4 & policy.train_micro_batch_size=1
-    -> 2 cannot be shared by 4 training ranks; these would: 4, 8, 16
+BATCH=500 -> these would: 16, 32, 64, 128, 256, 512
+BATCH=2 & GPUS=4 & MICRO=1 -> 2 cannot be shared by 4 training ranks; these would: 4, 8, 16
 GPUS=3 & DTENSOR.pipeline_parallel_size=3 & DTENSOR.pipeline={schedule: interleaved_1f1b, stages_per_rank: 2}
-    -> policy.train_global_batch_size ... is a multiple of 3
-GPUS=0 & cluster.cpu_workers_per_node=3
-    -> policy.train_global_batch_size ... by 3 training ranks; make it and grpo.num_prompts_per_step (now
-policy.train_micro_batch_size=3 & GPUS=2 & cluster.num_nodes=2
+    -> BATCH ... is a multiple of 3
+GPUS=0 & cluster.cpu_workers_per_node=3 -> BATCH ... by 3 training ranks; make it and grpo.num_prompts_per_step (now
+MICRO=3 & GPUS=2 & NODES=2
     -> 3 does not divide the 128 samples of each of 4 training rank(s) ... these would: 1, 2, 4, 8, 16, 32
 ENGINE.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 GPUs of the cluster; these would: 1, 2, 4, 8
-ENGINE.tensor_parallel_size=4 & GPUS=2 & cluster.num_nodes=4
-    -> not supported yet: an engine of 4 spans nodes of 2 GPUs
+ENGINE.tensor_parallel_size=4 & GPUS=2 & NODES=4 -> not supported yet: an engine of 4 spans nodes of 2 GPUs
 DTENSOR.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 training ranks; these would: 1, 2, 4, 8
 DTENSOR.tensor_parallel_size=4 & DTENSOR.context_parallel_size=2 & DTENSOR.pipeline_parallel_size=2 & GPUS=8
     -> tensor_parallel_size=4 x context_parallel_size=2 x pipeline_parallel_size=2 = 16 does not divide the 8
@@ -45,6 +41,7 @@ DTENSOR.dp_replicate_size=3 & GPUS=8 -> 3 does not divide the 8 data-parallel ra
 DTENSOR.dp_replicate_size=2 & DTENSOR.expert_parallel_size=8 & GPUS=8
     -> 8 does not divide the 4 ranks that shard the parameters (data x context parallel); these would: 1, 2, 4
 DTENSOR.activation_checkpointing=some -> must be 'full' or 'selective', or a valid boolean (got some)
+DTENSOR.sequence_parallel=true -> DTENSOR.sequence_parallel ... splits over tensor-parallel ranks
 policy.deterministic=true & GENERATION.top_p=0.9 & loss_fn.reference_policy_kl_penalty=0
     -> policy.deterministic ... set top_p=1 or deterministic=false
 policy.sequence_packing={enabled: true, train_mb_tokens: 500}
@@ -53,16 +50,13 @@ policy.dynamic_batching={enabled: true, logprob_mb_tokens: 500}
     -> policy.dynamic_batching.logprob_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 GENERATION.max_new_tokens=1024 -> 1024 is more than policy.max_total_sequence_length=512
 data.max_input_seq_length=600 -> use at most that
-loss_fn.force_on_policy_ratio=true & policy.train_global_batch_size=128
-    -> loss_fn.force_on_policy_ratio ... set policy.train_global_batch_size=512
+loss_fn.force_on_policy_ratio=true & BATCH=128 -> loss_fn.force_on_policy_ratio ... set BATCH=512
 loss_fn.ratio_clip_c=1.1 -> must be above 1 + ratio_clip_max = 1.2
 grpo.skip_reference_policy_logprobs_calculation=true -> set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
 GENERATION.temperature=0 -> needs a temperature above 0
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
-    -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.use_leave_one_out_baseline=false
-    -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
-grpo.num_generations_per_prompt=1 & policy.train_global_batch_size=32 & grpo.adv_estimator.name=reinforce_plus_plus
+ALONE -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
+ALONE & grpo.use_leave_one_out_baseline=false -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
+ALONE & grpo.adv_estimator.name=reinforce_plus_plus
     -> grpo.num_generations_per_prompt ... set 2 or more, or grpo.adv_estimator.minus_baseline=false
 grpo.reward_shaping.enabled=true & grpo.adv_estimator.name=gdpo
     -> grpo.reward_shaping.enabled ... gdpo takes each of several rewards
@@ -72,9 +66,10 @@ grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: age
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
-data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null -> fine
+data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null
+    & grpo.replay_from=/tmp & grpo.val_at_end=false -> fine
 grpo.val_period=0 -> checkpointing.metric_name ... val:accuracy needs validation
-grpo.val_period=0 & checkpointing.enabled=false -> fine
+grpo.val_period=0 & checkpointing.enabled=false & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> fine
 grpo.val_period=4 & checkpointing.save_period=10 -> checkpointing.save_period ... for val_period use 1, 2, 5, 10
 checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this configuration
 checkpointing.metric_name=accuracy -> must be "val:<metric>"
@@ -84,7 +79,6 @@ checkpointing.metric_name=val:best_of_6 & grpo.val_num_generations_per_prompt=6 
 checkpointing.checkpoint_must_save_by=3h -> 00:03:45:00
 grpo.replay_from=/nope & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null
     -> grpo.replay_from ... there is no folder '/nope'
-grpo.replay_from=/tmp & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null -> fine
 data.train.weight=3 -> one dataset has all the prompts
 grpo.adv_estimator.name=reinforce_plus_plus & loss_fn.use_kl_in_reward=true
     & loss_fn.use_on_policy_kl_approximation=true -> loss_fn.use_on_policy_kl_approximation ... weights the KL
@@ -109,7 +103,6 @@ GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; u
 GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
 +ENGINE.env_vars.TMPDIR=/scratch -> ENGINE.env_vars.TMPDIR ... for the whole run
-+ENGINE.env_vars.OMP_NUM_THREADS='4' -> fine
 GPUS=0 & policy.precision=float32 & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> ENGINE.env_vars.OMP_NUM_THREADS ... on CPUs
 +GENERATION.vllm_kwargs.quantization=fp8 -> ENGINE.precision decides it
 +GENERATION.vllm_kwargs.kv_cache_memory_bytes=9 -> gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)
@@ -125,22 +118,20 @@ HF & GENERATION.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
 HF & +GENERATION.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
 HF & grpo.async_grpo.enabled=true -> nothing samples while the policy trains
 RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
-APART & cluster.gpus_per_node=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
-APART & cluster.gpus_per_node=1
-    -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
-APART & cluster.gpus_per_node=8 & RESOURCES.gpus_per_node=8
-    -> RESOURCES.gpus_per_node
-       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node
-APART & cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
+APART & GPUS=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
+APART & GPUS=1 -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
+APART & GPUS=8 & RESOURCES.gpus_per_node=8 -> RESOURCES.gpus_per_node
+       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise GPUS
+APART & GPUS=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
     -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
-APART & cluster.gpus_per_node=2 & RESOURCES.cpu_workers_per_node=1
+APART & GPUS=2 & RESOURCES.cpu_workers_per_node=1
     -> RESOURCES.cpu_workers_per_node ... the cluster uses GPUs; set RESOURCES.gpus_per_node instead
-APART & cluster.gpus_per_node=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
-    -> RESOURCES.num_nodes ... 2 of one node (cluster.num_nodes=1) leaves none to train; leave it out
-APART & cluster.num_nodes=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
-APART & cluster.num_nodes=2 & RESOURCES.num_nodes=2
-    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes
-APART & cluster.num_nodes=2 & cluster.gpus_per_node=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
+APART & GPUS=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
+    -> RESOURCES.num_nodes ... 2 of one node (NODES=1) leaves none to train; leave it out
+APART & NODES=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
+APART & NODES=2 & RESOURCES.num_nodes=2
+    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise NODES
+APART & NODES=2 & GPUS=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
     -> RESOURCES.gpus_per_node ... whole ones generate, with all their 8 GPUs; leave it out
 SERVER & GENERATION.backend=hf -> GENERATION.backend=vllm
 SERVER & grpo.replay_from=somewhere & grpo.val_period=0 & grpo.val_at_start=false -> no engine is started with
@@ -156,19 +147,18 @@ SERVER & ENGINE.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning
 +env.it={type: sliding_puzzle_game} & DATASET=sliding_puzzle & +data.train.kwargs.max_moves=40
     & grpo.max_rollout_turns=30 -> set it to at least 40
 """
+# The last row has keys of NeMo RL that ask for nothing.
 OF_MEGATRON = """
-cluster.num_nodes=1 -> fine
-GPUS=0 -> fine
 policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}} -> policy.optimizer ... megatron_cfg.optimizer
-CFG.tensor_model_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 training ranks; these would: 1, 2, 4, 8
 CFG.expert_model_parallel_size=8 & CFG.pipeline_model_parallel_size=2 & GPUS=8
     -> expert_model_parallel_size=8 does not divide the 4 ranks of a pipeline stage ... these would: 1, 2, 4
 CFG.context_parallel_size=2 & policy.max_total_sequence_length=510 & GPUS=2
     -> CFG.context_parallel_size ... 2 ranks hold 4 equal chunks of every sequence ... 508 and 512 are
-CFG.pipeline_model_parallel_size=4 & CFG.virtual_pipeline_model_parallel_size=2 & policy.train_micro_batch_size=1
-    & policy.train_global_batch_size=2 & GPUS=4 -> policy.train_global_batch_size ... is a multiple of 4
+CFG.pipeline_model_parallel_size=4 & CFG.virtual_pipeline_model_parallel_size=2 & MICRO=1
+    & BATCH=2 & GPUS=4 -> BATCH ... is a multiple of 4
 GPUS=0 & CFG.attention_backend=flash -> CFG.attention_backend ... set it to auto
 CFG.recompute_modules=[attention] -> CFG.recompute_modules.0 ... 'core_attn'
+CFG.optimizer.clip_grad=0.5 -> which training clips; set that to 0.5, or this to null
 CFG.moe_shared_expert_overlap=true & CFG.moe_token_dispatcher_type=allgather
     -> CFG.moe_token_dispatcher_type ... needs alltoall
 IN_FP8 & policy.precision=float32 -> CFG.fp8_cfg.enabled ... set that to bfloat16
@@ -194,9 +184,10 @@ policy.logprob_chunk_size=1024 & CFG.linear_ce_fusion_chunk_size=512 -> is not p
 GPUS=8 & CFG.tensor_model_parallel_size=4 & CFG.pipeline_model_parallel_size=3
     -> command line: CFG.pipeline_model_parallel_size=3:
        ... with tensor_model_parallel_size=4, pipeline_model_parallel_size may be 1, 2
+policy.router_replay.enabled=true & GPUS=0 & GENERATION.vllm_cfg.enable_prefix_caching=false -> fine
+GENERATION.backend=megatron & +GENERATION.mcore_generation_config={buffer_size_gb: 10, num_cuda_graphs: 4}
+    & ++GENERATION.mcore_generation_config={max_tokens: 16384, enable_prefix_caching: false} -> fine
 """
-ON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null")
-REPLAY = "policy.router_replay.enabled=true"
 SHORT = {
     "IN_FP8": "CFG.fp8_cfg.enabled=true",
     "CFG": "policy.megatron_cfg",
@@ -210,10 +201,12 @@ SHORT = {
     "GENERATION": "policy.generation",
     "DTENSOR": "policy.dtensor_cfg",
     "GPUS": "cluster.gpus_per_node",
+    "NODES": "cluster.num_nodes",
+    "ALONE": "grpo.num_generations_per_prompt=1 & BATCH=32",
+    "BATCH": "policy.train_global_batch_size",
+    "MICRO": "policy.train_micro_batch_size",
 }
-
-
-WITH_MEGATRON = [((*ON, *overrides), said) for overrides, said in cases(OF_MEGATRON, SHORT)]
+WITH_MEGATRON = [((*MEGATRON, *overrides), said) for overrides, said in cases(OF_MEGATRON, SHORT)]
 
 
 @pytest.mark.parametrize(("overrides", "said"), [*cases(CASES, SHORT), *WITH_MEGATRON])
@@ -222,11 +215,6 @@ def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
         build(*overrides)
     else:
         said_once(said, problems_of(*overrides))
-
-
-def test_k_values_of_validation() -> None:
-    for number, values in ((1, []), (8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])):
-        assert build(f"grpo.val_num_generations_per_prompt={number}").grpo.val_k_values == values
 
 
 def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> None:
@@ -241,21 +229,15 @@ def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> 
 # -- Megatron
 
 
-def test_routing_replay_and_generation_by_megatron() -> None:
+def test_a_run_that_replays_routing_reports_it() -> None:
     names = {"moe/replayed_fraction", "moe/replay_agreement"}
-    assert not names & build(*ON).train_metrics
-    assert names <= build(*ON, REPLAY).train_metrics
-    no_cache = "policy.generation.vllm_cfg.enable_prefix_caching=false"  # as engines on CPUs
-    build(*ON, REPLAY, "cluster.gpus_per_node=0", no_cache)
-    # keys of NeMo RL that ask for nothing
-    keys = "{buffer_size_gb: 10, num_cuda_graphs: 4, max_tokens: 16384, enable_prefix_caching: false}"
-    generation = "policy.generation"
-    config = build(*ON, f"{generation}.backend=megatron", f"+{generation}.mcore_generation_config={keys}")
-    assert config.policy.generation.mcore_generation_config.max_batch_size == 64
+    assert not names & build(*MEGATRON).train_metrics
+    assert names <= build(*MEGATRON, "policy.router_replay.enabled=true").train_metrics
 
 
 def test_the_values_of_another_optimizer_are_carried_over() -> None:
-    said = problems_of(*ON[:2], "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}")
+    kwargs = "{lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}"
+    said = problems_of(*MEGATRON[:2], f"policy.optimizer.kwargs={kwargs}")
     for value in ("lr=0.0003", "weight_decay=0.1", "adam_beta1=0.9", "adam_beta2=0.95", "adam_eps=0.5"):
         assert f"policy.megatron_cfg.optimizer.{value}" in said
 
@@ -263,19 +245,17 @@ def test_the_values_of_another_optimizer_are_carried_over() -> None:
 @pytest.mark.parametrize(("name", "shards"), [("adam", True), ("sgd", False), ("muon", False), ("dist_muon", False)])
 def test_the_state_is_sharded_where_the_optimizer_can(name: str, shards: bool) -> None:
     chosen = f"policy.megatron_cfg.optimizer.optimizer={name}"
-    assert build(*ON[:2], chosen).policy.megatron_cfg.optimizer.shards_optimizer == shards
+    assert build(*MEGATRON[:2], chosen).policy.megatron_cfg.optimizer.shards_optimizer == shards
     if not shards:
-        said = problems_of(*ON[:2], chosen, "policy.megatron_cfg.optimizer.use_distributed_optimizer=true")
+        said = problems_of(*MEGATRON[:2], chosen, "policy.megatron_cfg.optimizer.use_distributed_optimizer=true")
         assert f"policy.megatron_cfg.optimizer.optimizer={name}); set it to null or false" in said
 
 
 @pytest.mark.slow
 def test_what_vllm_is_told_of_fp8(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.interfaces import EngineSettings
     from nemo_rl.models.generation.vllm.startup import engine_args
 
     save_model("deep", tmp_path)
     cfg = generation_config(64, vllm_cfg={"precision": "fp8", "kv_cache_dtype": "fp8_per_token_head"})
-    settings = EngineSettings(model=str(tmp_path), tokenizer=str(tmp_path), cfg=cfg, device="cuda", seed=0)
-    told = engine_args(settings, {})
+    told = engine_args(engine_settings(tmp_path, cfg, device="cuda"), {})
     assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")
