@@ -10,10 +10,11 @@ import yaml
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import build_config, dump_config, load_config
+from nemo_rl.config.rules import value_of
 from nemo_rl.config.sources import load_tree
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
-from tests.tables import lines
-from tests.unit.config.run_configs import CONFIGS, MASTERS, MINIMAL, build, problems_of
+from tests.tables import cases, lines
+from tests.unit.config.run_configs import CONFIGS, MASTERS, MEGATRON, MINIMAL, build, problems_of
 
 V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
 
@@ -44,18 +45,6 @@ def test_every_shipped_config_loads_and_reads_back(path: Path, tmp_path: Path) -
         assert not cut.torch_compile or cut.tensor_parallel_size == cut.context_parallel_size == 1, "not proven"
 
 
-def test_defaults_that_follow_other_keys() -> None:
-    given = "max_total_sequence_length=100 train_micro_batch_size=8 precision=float32"
-    config = build(*(f"policy.{override}" for override in given.split()))
-    policy, engine = config.policy, config.policy.generation.vllm_cfg
-    assert (policy.tokenizer.name, policy.logprob_batch_size) == ("m", 8)
-    assert (engine.max_model_len, engine.precision) == (100, "float32")
-    assert policy.generation.max_new_tokens == config.data.max_input_seq_length == 100
-    assert config.grpo.reward_shaping.max_response_length == 100
-    assert policy.generation.val_temperature == policy.generation.temperature
-    assert not build("grpo.normalize_rewards=false").grpo.adv_estimator.normalize_rewards
-
-
 def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> None:
     text = """
     env: {math: {num_workers: 2}, maze: {size: 5}, mine: {type: "pkg.mod:Env"}}
@@ -66,35 +55,23 @@ def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> Non
     """
     config = build_config(GRPOMasterConfig, {**MINIMAL, **yaml.safe_load(text)})
     assert [dataset.env_name for dataset in config.data.train] == ["mine", "math"]
-    assert config.data.validation is not None
     assert [rows[0].prompt_file for rows in (config.data.train, config.data.validation)] == ["p.txt", None]
     assert config.env["math"] == MathEnvironmentConfig(num_workers=2)
     assert config.env["maze"] == EnvironmentConfig.model_validate({"type": "maze", "size": 5})
     assert config.env["mine"].type == "pkg.mod:Env"
 
 
-def test_interpolation_is_lazy_relative_and_nested() -> None:
-    grpo = {
-        "num_prompts_per_step": "${div:${policy.train_global_batch_size}, ${.num_generations_per_prompt}}",
-        "max_val_samples": "${mul:${add:1, 2}, ${max:4, 5}}",
-        "val_batch_size": "${.max_val_samples}",
-    }
-    config = build_config(GRPOMasterConfig, {**MINIMAL, "grpo": grpo})
-    assert config.grpo.num_prompts_per_step == 32
-    assert config.grpo.max_val_samples == config.grpo.val_batch_size == 15
+UNRESOLVED = """
+${policy.nothing} -> cannot resolve ${policy.nothing}
+${unknown:1} -> cannot resolve ${unknown:1}
+${div:1,0} -> cannot resolve ${div:1,0}
+${policy. -> not a valid interpolation
+${.seed} -> cannot resolve ${.seed}
+??? -> must be given
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("${policy.nothing}", "cannot resolve ${policy.nothing}"),
-        ("${unknown:1}", "cannot resolve ${unknown:1}"),
-        ("${div:1,0}", "cannot resolve ${div:1,0}"),
-        ("${policy.", "not a valid interpolation"),
-        ("${.seed}", "cannot resolve ${.seed}"),
-        ("???", "must be given"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), lines(UNRESOLVED))
 def test_interpolation_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     error = error_of(tmp_path, yaml.safe_dump(MINIMAL, default_flow_style=None) + f"grpo:\n  seed: '{text}'\n")
     assert error.startswith(f"run.yaml:7: grpo.seed: {message}"), "and no other problem"
@@ -148,11 +125,10 @@ def test_a_value_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None
 
 
 def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
-    pytorch_off = ["policy.dtensor_cfg.enabled=false", "policy.optimizer=null", "policy.scheduler=null"]
-    on = ["policy.megatron_cfg.enabled=true", *pytorch_off]
-    with pytest.raises(ConfigError) as error:
+    on = [*MEGATRON, "policy.scheduler=null"]
+    needed = "policy.megatron_cfg.scheduler.weight_decay_incr_style: constant needs equal"
+    with pytest.raises(ConfigError, match=needed):
         load_config(GRPOMasterConfig, V0_6, on)
-    assert "policy.megatron_cfg.scheduler.weight_decay_incr_style: constant needs equal" in str(error.value)
     decays = [f"policy.megatron_cfg.scheduler.{end}_weight_decay=0.01" for end in ("start", "end")]
     config = load_config(GRPOMasterConfig, V0_6, [*on, *decays])
     assert config.checkpointing.model_save_format == "torch_save"
@@ -189,9 +165,8 @@ def test_scalars(tmp_path: Path) -> None:
     assert [(type(value), value) for value in found] == [(type(value), value) for value in SCALARS.values()]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_broken_files_are_refused_with_their_line(tmp_path: Path) -> None:
+    for text, message in (
         ("a:\n  x: 1\n  x: 2\n", "run.yaml:3: a.x: written twice in this section, first in line 2"),
         ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML"),
         ("- 1\n", "run.yaml:1: the file must hold sections"),
@@ -203,62 +178,65 @@ def test_scalars(tmp_path: Path) -> None:
         ("a: &x {b: *x}\n", "run.yaml: cannot be read: an anchor contains itself"),
         ("a: !!python/object:os.system x\n", "run.yaml:1: not valid YAML"),
         ("defaults: [{a: 1}]\n", "run.yaml:1: defaults: must be a path"),
-    ],
-)
-def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
-    assert message in error_of(tmp_path, text)
+    ):
+        assert message in error_of(tmp_path, text)
 
 
 # -- overrides in Hydra's grammar
 
+# A key that no file mentions may be added. The values of a mapping are merged, as in Hydra.
+VALUES = """
+++grpo.seed=7 -> {grpo.seed: 7}
++grpo.seed=7 -> {grpo.seed: 7}
+policy.max_grad_norm=null -> {policy.max_grad_norm: null}
+policy.model_name='a, b=c' -> {policy.model_name: "a, b=c"}
+GENERATION.stop_strings=['</a>',b] -> {GENERATION.stop_strings: [</a>, b]}
+KWARGS.lr=1e-4 -> {KWARGS: {lr: 1.0e-4, weight_decay: 0.01, betas: [0.9, 0.999], eps: 1.0e-8}}
+KWARGS={lr: 1.0} -> {KWARGS: {lr: 1.0, weight_decay: 0.01, betas: [0.9, 0.999], eps: 1.0e-8}}
++KWARGS.amsgrad=true -> {KWARGS.amsgrad: true}
++policy.dtensor_cfg.env_vars.OMP_NUM_THREADS='1' -> {policy.dtensor_cfg.env_vars: {OMP_NUM_THREADS: "1"}}
+data.train.split=test -> {data.train.0.split: test}
+env.math.num_workers=2 -> {env.math.num_workers: 2}
++env.maze.size=3 -> {env.maze.type: maze}
+data.train=[{dataset_name: a, split_validation_size: 0.1},{dataset_name: b}] & data.train.1.dataset_name=c
+    -> {data.train.1.dataset_name: c}
+grpo.seed=1 & grpo.seed=2 -> {grpo.seed: 2}
+grpo.seed=1 & ~grpo.seed -> {grpo.seed: 42}
+~KWARGS.betas & ~KWARGS.eps -> {KWARGS: {lr: 5.0e-6, weight_decay: 0.01}}
+policy.max_total_sequence_length=100 -> {GENERATION.max_new_tokens: 100, GENERATION.vllm_cfg.max_model_len: 100}
+policy.max_total_sequence_length=100 -> {data.max_input_seq_length: 100, grpo.reward_shaping.max_response_length: 100}
+policy.train_micro_batch_size=8 -> {policy.logprob_batch_size: 8, policy.tokenizer.name: m}
+policy.precision=float32 -> {GENERATION.vllm_cfg.precision: float32}
+GENERATION.temperature=0.5 -> {GENERATION.val_temperature: 0.5}
+grpo.normalize_rewards=false -> {grpo.adv_estimator.normalize_rewards: false}
+grpo.val_num_generations_per_prompt=8 -> {grpo.val_k_values: [1, 2, 4, 8]}
+grpo.val_num_generations_per_prompt=6 -> {grpo.val_k_values: [1, 2, 4, 6]}
+grpo.val_num_generations_per_prompt=1 -> {grpo.val_k_values: []}
+grpo.num_prompts_per_step='${div:${policy.train_global_batch_size}, ${.num_generations_per_prompt}}'
+    & grpo.num_generations_per_prompt=8 -> {grpo.num_prompts_per_step: 64}
+grpo.max_val_samples='${mul:${add:1, 2}, ${max:4, 5}}' & grpo.val_batch_size='${.max_val_samples}'
+    -> {grpo.max_val_samples: 15, grpo.val_batch_size: 15}
+"""
+SHORT = {"KWARGS": "policy.optimizer.kwargs", "GENERATION": "policy.generation"}
 
-def value_of(key: str, *overrides: str) -> Any:
-    value: Any = build(*overrides).model_dump()
-    for part in key.split("."):
-        value = value[int(part) if part.isdigit() else part]
-    return value
 
-
-MERGED = {"lr": 1.0, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}  # as in Hydra
-
-
-@pytest.mark.parametrize(
-    ("key", "override", "value"),
-    [
-        ("grpo.seed", "++grpo.seed=7", 7),
-        ("grpo.seed", "+grpo.seed=7", 7),  # the file does not mention it
-        ("policy.max_grad_norm", "policy.max_grad_norm=null", None),
-        ("policy.model_name", "policy.model_name='a, b=c'", "a, b=c"),
-        ("policy.generation.stop_strings", "policy.generation.stop_strings=['</a>',b]", ["</a>", "b"]),
-        ("policy.optimizer.kwargs", "policy.optimizer.kwargs.lr=1e-4", {**MERGED, "lr": 1e-4}),
-        ("policy.optimizer.kwargs.amsgrad", "+policy.optimizer.kwargs.amsgrad=true", True),
-        ("policy.optimizer.kwargs", "policy.optimizer.kwargs={lr: 1.0}", MERGED),
-        ("policy.dtensor_cfg.env_vars", "+policy.dtensor_cfg.env_vars.OMP_NUM_THREADS='1'", {"OMP_NUM_THREADS": "1"}),
-        ("data.train.0.split", "data.train.split=test", "test"),
-        ("env.math.num_workers", "env.math.num_workers=2", 2),
-        ("env.maze.type", "+env.maze.size=3", "maze"),
-    ],
-)
-def test_values(key: str, override: str, value: Any) -> None:
-    assert value_of(key, override) == value
-
-
-def test_the_last_override_wins_lists_can_be_indexed_and_deleting_goes_back_or_removes_an_entry() -> None:
-    datasets = "data.train=[{dataset_name: a, split_validation_size: 0.1},{dataset_name: b}]"
-    assert value_of("data.train.1.dataset_name", datasets, "data.train.1.dataset_name=c") == "c"
-    assert value_of("grpo.seed", "grpo.seed=1", "grpo.seed=2") == 2
-    assert value_of("grpo.seed", "grpo.seed=1", "~grpo.seed") == 42
-    assert "eps" not in value_of("policy.optimizer.kwargs", "~policy.optimizer.kwargs.eps")
+@pytest.mark.parametrize(("overrides", "expected"), cases(VALUES, SHORT))
+def test_what_overrides_interpolations_and_defaults_that_follow_other_keys_give(overrides, expected) -> None:
+    config = build(*overrides)
+    for key, value in yaml.safe_load(expected).items():
+        found: Any = config
+        for part in key.split("."):
+            found = found[int(part)] if part.isdigit() else value_of(found, part)
+        assert found == value, key
 
 
 # The last ones are like no other key; `policy.generation.rank` has the letters of data.train, not its meaning.
 MISTAKES = """
-grpo.ratio_clip_min=0.1 -> unknown key; the nearest valid key is loss_fn.ratio_clip_min
-loss_fn.ratio_clip_mim=1 -> unknown key; the nearest valid key is loss_fn.ratio_clip_min
 cluster.num_of_nodes=1 -> unknown key; the nearest valid key is cluster.num_nodes
 policy.temperature=1 -> unknown key; the nearest valid key is policy.generation.temperature
 checkpoint.enabled=true -> unknown key; the nearest valid key is checkpointing.enabled
 +grpo.sed=1 -> unknown key; the nearest valid key is grpo.seed
+grpo.seed=1 & +grpo.seed=2 -> already set (command line: grpo.seed=1); drop the '+'
 ~grpo.sed -> unknown key; the nearest valid key is grpo.seed
 env.mth.num_workers=1 -> no such entry, the nearest is env.math.num_workers; to add it, write +env.mth.num
 grpo.seed=1,2 -> one value at a time
@@ -274,17 +252,10 @@ data.train.0.zzz=1 -> unknown key; data.train has dataset_name, data_path,
 """
 
 
-@pytest.mark.parametrize(("override", "message"), lines(MISTAKES))
-def test_mistakes(override: str, message: str) -> None:
-    error = problems_of(override)
-    assert error.startswith(f"command line: {override}: ")
-    assert message in error
-
-
-def test_adding_what_a_file_has_already_says_where(tmp_path: Path) -> None:
-    path = write(tmp_path, "run.yaml", yaml.safe_dump(MINIMAL | {"grpo": {"seed": 1}}))
-    with pytest.raises(ConfigError, match=r"already set \(.*run.yaml:\d+\); drop the '\+'"):
-        load_config(GRPOMasterConfig, path, ["+grpo.seed=2"])
+@pytest.mark.parametrize(("overrides", "message"), cases(MISTAKES))
+def test_mistakes(overrides: tuple[str, ...], message: str) -> None:
+    error = problems_of(*overrides)
+    assert error.startswith(f"command line: {overrides[-1]}: ") and message in error
 
 
 def test_all_mistakes_are_reported_together() -> None:
