@@ -1,5 +1,6 @@
 """Recipes of methods: each dry-runs, holds together, and has a twin that a machine without a GPU can run."""
 
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ METHOD_KEYS = (
     *("normalize_rewards", "use_leave_one_out_baseline", "adv_estimator", "use_dynamic_sampling", "batch_multiplier"),
     *("overlong_filtering", "reward_shaping", "reward_scaling", "async_grpo"),
 )
+load = cache(partial(load_config, GRPOMasterConfig))
 
 
 def twin(recipe: Path) -> dict[str, Any]:
     """The method of a GRPO recipe on a tiny model: sections that go on top of grpo_math_cpu.yaml."""
-    values, policy = load_tree(recipe).values, load_config(GRPOMasterConfig, recipe).policy
+    values, policy = load_tree(recipe).values, load(recipe).policy
     grpo = {key: value for key, value in values["grpo"].items() if key in METHOD_KEYS}
     loss = dict(values["loss_fn"])
     sections: dict[str, Any] = {"defaults": str(CONFIGS / "grpo_math_cpu.yaml"), "grpo": grpo, "loss_fn": loss}
@@ -61,7 +63,7 @@ def test_a_recipe_dry_runs(recipe, capsys, monkeypatch) -> None:
 @pytest.mark.parametrize("recipe", GRPO, ids=lambda path: path.stem)
 def test_a_twin_loads_with_the_method_of_its_recipe(recipe, tmp_path) -> None:
     (tmp_path / "twin.yaml").write_text(yaml.safe_dump(twin(recipe)))
-    small, large = load_config(GRPOMasterConfig, tmp_path / "twin.yaml"), load_config(GRPOMasterConfig, recipe)
+    small, large = load(tmp_path / "twin.yaml"), load(recipe)
     assert small.policy.model_name.startswith("tiny:arithmetic")
     assert small.policy.megatron_cfg.enabled == large.policy.megatron_cfg.enabled
     for key in ("async_grpo", "adv_estimator", "use_dynamic_sampling"):
@@ -72,7 +74,7 @@ def test_a_twin_loads_with_the_method_of_its_recipe(recipe, tmp_path) -> None:
 
 def grpo(name: str) -> GRPOMasterConfig:
     (path,) = [path for path in RECIPES if path.stem.startswith(name)]
-    return load_config(GRPOMasterConfig, path)
+    return load(path)
 
 
 def test_the_numbers_of_a_method_hold_together() -> None:
