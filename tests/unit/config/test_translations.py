@@ -11,12 +11,12 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config import translations
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
-from nemo_rl.config.rules import _CLAUSE
+from nemo_rl.config.rules import _CLAUSE, value_of
 from nemo_rl.config.translations import DIFFERENCES, USED
 from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.rewards import find_reward_function, load_reward
 from tests.tables import cases
-from tests.unit.config.run_configs import MASTERS, MINIMAL, problems_of
+from tests.unit.config.run_configs import MASTERS, MINIMAL
 from tools.config_cli import convert
 
 OLD = """\
@@ -100,23 +100,6 @@ def load(folder: Path, text: str, *overrides: str) -> GRPOMasterConfig:
     return load_config(GRPOMasterConfig, path, overrides)
 
 
-def test_one_dataset_for_all_becomes_training_validation_and_defaults(tmp_path, caplog) -> None:
-    config = load(tmp_path, OLD)
-    (dataset,) = config.data.train
-    wanted = {"dataset_name": "OpenMathInstruct-2", "split": "train_1M", "output_key": "expected_answer"}
-    assert {**wanted, "split_validation_size": 0.05, "env_name": "math"}.items() <= dataset.model_dump().items()
-    assert config.data.default.prompt_file == "p.txt"
-    assert (config.checkpointing.metric_name, config.grpo.max_val_samples) == ("val:reward", 256)
-    assert not config.policy.dtensor_cfg.sequence_parallel
-    for part in (
-        "data.dataset_name, data.split",
-        "val_reward is val:reward today",
-        "policy.generation.mcore_generation_config: has no effect: it belongs to what is switched off",
-        "policy.dtensor_cfg.sequence_parallel: false: there is one tensor-parallel rank",
-    ):
-        assert part in caplog.text
-
-
 def test_a_file_of_today_above_an_old_one_has_the_last_word(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(OLD)
     data = load(tmp_path, "defaults: old.yaml\ndata: {train: {dataset_name: DAPOMath17K}}\n").data
@@ -175,17 +158,7 @@ SHORT = {
 def test_each_value_of_the_table(given: tuple[str, ...], expected: str) -> None:
     config = build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, *map(yaml.safe_load, given)))
     for key, value in yaml.safe_load(expected).items():
-        found: Any = config
-        for part in key.split("."):
-            found = found[part] if isinstance(found, dict) else getattr(found, part)
-        assert found == value, key
-
-
-def test_what_is_a_mistake_in_our_own_files_stays_one() -> None:
-    assert "there is one" not in problems_of("policy.dtensor_cfg.sequence_parallel=true")
-    clips = [f"policy.{key}" for key in ("megatron_cfg.enabled=true", "megatron_cfg.optimizer.clip_grad=0.5")]
-    assert "which training clips; set that to 0.5, or this to null" in problems_of(*clips)
-    assert "is no multiple" in problems_of("grpo.val_period=15")
+        assert value_of(config, key) == value, key
 
 
 ROWS = """
@@ -228,9 +201,9 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
     puzzle = {"sliding_puzzle_game": {"cfg": {"game_config": {"size": 4, "shuffle_moves": 6}, "max_moves": 30}}}
     tree = merged(MINIMAL, {"grpo": {"max_rollout_turns": 50}, "data": {"add_system_prompt": False}})
     config = build_config(GRPOMasterConfig, {**tree, "env": puzzle})
-    assert [rows.dataset_name for rows in config.data.train] == ["sliding_puzzle"]
-    assert config.data.train[0].kwargs == {"size": 4, "shuffle_moves": 6}
-    assert config.data.train[0].env_name == "sliding_puzzle_game"
+    [rows] = config.data.train
+    assert (rows.dataset_name, rows.env_name) == ("sliding_puzzle", "sliding_puzzle_game")
+    assert rows.kwargs == {"size": 4, "shuffle_moves": 6}
     of_a_parent = {"data": {"dataset_name": "OpenMathInstruct-2"}, "env": puzzle}
     config = build_config(GRPOMasterConfig, merged(tree, of_a_parent), ["data.train.dataset_name=my:puzzle"])
     assert [rows.dataset_name for rows in config.data.train] == ["my:puzzle"]
@@ -313,9 +286,17 @@ def test_every_condition_of_the_table_can_be_read() -> None:
     assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))
 
 
-def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_path: Path) -> None:
+def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_path: Path, caplog) -> None:
+    """A conversion compares what both files load to."""
     (tmp_path / "old.yaml").write_text(OLD)
     assert convert(tmp_path / "old.yaml") == NEW
+    for remark in (
+        "data.dataset_name, data.split",
+        "val_reward is val:reward today",
+        "policy.generation.mcore_generation_config: has no effect: it belongs to what is switched off",
+        "policy.dtensor_cfg.sequence_parallel: false: there is one tensor-parallel rank",
+    ):
+        assert remark in caplog.text
     child = "defaults: old.yaml  # mine\ngrpo: {num_generations_per_prompt: 8, seed: 7}\ndata:\n  split: other\n"
     (tmp_path / "child.yaml").write_text(child)
     text = convert(tmp_path / "child.yaml")
