@@ -42,9 +42,11 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
 STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "text"),
-    [
+def test_alarms():
+    assert alarms(STALE, 1.05) == [], "samples of older weights disagree by design"
+    assert alarms({"train/token_mult_prob_error": 1.06}, None) == [], "logger.alarms.disagreement is null"
+    assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
+    for metrics, text in (
         ({"train/token_mult_prob_error": 1.06}, "token_mult_prob_error is 1.0600, above 1.05"),
         ({**STALE, "train/weight_version_lag/max": 0.0}, "token_mult_prob_error is 1.2000, above 1.05"),
         ({**STALE, "train/token_mult_prob_error": float("inf")}, "token_mult_prob_error is inf"),
@@ -53,17 +55,12 @@ STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0
         ({"train/baseline_reward/pct_mixed": 0.0}, "no gradient"),
         ({"train/num_failed_samples": 2.0}, "2 episodes failed"),
         ({"train/num_skipped_steps": 1}, "1 optimizer steps were skipped"),
-    ],
-)
-def test_alarms(metrics, text):
-    assert alarms(STALE, 1.05) == [], "samples of older weights disagree by design"
-    assert alarms({"train/token_mult_prob_error": 1.06}, None) == [], "logger.alarms.disagreement is null"
-    assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
-    (alarm,) = alarms(metrics, 1.05)
-    assert text in alarm
-    file = io.StringIO()
-    RunConsole(num_steps=2, file=file).finish_step(1, metrics, 1.05)
-    assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
+    ):
+        (alarm,) = alarms(metrics, 1.05)
+        assert text in alarm
+        file = io.StringIO()
+        RunConsole(num_steps=2, file=file).finish_step(1, metrics, 1.05)
+        assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
 
 
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
