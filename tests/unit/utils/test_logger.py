@@ -24,12 +24,9 @@ from nemo_rl.utils.trackers import RETRY_S, GuardedTracker
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
 
 
-def lines_of(run_dir: Path) -> list[dict]:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    text = (run_dir / "metrics.jsonl").read_text()
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+def lines_of(run: Path) -> list[dict]:
+    """NaN, for one, is no JSON."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_one_line_per_step_with_everything_and_mistakes_are_named(tmp_path):
@@ -59,9 +56,8 @@ def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
     logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
     logger.log_hyperparams({"seed": 1})
     for step in (1, 2):
-        logger.log_metrics({"reward": step / 4}, step, "train")
         logger.log_histogram([1.0, 2.0], step, "train/lengths")
-        logger.finish_step(step)
+        logger.log_metrics({"reward": step / 4}, step, "train", step_finished=True)
     logger.log_samples(ROWS, 4)
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -90,9 +86,8 @@ def test_a_script_logs_with_a_dictionary_as_configuration(tmp_path):
     logger = Logger({"log_dir": str(tmp_path / "logs"), "wandb_enabled": False, "monitor_gpus": False, **of_nemo_rl})
     logger.log_metrics({"loss": torch.tensor(0.5), "n": torch.tensor(3)}, 1, prefix="train")
     logger.log_metrics({"util": 1.0, "ray_step": 7}, 1, prefix="ray", step_metric="ray_step", step_finished=True)
-    assert lines_of(tmp_path / "logs") == [
-        {"step": 1, "train/loss": 0.5, "train/n": 3, "ray/util": 1.0, "ray/ray_step": 7}
-    ]
+    of_step = {"step": 1, "train/loss": 0.5, "train/n": 3, "ray/util": 1.0, "ray/ray_step": 7}
+    assert lines_of(tmp_path / "logs") == [of_step]
     with pytest.raises(ValueError, match="step_metric 'at' is not among the metrics: loss"):
         logger.log_metrics({"loss": 1.0}, 2, step_metric="at")
     with pytest.raises(TypeError, match="not a number"):
@@ -115,14 +110,12 @@ def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
     first = Logger(cfg, folder / "exp_000")
     first.log_hyperparams(PARAMS)
     for step in (1, 2):
-        first.log_metrics({"pass@4": step / 4, "nan": float("nan")}, step, "validation")
         first.log_samples(ROWS, step)
-        first.finish_step(step)
+        first.log_metrics({"pass@4": step / 4, "nan": float("nan")}, step, "validation", step_finished=True)
     first.close()
     second = Logger(cfg, folder / "exp_001", json.loads(json.dumps(first.run_ids)))
     second.log_hyperparams(PARAMS)
-    second.log_metrics({"pass@4": 0.75}, 3, "validation")
-    second.finish_step(3)
+    second.log_metrics({"pass@4": 0.75}, 3, "validation", step_finished=True)
     second.close(DEATH)
     assert second.run_ids == first.run_ids and len(first.run_ids) == 1
     return second
@@ -201,8 +194,7 @@ def test_a_process_of_wandb_that_dies_stops_no_run(tmp_path, caplog):
     [core] = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
     core.kill()
     core.wait()
-    logger.log_metrics({"loss": 1.0}, 1, "train")
-    logger.finish_step(1)
+    logger.log_metrics({"loss": 1.0}, 1, "train", step_finished=True)
     logger.close()
     with suppress(OSError):
         wandb.teardown()  # a later test starts another
@@ -218,8 +210,7 @@ def test_a_full_disk_costs_the_run_its_tensorboard_alone_and_samples_name_the_re
         path.unlink(missing_ok=True)
         path.symlink_to("/dev/full")
     for step in (1, 2):
-        logger.log_metrics({"loss": 1.0}, step, "train")
-        logger.finish_step(step)
+        logger.log_metrics({"loss": 1.0}, step, "train", step_finished=True)
     with pytest.raises(LogError, match=r"validation_step_2\.jsonl: No space left on device\. Free some space there"):
         logger.log_samples(ROWS, 2)
     logger.close()
@@ -245,8 +236,7 @@ def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch)
             logger = Logger(cfg, tmp_path, known := {name: 21 * "a", "trackio": "is off"})
             assert logger.run_ids == known, "a later run goes on there"
             for step in (1, 2):
-                logger.log_metrics({"loss": 1.0}, step, "train")
-                logger.finish_step(step)
+                logger.log_metrics({"loss": 1.0}, step, "train", step_finished=True)
             logger.close()
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
     assert message.startswith(f"{name} cannot be reached and is off for this run; metrics.jsonl has every metric")
