@@ -36,15 +36,14 @@ def test_durations():
 
 
 def test_timeout_tells_before_one_more_iteration_would_be_too_late():
-    now, told = 0.0, []
+    now = 0.0
     checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     now = 20.0
     checker.start_iterations()
-    for _ in range(4):
+    for told in (False, False, True, True):  # of 100 s, an iteration taking 25 s
         now += 25.0
         checker.mark_iteration()
-        told.append(checker.check_save())
-    assert told == [False, False, True, True]  # of 100 s, an iteration taking 25 s
+        assert checker.check_save() == told
     now = 0.0
     checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     checker.start_iterations()
