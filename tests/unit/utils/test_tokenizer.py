@@ -7,11 +7,10 @@ from tests.conversations import answered
 from tests.unit.policy.models import edit_json
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    build_tiny_tokenizer().save_pretrained(path)
-    return path
+@pytest.fixture
+def saved(tmp_path):
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
 
 
 def load(path, chat_template="default", **kwargs):
@@ -22,15 +21,18 @@ def render(tokenizer, **kwargs):
     return tokenizer.apply_chat_template(answered("b", "a"), tokenize=False, **kwargs)
 
 
-def test_a_template_as_text_or_file(saved, tmp_path):
+def test_a_template_is_text_a_file_or_missing(saved):
     text = "{% for m in messages %}({{ m.content }}){% endfor %}"
-    (tmp_path / "t.jinja").write_text(text)
-    assert render(load(saved, text)) == "(a)(b)"
-    assert render(load(saved, str(tmp_path / "t.jinja"))) == "(a)(b)"
+    (saved / "t.jinja").write_text(text)
+    assert render(load(saved, text)) == render(load(saved, str(saved / "t.jinja"))) == "(a)(b)"
     with pytest.raises(FileNotFoundError, match=r"none\.jinja"):
         load(saved, "none.jinja")
     with pytest.raises(ValueError, match="neither default"):
         load(saved, "defualt")
+    (saved / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"policy\.tokenizer\.chat_template"):
+        load(saved)
+    assert render(load(saved, None)) == "ab"
 
 
 def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path):
@@ -43,18 +45,8 @@ def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path
     assert render(load(tmp_path)) == 'thinkx+y"True0.5'
 
 
-def test_a_missing_pad_token_becomes_the_end_token_and_is_said(tmp_path, caplog):
-    build_tiny_tokenizer().save_pretrained(tmp_path)
-    edit_json(tmp_path / "tokenizer_config.json", pad_token=None)
-    tokenizer = load(tmp_path)
+def test_a_missing_pad_token_becomes_the_end_token_and_is_said(saved, caplog):
+    edit_json(saved / "tokenizer_config.json", pad_token=None)
+    tokenizer = load(saved)
     assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
     assert "no pad token" in caplog.text
-
-
-def test_a_missing_template_says_what_to_set(tmp_path):
-    tokenizer = build_tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"policy\.tokenizer\.chat_template"):
-        load(tmp_path)
-    assert render(load(tmp_path, None)) == "ab"
