@@ -18,6 +18,7 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,7 @@ import torch.distributed as dist
 from nemo_rl.refit.layout import NUM_HALVES, TensorMeta
 from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan
 from nemo_rl.refit.shard_sender import ShardExchange
-from tests.unit.refit.shard_cases import (
-    messages_per_bucket,
-    peak_send_bytes,
-    received_bytes,
-    transferred_bytes,
-    whole_shards,
-)
+from tests.unit.refit.shard_cases import messages_per_bucket, peak_send_bytes, received_bytes, transferred_bytes
 
 BLOCK = 128
 
@@ -131,6 +126,13 @@ class Model:
         self.layer.append(layer)
         self.expert.append(expert)
         self.cut.append(cut)
+
+
+def whole_shards(tensors: Sequence[TensorMeta], rank: np.ndarray, tensor: np.ndarray) -> Shards:
+    """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
+    first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
+    zeros = np.zeros(len(tensor), dtype=np.int64)
+    return Shards(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
 
 
 def sources_of(model: Model, sizes: Sizes, layout: Layout) -> Shards:

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +70,6 @@ def random_case(seed: int, world: int = 6, num_tensors: int = 40) -> Case:
     wants = {rank: draw.sample(range(num_tensors), draw.randrange(num_tensors)) for rank in range(world - 1)}
     draw.shuffle(sources)
     return Case(metas, shards_of(sources), wants, [rank // 2 for rank in range(world)])
-
-
-def whole_shards(tensors: Sequence[TensorMeta], rank: np.ndarray, tensor: np.ndarray) -> Shards:
-    """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
-    first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
-    zeros = np.zeros(len(tensor), dtype=np.int64)
-    return Shards(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
 
 
 # -- the cost of a plan

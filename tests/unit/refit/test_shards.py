@@ -11,15 +11,8 @@ import torch.distributed as dist
 from nemo_rl.refit.layout import RefitError, TensorMeta, exported
 from nemo_rl.refit.shard_plan import TRAILER_BYTES, Shards
 from nemo_rl.refit.shard_sender import ExportedShard, ShardExchange, ShardSender
-from tests.unit.refit.shard_cases import (
-    Case,
-    messages_per_bucket,
-    peak_send_bytes,
-    random_case,
-    received_bytes,
-    shards_of,
-    transferred_bytes,
-)
+from tests.unit.refit import shard_cases
+from tests.unit.refit.shard_cases import Case, random_case, shards_of
 from tests.unit.refit.test_weight_transfer import CPU, Link, packing
 from tests.worlds import run_world
 
@@ -37,20 +30,20 @@ def test_receivers_get_what_they_want_in_one_message_of_each_source_for_a_bucket
         plan = random_case(seed).plan(512)
         triples = np.stack([plan.bucket, plan.source, plan.receiver], axis=1)
         assert len(np.unique(triples, axis=0)) == len(triples)
-        assert messages_per_bucket(plan).sum() == (plan.source != plan.receiver).sum()
-        assert received_bytes(plan).tolist() == [plan.layouts[rank].total_bytes for rank in range(plan.world_size)]
+        assert shard_cases.messages_per_bucket(plan).sum() == (plan.source != plan.receiver).sum()
+        assert shard_cases.received_bytes(plan).tolist() == [layout.total_bytes for layout in plan.layouts]
 
 
 def test_a_rank_sends_no_more_at_once_than_two_buckets():
     for bucket_bytes, num_rounds in ((128, 5), (256, 2), (1024, 1)):  # for messages of 144 bytes
         plan = replicated(1, [0] * 6, [1, 2, 3, 4, 5]).plan(bucket_bytes)
         assert plan.num_rounds.tolist() == [num_rounds]
-        assert plan.for_rank(0).send_bytes == peak_send_bytes(plan) <= 2 * bucket_bytes
+        assert plan.for_rank(0).send_bytes == shard_cases.peak_send_bytes(plan) <= 2 * bucket_bytes
 
 
 def test_sources_are_the_rank_itself_then_its_node_and_replicas_share_the_load():
     own = replicated(3, [0, 0, 0], [0, 1, 2]).plan(128)
-    assert (own.source == own.receiver).all() and transferred_bytes(own).sum() == 0
+    assert (own.source == own.receiver).all() and shard_cases.transferred_bytes(own).sum() == 0
     near = replicated(2, [0, 1, 1, 0], [2, 3]).plan(128)
     assert dict(zip(near.receiver.tolist(), near.source.tolist(), strict=True)) == {2: 1, 3: 0}
     shared = replicated(4, [0] * 12, list(range(4, 12))).plan(128)
@@ -69,30 +62,25 @@ def test_equal_for_any_order_of_the_sources():
             assert np.array_equal(value, getattr(second, field.name)), field.name
 
 
-@pytest.mark.parametrize(
-    ("sources", "message"),
-    [
+def test_what_does_not_fit_together_is_refused():
+    for sources, message in (
         ([(0, 0, 0, 0, 4)], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
         ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
         ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], "2 to 4 of dimension 1"),
         ([(0, 0, 0, 0, 9)], "do not tile it from begin to end: 0 to 9 of dimension 0"),
         ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], "rank 0 holds two shards of m.w"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(sources, message):
-    metas = [TensorMeta("m.w", "float32", (8, 4))]
-    with pytest.raises(ValueError, match=message):
-        Case(metas, shards_of(sources), {1: [0]}, [0] * 4).plan(128)
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case([TensorMeta("m.w", "float32", (8, 4))], shards_of(sources), {1: [0]}, [0] * 4).plan(128)
 
 
 def carry(exchanges: list[ShardExchange], bucket: int, halves: list[torch.Tensor]) -> None:
     """What `fill` does on every rank, with messages carried by hand."""
-    device = halves[0].device
     for number in range(len(exchanges[0].plan.rounds[bucket])):
         sent: dict[tuple[int, int], torch.Tensor] = {}
         for rank, exchange in enumerate(exchanges):
             one, begin = exchange.plan.rounds[bucket][number], 0
-            into = torch.empty(exchange.plan.send_bytes, dtype=torch.uint8, device=device)
+            into = halves[rank].new_empty(exchange.plan.send_bytes)
             exchange.pack(one, into)
             for message in one.sends:
                 sent[rank, message.peer] = into[begin : begin + message.nbytes]
@@ -100,8 +88,7 @@ def carry(exchanges: list[ShardExchange], bucket: int, halves: list[torch.Tensor
         for rank, exchange in enumerate(exchanges):
             one = exchange.plan.rounds[bucket][number]
             arrived = [sent[message.peer, rank] for message in one.receives]
-            nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            exchange.unpack(one, torch.cat([nothing, *arrived]), halves[rank])
+            exchange.unpack(one, torch.cat([halves[rank][:0], *arrived]), halves[rank])
     for exchange, half in zip(exchanges, halves, strict=True):
         exchange.copy_within(bucket, half)
 
@@ -119,7 +106,7 @@ def test_every_byte_of_random_layouts_also_of_shards_that_are_cast(bucket_bytes,
             exchanges.append(ShardExchange(plan.for_rank(rank), held.__getitem__, torch.device(device)))
         checked = 0
         for bucket in range(len(plan.num_rounds)):
-            sizes = [exchange.plan.layout.bucket_bytes for exchange in exchanges]
+            sizes = (exchange.plan.layout.bucket_bytes for exchange in exchanges)
             halves = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
             carry(exchanges, bucket, halves)
             for rank, half in enumerate(halves):
@@ -129,7 +116,7 @@ def test_every_byte_of_random_layouts_also_of_shards_that_are_cast(bucket_bytes,
                     expected = wanted[piece.tensor][piece.start : piece.start + piece.nbytes]
                     assert torch.equal(found, expected), layout.tensors[piece.tensor].name
                     checked += piece.nbytes
-        assert checked == received_bytes(plan).sum() > 0
+        assert checked == shard_cases.received_bytes(plan).sum() > 0
 
 
 SHAPES = {
