@@ -1,12 +1,11 @@
 """Packing, fingerprints and buffers, without an engine: the receiver copies into tensors of its own."""
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
 from dataclasses import replace
-from inspect import signature
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -15,21 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from nemo_rl.refit import layout as layouts
 from nemo_rl.refit.buffers import CudaIpcBuffer, SharedMemoryBuffer, attach_buffer, host_key
 from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint
-from nemo_rl.refit.layout import (
-    ALIGNMENT,
-    ExportedTensor,
-    PackLayout,
-    RefitError,
-    Segment,
-    TensorMeta,
-    choose_bucket_bytes,
-    exported,
-    merge,
-)
+from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Segment, TensorMeta, exported
 from nemo_rl.refit.transfer import COMPARISON, Sender, WeightReceiver, WeightSender
 from tests.worlds import run_world
 
@@ -55,7 +44,7 @@ def test_layout_covers_every_byte_once_survives_json_and_keeps_apart_what_is_sen
     for bucket, pieces in enumerate(layout.buckets):
         end = 0
         for piece in pieces:
-            assert piece.offset % ALIGNMENT == 0 and piece.offset >= end, "overlap"
+            assert piece.offset % layouts.ALIGNMENT == 0 and piece.offset >= end, "overlap"
             end = piece.offset + piece.nbytes
             assert end <= layout.bucket_bytes
             assert piece.start == covered[piece.tensor], "pieces of a tensor come in order"
@@ -81,12 +70,12 @@ def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_
 
 
 def test_bucket_size_grows_with_the_model_up_to_a_limit() -> None:
-    sizes = [choose_bucket_bytes([TensorMeta("a", "uint8", (n,))]) for n in (10, 1 << 28, 1 << 34)]
+    sizes = [layouts.choose_bucket_bytes([TensorMeta("a", "uint8", (n,))]) for n in (10, 1 << 28, 1 << 34)]
     assert sizes == [8 << 20, 1 << 24, 128 << 20]
-    assert choose_bucket_bytes([TensorMeta("a", "uint8", (1 << 27,))] * 2) == 1 << 24
+    assert layouts.choose_bucket_bytes([TensorMeta("a", "uint8", (1 << 27,))] * 2) == 1 << 24
     large = [TensorMeta("a", "uint8", (1 << 34,))]
-    assert choose_bucket_bytes(large, device="cuda") == 512 << 20
-    assert choose_bucket_bytes(large, 100 << 20, "cuda") == 100 << 20
+    assert layouts.choose_bucket_bytes(large, device="cuda") == 512 << 20
+    assert layouts.choose_bucket_bytes(large, 100 << 20, "cuda") == 100 << 20
 
 
 @settings(max_examples=60, deadline=None)
@@ -283,13 +272,12 @@ class Model(Link):
 
     def train(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for name in self.tensors:
-            if "." in name:
-                self.tensors[name] = torch.randn(self.tensors[name].shape, generator=generator)
+        adapters = {name: tensor for name, tensor in self.tensors.items() if "." in name}
+        self.tensors |= {name: torch.randn(tensor.shape, generator=generator) for name, tensor in adapters.items()}
 
     def check(self) -> None:
         q, k, o = (
-            merge(self.tensors[name].to(self.dtype), self.tensors[f"{name}.A"], self.tensors[f"{name}.B"], 1.0)
+            layouts.merge(self.tensors[name].to(self.dtype), self.tensors[f"{name}.A"], self.tensors[f"{name}.B"], 1.0)
             for name in ADAPTED
         )
         error = {torch.float32: 1e-6, torch.bfloat16: 1e-1}[self.dtype]  # a rounding of the last bit of bfloat16
@@ -357,30 +345,31 @@ def test_adapters_without_all_of_their_weights_damaged_or_missing_or_for_a_trans
 # -- shared memory
 
 
+def offer(pipe: Connection) -> None:
+    buffer = SharedMemoryBuffer.create(1 << 16)
+    buffer.bytes[7] = 42
+    pipe.send(buffer.endpoint)
+    time.sleep(60)
+
+
 def test_nothing_is_left_when_the_owner_is_killed() -> None:
-    code = """
-import json, sys, time
-from nemo_rl.refit.buffers import SharedMemoryBuffer
-buffer = SharedMemoryBuffer.create(1 << 16)
-buffer.bytes[7] = 42
-print(json.dumps(buffer.endpoint), flush=True)
-time.sleep(60)
-"""
-    before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
-        endpoint = json.loads(owner.stdout.readline())
-        path = f"/proc/{endpoint['pid']}/fd/{endpoint['fd']}"
-        assert os.stat(path).st_mode & 0o777 == 0o600
-        with pytest.raises(PermissionError):  # it cannot be cut under the reader
-            os.truncate(path, 10)
-        with pytest.raises(ConnectionError, match="something else by now"):
-            SharedMemoryBuffer.attach({**endpoint, "token": "00" * 16})
-        reader = SharedMemoryBuffer.attach(endpoint)
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
-        assert reader.bytes[7] == 42, "the mapping outlives the owner"
-        with pytest.raises(ConnectionError, match="no longer offers its weight buffer"):
-            SharedMemoryBuffer.attach(endpoint)
+    before, fork = set(os.listdir("/dev/shm")), multiprocessing.get_context("fork")
+    pipe, theirs = fork.Pipe()
+    owner = fork.Process(target=offer, args=(theirs,), daemon=True)
+    owner.start()
+    endpoint = pipe.recv()
+    path = f"/proc/{endpoint['pid']}/fd/{endpoint['fd']}"
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(PermissionError):  # it cannot be cut under the reader
+        os.truncate(path, 10)
+    with pytest.raises(ConnectionError, match="something else by now"):
+        SharedMemoryBuffer.attach({**endpoint, "token": "00" * 16})
+    reader = SharedMemoryBuffer.attach(endpoint)
+    owner.kill()
+    owner.join()
+    assert reader.bytes[7] == 42, "the mapping outlives the owner"
+    with pytest.raises(ConnectionError, match="no longer offers its weight buffer"):
+        SharedMemoryBuffer.attach(endpoint)
     assert set(os.listdir("/dev/shm")) <= before
 
 
@@ -403,16 +392,6 @@ def test_a_comparison_expects_no_bucket_that_is_sent_only_after_it(version: int,
     receiver.begin(version, targets=None, load=lambda weights: None)
     receiver.receive(0, host_fingerprint(buffer.bytes.data_ptr(), 64).to_bytes(8, "little"))
     assert vars(buffer)["started"] == started
-
-
-def test_torch_rebuilds_memory_of_a_gpu_from_what_is_sent() -> None:
-    """`CudaIpcBuffer` sends some of these arguments, by their places, and adds the others."""
-    names = " ".join(signature(rebuild_cuda_tensor).parameters)
-    assert names == (
-        "tensor_cls tensor_size tensor_stride tensor_offset storage_cls dtype storage_device "
-        "storage_handle storage_size_bytes storage_offset_bytes requires_grad "
-        "ref_counter_handle ref_counter_offset event_handle event_sync_required"
-    )
 
 
 def _read_on_gpu(endpoint: dict[str, object], results: Any) -> None:
