@@ -57,8 +57,7 @@ def test_a_held_device_cannot_be_acquired_unless_it_is_lent() -> None:
             accelerator.acquire("policy")
         with pytest.raises(ValueError, match="broken"), accelerator.lend("generation"):
             raise ValueError("broken")
-    with accelerator.hold("policy"):
-        pass
+    accelerator.acquire("policy")
     assert moves == ["+generation", "-generation", "+policy", "-policy", "+generation", "-generation", "+policy"]
 
 
@@ -74,12 +73,8 @@ def test_a_group_may_be_registered_or_rebuilt_awake_and_none_is_after_a_move_tha
     accelerator.rebuilt("critic")  # its workers died and were started again
     accelerator.acquire("policy")
     assert moves[2:] == ["-policy", "-critic", "+policy"]
-
-    def fail() -> None:
-        raise MemoryError("out of memory")
-
-    accelerator.register("big", fail, lambda: None)
-    with pytest.raises(MemoryError):
+    accelerator.register("big", lambda: 1 / 0, lambda: None)
+    with pytest.raises(ZeroDivisionError):
         accelerator.acquire("big")
     assert accelerator.awake is None
     with pytest.raises(AssertionError, match="'reward' is not registered"):
