@@ -47,9 +47,6 @@ class EchoWorker:
             raise KeyError("missing row")
         time.sleep(60)
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
     def sleep_on(self, rank: int, seconds: float) -> None:
         if rank == self.rank:
             time.sleep(seconds)
