@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+from tests.unit.distributed.test_worker_groups import eventually
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -78,14 +79,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_driver_that_is_killed_leaves_no_process_of_ray():
-    how: Any = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, "-c", KILLED], **how)
+    done = subprocess.run([sys.executable, "-c", KILLED], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     agents = [Path("/proc", pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(agents) >= 2
-    deadline = time.monotonic() + 20  # the agents themselves give up after a minute
-    while any(agent.exists() for agent in agents):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # The agents themselves give up after a minute.
+    assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=20)
 
 
 def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_the_way_in(tmp_path: Path):
