@@ -118,17 +118,14 @@ HF & GENERATION.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
 HF & +GENERATION.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
 HF & grpo.async_grpo.enabled=true -> nothing samples while the policy trains
 RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
-APART & GPUS=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs ge
+APART & GPUS=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs generate, 1 to 7
 APART & GPUS=1 -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
-APART & GPUS=8 & RESOURCES.gpus_per_node=8 -> RESOURCES.gpus_per_node
-       ... 8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise GPUS
 APART & GPUS=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
     -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
 APART & GPUS=2 & RESOURCES.cpu_workers_per_node=1
     -> RESOURCES.cpu_workers_per_node ... the cluster uses GPUs; set RESOURCES.gpus_per_node instead
 APART & GPUS=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
     -> RESOURCES.num_nodes ... 2 of one node (NODES=1) leaves none to train; leave it out
-APART & NODES=4 -> RESOURCES.num_nodes ... is required: how many of the 4 nodes generate, 1 to 3
 APART & NODES=2 & RESOURCES.num_nodes=2
     -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise NODES
 APART & NODES=2 & GPUS=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
@@ -170,7 +167,6 @@ IN_FP8 & CFG.fp8_cfg.fp8_recipe=delayed & CFG.activation_checkpointing=true
 IN_FP8 & GENERATION.backend=megatron -> products in FP8 where the policy's own workers generate
 checkpointing.model_save_format=safetensors -> checkpointing.model_save_format ... set it to torch_save
 GENERATION.backend=hf -> set policy.dtensor_cfg.enabled=true and CFG.enabled=false, or
-GENERATION.backend=megatron & GENERATION.vllm_cfg.tensor_parallel_size=2 -> cut as CFG says
 GENERATION.backend=megatron & CFG.pipeline_model_parallel_size=2 & GPUS=2
     -> pipeline stages where the policy's own workers generate
 policy.router_replay.enabled=true & GENERATION.backend=megatron
