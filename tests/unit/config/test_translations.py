@@ -8,11 +8,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.config import translations
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
-from nemo_rl.config.rules import _CLAUSE, value_of
-from nemo_rl.config.translations import DIFFERENCES, USED
+from nemo_rl.config.rules import value_of
 from nemo_rl.environments.config import CompositeEnvironmentConfig
 from nemo_rl.environments.rewards import find_reward_function, load_reward
 from tests.tables import cases
@@ -276,14 +274,6 @@ def test_numbers_that_differ_at_equal_keys_are_said(given, said, caplog) -> None
     tree = merged(MINIMAL if given[0].startswith(("grpo", "ppo")) else {}, tree, *map(yaml.safe_load, given))
     build_config(MASTERS[given[0].partition(":")[0]], tree)
     assert said in caplog.text
-
-
-def test_every_condition_of_the_table_can_be_read() -> None:
-    tables = (translations.VALUES, translations.VALUES_OF_THEIRS, translations.DEFAULTS_OF_THEIRS)
-    rules = [rule for table in tables for rule in table]
-    assert all(": " in rule and " -> " in rule for rule in rules)
-    conditions = [rule.partition(": ")[2].partition(" -> ")[0] for rule in rules] + [*USED.values(), *DIFFERENCES]
-    assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))
 
 
 def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_path: Path, caplog) -> None:
