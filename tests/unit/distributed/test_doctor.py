@@ -1,8 +1,10 @@
 """The doctor's findings, good and bad, and its remedies."""
 
+import os
 import resource
-import runpy
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,16 +111,17 @@ def test_a_ray_that_does_not_start_is_bad(monkeypatch: pytest.MonkeyPatch) -> No
     assert [finding.text for finding in found] == ["Ray did not start on this machine: the current node timed out."]
 
 
-@pytest.mark.over_20s("starts Ray where it is the first to ask; a worker loads torch")
-def test_the_whole_examination_of_this_machine(ray_local: None, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(doctor, "shutdown_ray", lambda: None)  # of the cluster of other tests
-    status = runpy.run_path(str(ROOT / "examples/doctor.py"))["main"](["--folder", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
+@pytest.mark.over_20s("starts Ray in a process of its own; two workers load torch")
+def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--folder", str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240)
+    lines = finished.stdout.splitlines()
     for subject in ("machine", "GPUs", "versions", "/dev/shm", "open files", f"folder {tmp_path}", "Hugging Face hub"):
-        assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), lines
+        assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), finished.stdout + finished.stderr
     for subject in ("Ray", "clocks"):
         assert any(line.startswith((f"good   {subject}: ", f"remark {subject}: ")) for line in lines)
-    assert status == int(any(line.startswith("bad") for line in lines))
+    assert finished.returncode == int(any(line.startswith("bad") for line in lines))
 
 
 @pytest.mark.over_20s("two workers load torch")
