@@ -72,16 +72,11 @@ def family_config(family: str, **changes: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
 
 
-def random_model(
-    family: str, dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **changes: Any
-) -> PreTrainedModel:
+def random_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Weights with every bias and norm perturbed, so that nothing hides behind 0 or 1."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        family_config(family, **changes), dtype=dtype, attn_implementation=attn_implementation
-    )
-    if model.base_model is model:
-        model.base_model_prefix = "model"
+    config = family_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     perturb(model, 0.05)
     return model.eval()
 
