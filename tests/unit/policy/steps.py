@@ -1,5 +1,6 @@
 """Training steps of a policy worker on made-up rollouts: what the tests of layouts, batching and exactness share."""
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -59,40 +60,33 @@ def megatron_policy(changes: dict[str, Any] | None = None, **megatron: Any) -> P
     return policy_config(**off, **(changes or {}), megatron_cfg=MegatronConfig(enabled=True, **megatron))
 
 
-def make_sample(number: int, mask: np.ndarray, generator: np.random.Generator, *, failed: bool) -> Sample:
-    """Random tokens, of which those in `mask` were sampled, with logprobs of 0."""
-    length, generated, name = len(mask), int(mask.sum()), f"{number // NUM_GENERATIONS}/{number % NUM_GENERATIONS}"
-    reward, status = float(generator.integers(0, 2)), SampleStatus.FAILED if failed else SampleStatus.COMPLETED
-    parts = {"prompt": min(4, length - 1), "generated": generated, "env": length - min(4, length - 1) - generated}
-    return Sample(
-        meta=fakes.sample(reward, status, sample_id=name, **parts),
-        token_ids=generator.integers(2, VOCAB, length),
-        token_mask=mask,
-        generation_logprobs=np.zeros(length, dtype=np.float32),
-    )
+SHORT = {"one": 1, "two": 2, "three": 3}
+"""Kinds of samples with so many tokens altogether."""
+USUAL = (*["answer"] * 6, "failed", *["answer"] * 9)
 
 
-def in_groups(samples: Sequence[Sample]) -> Rollouts:
+def make_groups(kinds: Sequence[str] = USUAL, seed: int = 0) -> Rollouts:
+    """16 samples of `kinds` in turn, random tokens. Those that are not `SHORT` have 6 to 23, 4 of them the prompt: an
+    answer to it, one in two turns ("turns"), nothing sampled ("silent"), and nothing in an episode that failed."""
+    generator, samples = np.random.default_rng(seed), []
+    for number, kind in zip(range(NUM_GROUPS * NUM_GENERATIONS), itertools.cycle(kinds)):
+        length, prompt = (SHORT[kind], 1) if kind in SHORT else (int(generator.integers(6, 24)), 4)
+        mask = (np.arange(length) >= prompt) & (kind not in ("failed", "silent"))
+        if kind == "turns":
+            mask[length // 2 : length // 2 + 2] = False
+        generated, name = int(mask.sum()), f"{number // NUM_GENERATIONS}/{number % NUM_GENERATIONS}"
+        parts = {"prompt": min(4, length - 1), "generated": generated, "env": length - min(4, length - 1) - generated}
+        status = SampleStatus.FAILED if kind == "failed" else SampleStatus.COMPLETED
+        meta = fakes.sample(float(generator.integers(0, 2)), status, sample_id=name, **parts)
+        ids, noise = generator.integers(2, VOCAB, length), generator.normal(-4.0, size=length)
+        logprobs = np.where(mask, noise, 0.0).astype(np.float32)
+        samples.append(Sample(meta=meta, token_ids=ids, token_mask=mask, generation_logprobs=logprobs))
     groups, handles = [], []
     for g in range(NUM_GROUPS):
-        own = list(samples[NUM_GENERATIONS * g :][:NUM_GENERATIONS])
+        own = samples[NUM_GENERATIONS * g :][:NUM_GENERATIONS]
         groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=own))
         handles.append(fakes.handle(*(sample.meta for sample in own), name=str(g), prompt="p", task="t", ref=g))
     return handles, groups
-
-
-def make_groups() -> Rollouts:
-    """16 samples of 6 to 23 tokens, 4 of them the prompt; the episode of "1/2" failed."""
-    generator = np.random.default_rng(0)
-    samples = []
-    for number in range(NUM_GROUPS * NUM_GENERATIONS):
-        length, failed = int(generator.integers(6, 24)), number == 6
-        mask = np.arange(length) >= (length if failed else 4)
-        sample = make_sample(number, mask, generator, failed=failed)
-        noise = -4.0 + generator.normal(size=length)
-        sample.generation_logprobs = np.where(mask, noise, 0.0).astype(np.float32)
-        samples.append(sample)
-    return in_groups(samples)
 
 
 def masks_of(handles: Sequence[GroupHandle]) -> list[list[float]]:

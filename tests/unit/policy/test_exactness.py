@@ -7,11 +7,11 @@ is computed (ranks, micro-batches) is said apart from it, and must not matter.
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -61,29 +61,10 @@ SAMPLINGS = [
     for temperature, k, p in ((1.0, None, 1), (0.7, None, 1), (1.0, 20, 1), (0.9, None, 0.9), (1.2, 40, 0.8))
 ]
 
-_LENGTHS = {"one": 1, "two": 2, "three": 3}
-
 ORDINARY = ("answer", "answer", "turns", "answer", "failed", "turns", "answer", "silent", "answer", "two")
-"""Kinds of samples: an answer to a prompt of 4 tokens, one in two turns, a failed episode, nothing sampled, and one of
-two tokens altogether."""
 
 
-def draw_rollouts(kinds: Sequence[str]) -> steps.Rollouts:
-    """Samples of `kinds` in turn, the long ones of 6 to 23 tokens; generation logprobs are 0."""
-    generator = np.random.default_rng(1)
-    samples = []
-    for number, kind in zip(range(NUM_SAMPLES), itertools.cycle(kinds)):
-        length = _LENGTHS[kind] if kind in _LENGTHS else int(generator.integers(6, 24))
-        mask = np.arange(length) >= (1 if kind in _LENGTHS else 4)
-        if kind == "turns":
-            mask[length // 2 : length // 2 + 2] = False
-        mask &= kind not in ("failed", "silent")
-        samples.append(steps.make_sample(number, mask, generator, failed=kind == "failed"))
-    return steps.in_groups(samples)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """What an answer depends on."""
 
     loss: str
@@ -220,7 +201,7 @@ def draw_case(loss: str) -> Case:
     times = draw.choice([1, 2, 4]) if loss != "on-policy-ratio" else 1
     clip = draw.choice([0.5, 1.0]) if times > 1 else draw.choice([1.0, None])
     sampling = draw.randrange(len(SAMPLINGS))
-    return Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES // times, max_grad_norm=clip)
+    return Case(loss, sampling, NUM_SAMPLES // times, clip)
 
 
 CASES = {loss: draw_case(loss) for loss in LOSSES}
@@ -246,9 +227,8 @@ class Expected:
     def of(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
         bench, rollouts = Bench(path), []
         for sampling in range(len(SAMPLINGS)):
-            case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
-            drawn, generator = draw_rollouts(kinds), np.random.default_rng(sampling)
-            bench.load(case, WHOLE, drawn)
+            drawn, generator = steps.make_groups(kinds, seed=1), np.random.default_rng(sampling)
+            bench.load(Case("grpo", sampling, NUM_SAMPLES, None), WHOLE, drawn)
             logprobs = bench.logprobs()
             for sample in (sample for group in drawn[1] for sample in group.samples):
                 # Those of generation are somewhat off the policy's own.
@@ -302,22 +282,18 @@ def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) 
 
 
 # Nothing to score on a rank, in a micro-batch, in an optimizer step; fewer tokens than chunks.
-ODD = {
-    "of one to three tokens": ("one", "two", "three", "two", "one", "three", "two"),
-    "mostly silent": ("silent", "failed", "silent", "silent", "silent", "answer", "silent", "failed"),
-    "none scored at all": ("silent", "failed", "one"),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("of one to three tokens", "cp"), ("mostly silent", "dp2"), ("none scored at all", "pp")]
+    ("layout", "kinds"),
+    [
+        ("cp", ("one", "two", "three", "two", "one", "three", "two")),
+        ("dp2", ("silent", "failed", "silent", "silent", "silent", "answer", "silent", "failed")),
+        ("pp", ("silent", "failed", "one")),  # none scored at all
+    ],
 )
-def test_samples_with_little_or_nothing_to_score(llama: Path, kind: str, layout: str) -> None:
-    cases = [
-        Case(loss=loss, sampling=sampling, samples_per_step=samples, max_grad_norm=1.0)
-        for loss, sampling, samples in (("grpo", 4, 4), ("gspo", 0, 4), ("kl-in-reward", 1, 8), ("seq-mask-tis", 0, 8))
-    ]
-    odd = run_world(Expected.of, 1, llama, cases, ODD[kind], timeout=300)[0]
+def test_samples_with_little_or_nothing_to_score(llama: Path, layout: str, kinds: tuple[str, ...]) -> None:
+    cases = [Case("grpo", 4, 4, 1.0), Case("gspo", 0, 4, 1.0)]
+    cases += [Case("kl-in-reward", 1, 8, 1.0), Case("seq-mask-tis", 0, 8, 1.0)]
+    odd = run_world(Expected.of, 1, llama, cases, kinds, timeout=300)[0]
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
     odd.assert_same_on(layout, list(zip(odd.outcomes, batchings, strict=True)))
 
@@ -364,8 +340,7 @@ def plain_step(path: Path, case: Case, rollouts: steps.Rollouts) -> tuple[float,
 )
 def test_one_rank_computes_what_transformers_does_sample_by_sample(models, family, losses):
     """`losses`: and the sampling of each."""
-    path, whole = models[family], {"samples_per_step": NUM_SAMPLES, "max_grad_norm": None}
-    cases = [Case(loss=loss, sampling=sampling, **whole) for loss, sampling in losses.items()]
+    path, cases = models[family], [Case(loss, sampling, NUM_SAMPLES, None) for loss, sampling in losses.items()]
 
     def both(rank: int, world: int) -> tuple[Expected, list[tuple[float, dict[str, torch.Tensor]]]]:
         expected = Expected.of(rank, world, path, cases, ORDINARY)
