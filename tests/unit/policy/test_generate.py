@@ -15,14 +15,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
-from nemo_rl.models.policy.generate import (
-    GeneratingWorker,
-    GenerationSettings,
-    SelfGeneratingPolicy,
-    draw_tokens,
-    end_tokens,
-)
+from nemo_rl.models.policy.generate import GeneratingWorker, SelfGeneratingPolicy, draw_tokens, end_tokens
 from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
+from nemo_rl.models.policy.settings import GenerationSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.config.run_configs import build
 from tests.unit.policy.filter_reference import filter_logits
@@ -56,10 +51,10 @@ def make_requests(sampling: SamplingParams = SAMPLING, *, prompts: int = 3, each
     ]
 
 
-def make_worker(path: Path, config: PolicyConfig | None = None, how: Any = None, *, trains: bool = True) -> Any:
+def make_worker(path: Path, config: PolicyConfig | None = None, how: Any = None) -> Any:
     config = config or policy_config()
     kind = MegatronGeneratingWorker if config.megatron_cfg.enabled else GeneratingPolicyWorker
-    worker = kind(config, worker_settings(path, init_optimizer=trains, init_reference_model=trains))
+    worker = kind(config, worker_settings(path, init_reference_model=True))
     worker.prepare_generation(how or settings())
     return worker
 
@@ -164,15 +159,14 @@ def test_what_ends_a_completion_is_its_last_token(models):
 def test_a_model_has_the_end_tokens_that_vllm_reads(tmp_path: Path) -> None:
     LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
     assert end_tokens(str(tmp_path)) == {7}
-    for ends, found in (([5, 6], {5, 6}), (5, {5}), (None, set())):
+    for ends, found in ((5, {5}), (None, set()), ([5, 6], {5, 6})):
         GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path)
         assert end_tokens(str(tmp_path)) == found
-    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
     tokenizer, told = build_tiny_tokenizer(), []
     group = SimpleNamespace(call_all=lambda _, settings: told.append(settings.end_token_ids))
     parts = {"config": build().policy, "model_path": str(tmp_path), "tokenizer": tokenizer, "group": group}
-    prepare: Any = SelfGeneratingPolicy.prepare_generation
-    prepare(SimpleNamespace(**parts))
+    policy: Any = SimpleNamespace(**parts)
+    SelfGeneratingPolicy.prepare_generation(policy)
     assert told == [{tokenizer.eos_token_id, 5, 6}]
 
 
@@ -187,45 +181,33 @@ def test_every_token_gets_its_share_of_the_random_numbers():
     assert draw_tokens(none, replace(SAMPLING, top_k=None, top_p=1.0), edge)[0].tolist() == [300, 400]
 
 
-# -- of Megatron, against those that the model of transformers draws with the same seeds; and of both while they train
-
+# -- while it trains, of both backends, against those that the model of transformers draws with the same seeds
 
 REQUESTS = make_requests(replace(SAMPLING, stop_token_ids=tuple(range(2, 14))))  # rows end at different steps
-SLOW = ("mistral", 1), ("qwen2-tied", 2), ("qwen3-moe", 2)
+SLOW = [("mistral", 1, True), ("qwen2-tied", 2, True), ("qwen3-moe", 2, True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "world"), [("qwen2-tied", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    ("family", "world", "by_megatron"),
+    [("qwen2-tied", 2, False), ("qwen2-tied", 1, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)],
 )
-def test_megatron_has_the_completions_of_the_model_of_transformers(models: Models, family: str, world: int) -> None:
-    path, config = models[family], megatron_policy(tensor_model_parallel_size=world)
-
-    def rank_main(rank: int, _: int) -> dict[str, Completion]:
-        worker = make_worker(path, config, trains=False)
-        assert not any(chunk.buffers for chunk in worker.chunks), "without an optimizer no gradients are kept"
-        worker.residency.offload()
-        worker.residency.onload(with_optimizer=False)
-        return complete(worker, REQUESTS)
-
-    expected = generate(path, REQUESTS)
-    assert len({len(completion.token_ids) for completion in expected.values()}) > 1
-    assert_same(run_world(rank_main, world)[0], expected)
-
-
-@pytest.mark.parametrize(("world", "config"), [(2, policy_config()), (1, megatron_policy(optimizer=SGD))])
-def test_training_goes_on_as_if_nothing_had_been_generated_and_the_next_are_of_its_weights(
-    qwen: Path, tmp_path: Path, world: int, config: PolicyConfig
+def test_training_goes_on_as_if_nothing_had_been_generated_and_completions_are_those_of_transformers(
+    models: Models, tmp_path: Path, family: str, world: int, by_megatron: bool
 ) -> None:
+    path, config = models[family], policy_config()
+    if by_megatron:
+        config = megatron_policy(optimizer=SGD, tensor_model_parallel_size=world)
+
     def rank_main(rank: int, _: int) -> list[dict[str, Completion]]:
         trained, drawn = [], []
         for generates in (False, True):
-            worker = make_worker(qwen, config)
+            worker = make_worker(path, config)
             for _ in range(2):
                 weights = whole_weights(worker)
                 if generates:
-                    drawn.append(complete(worker, REQUESTS if rank == 0 else []))
+                    drawn.append(complete(worker, REQUESTS if worker.mesh.data_rank == 0 else []))
                 trained.append(train_step(worker))
-            if config.megatron_cfg.enabled:
+            if by_megatron:
                 worker.mesh.close()
         assert trained[:2] == trained[2:]
         if rank == 0:
@@ -233,6 +215,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated_and_the_next_are_of_i
         return drawn
 
     first, second = run_world(rank_main, world)[0]
-    shutil.copy(qwen / "config.json", tmp_path)
+    shutil.copy(path / "config.json", tmp_path)
     assert_same(second, generate(tmp_path, REQUESTS))
+    assert len({len(completion.token_ids) for completion in second.values()}) > 1
     assert any(second[name].logprobs != completion.logprobs for name, completion in first.items())

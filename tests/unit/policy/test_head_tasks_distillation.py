@@ -43,6 +43,10 @@ def distill(config: PolicyConfig, teacher_path: Path, student_path: Path, *, tra
     is_megatron = config.megatron_cfg.enabled
     how = {"init_reference_model": False, "init_optimizer": not is_megatron}
     teacher = make_worker(teacher_path, config, **how)
+    if is_megatron:
+        assert not any(chunk.buffers for chunk in teacher.chunks), "without an optimizer no gradients are kept"
+        teacher.residency.offload()
+        teacher.residency.onload(with_optimizer=False)
     load_step(teacher)
     teacher.compute(TopKLogits(K, COMMON), "teacher_topk")
     teacher.compute(LastStates(HIDDEN, config.precision), "teacher_states")
@@ -108,8 +112,7 @@ SLOW = ("megatron pp", "megatron cp")
 @functools.cache
 def trained_alone(teacher_path: Path, student_path: Path) -> list[float]:
     """What one process finds."""
-    paths = teacher_path, student_path
-    return run_world(lambda rank, world: distill(policy_config(), *paths, trains=True)[1], 1)[0]
+    return run_world(lambda *_: distill(policy_config(), teacher_path, student_path, trains=True)[1], 1)[0]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
