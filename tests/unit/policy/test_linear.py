@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,23 +50,16 @@ class Case:
         """States and head of the student (0), which has gradients, or the teacher (1)."""
         random = torch.Generator().manual_seed(2 * self.seed + number)
         rows, hidden = self.vocab + self.padding[number], (16, 24)[number]
-        states, weight, bias = (
-            (self.size * torch.randn(shape, generator=random, dtype=torch.float64))
-            .to(self.dtype)
-            .to(device, dtype)
-            .requires_grad_(number == 0)
-            for shape in [(self.n, hidden), (rows, hidden), (rows,)]
-        )
-        head = OutputHead(
-            weight=weight,
-            bias=bias if self.with_bias else None,
-            transform=self.transform if number == 0 else LogitTransform(scale=0.5),
-            temperature=self.temperature,
-            vocab_size=len(weight),
-            chunk_tokens=self.chunk_tokens,
-            tile_bytes=self.tile_bytes,
-        )
-        return states, head
+
+        def draw(*shape: int) -> torch.Tensor:
+            drawn = self.size * torch.randn(shape, generator=random, dtype=torch.float64)
+            return drawn.to(self.dtype).to(device, dtype).requires_grad_(number == 0)
+
+        states, weight, bias = draw(self.n, hidden), draw(rows, hidden), draw(rows)
+        how = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens, "tile_bytes": self.tile_bytes}
+        how |= {"bias": bias if self.with_bias else None, "vocab_size": rows}
+        transform = self.transform if number == 0 else LogitTransform(scale=0.5)
+        return states, OutputHead(weight=weight, transform=transform, **how)
 
     def indices(self) -> torch.Tensor:
         first = torch.randint(0, self.vocab, (self.n, 1), generator=torch.Generator().manual_seed(self.seed))
@@ -177,6 +170,7 @@ cases = st.builds(
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=50, deadline=None)
 @given(case=cases)
+@example(case=Case(vocab=64, with_bias=True))  # one tile, at most four times as wide as the states, is kept
 def test_values_and_gradients_equal_log_softmax_for_every_tiling(way: str, case: Case) -> None:
     assert_same(way, tiled(way, case), plain(way, case), case)
 
@@ -216,33 +210,19 @@ def test_a_vocabulary_over_ranks_gives_what_one_process_gives(world_size: int) -
         assert_same(way, ([], joined), ([], of_head), case)
 
 
-@pytest.mark.parametrize("k", [1, 40, 60])
-def test_top_k_logits_are_those_of_whole_logits_among_the_first_tokens_on_every_rank(k: int) -> None:
+def test_top_k_logits_are_those_of_whole_logits_among_the_first_tokens_on_every_rank() -> None:
     case = Case(vocab=60, padding=(37, 0), tile_bytes=1 << 11)
     states, head = case.side(0, torch.float32)
-    want = whole_logits(states, head).detach()[:, :60].topk(k, dim=1)
 
-    def rank_main(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return topk_logits(states, shard(head, dist.group.WORLD), k, vocab_size=60)
+    def found(head: OutputHead) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [topk_logits(states, head, k, vocab_size=60) for k in (1, 40, 60)]
 
-    alone = topk_logits(states, replace(head, chunk_tokens=5), k, vocab_size=60)
-    for values, indices in [alone, *run_world(rank_main, 2)]:
-        assert_close(values, want.values, 2e-6)
-        assert torch.equal(indices, want.indices)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_a_tiny_vocabulary_is_computed_once_and_its_backward_pass_may_run_twice(chunk_tokens: int | None) -> None:
-    """Logits in one tile, at most four times as wide as the states, are kept; others are computed again."""
-    case = Case(vocab=64, with_bias=True, chunk_tokens=chunk_tokens)
-    assert_same("sampled", tiled("sampled", case), plain("sampled", case), case)
-    states, head = case.side(0, torch.float32)
-    logprobs = linear_logprobs(states, head, case.targets())
-    assert logprobs.grad_fn is not None
-    kept = [tensor.shape for tensor in logprobs.grad_fn.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
-    assert ((case.n, case.vocab) in kept) == (chunk_tokens is None)
-    first, second = (torch.autograd.grad(logprobs.sum(), [states, head.weight], retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    ranks = run_world(lambda rank, world: found(shard(head, dist.group.WORLD)), 2)
+    for each in [found(replace(head, chunk_tokens=5)), *ranks]:
+        for values, indices in each:
+            want = whole_logits(states, head).detach()[:, :60].topk(values.shape[1], dim=1)
+            assert_close(values, want.values, 2e-6)
+            assert torch.equal(indices, want.indices)
 
 
 def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together() -> None:
@@ -294,28 +274,27 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_of_tokens_by_vocabulary_is_made() -> None:
-    case = Case(n=512, vocab=20_000, k=4)
+    case = Case(n=256, vocab=10_000, k=4, tile_bytes=1 << 18)
     states, head = case.side(0, torch.float32)
     for way, filters in (("sampled", {}), ("chosen", {}), ("kl", {}), ("sampled", {"top_k": 20})):
         with LargestTensor() as largest:
             tiled(way, replace(case, padding=(0, 5), **filters))
-        bound = max(24 * (case.vocab + 5), (4 if filters else 1) * (1 << 20) // 4)
-        assert largest.numel <= bound < 512 * case.vocab // 8, way
+        bound = max(24 * (case.vocab + 5), (4 if filters else 1) * case.tile_bytes // 4)
+        assert largest.numel <= bound < case.n * case.vocab // 8, way
     with LargestTensor() as largest:  # the measuring sees what it must
         (states @ head.weight.t()).log_softmax(-1)
-    assert largest.numel == 512 * case.vocab
+    assert largest.numel == case.n * case.vocab
 
 
 def test_tiles_are_sized_by_the_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch holds 2 GiB of it. Where ranks must choose alike, the least."""
-    gib = 1 << 30
-    for name, value in {"memory_reserved": 5 * gib, "memory_allocated": 3 * gib}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    cuda, gib = torch.device("cuda"), 1 << 30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * gib)
     for free_gib, mib in ((1, 128), (14, 256), (100, 512)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free_gib: (free * gib, 140 * gib))
-        sizes = [tile_bytes_on(torch.device(kind), is_equal=False) for kind in ("cuda", "cpu")]
-        assert sizes == [mib << 20, 32 << 20]
-        assert tile_bytes_on(torch.device("cuda"), is_equal=True) == 128 << 20
+        assert [tile_bytes_on(cuda, is_equal=equal) >> 20 for equal in (False, True)] == [mib, 128]
+    assert tile_bytes_on(torch.device("cpu"), is_equal=False) == 32 << 20
 
 
 @pytest.mark.gpu
@@ -335,8 +314,6 @@ def test_on_a_gpu_values_and_gradients_are_those_of_the_cpu(way: str, dtype: tor
 
 SIZES = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 WARM = SamplingParams(max_new_tokens=0, temperature=0.7)
-
-
 HEADS = {
     "gemma2": {"final_logit_softcapping": 3.0},
     "gemma3_text": {"final_logit_softcapping": 3.0},
