@@ -1,6 +1,7 @@
 """Adapters: which layers, their values under every sharding, PEFT's format, and a worker that trains them."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.models.policy import peft_format
@@ -19,13 +18,11 @@ from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.dtensor.model import recompute_activations
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.refit.buffers import attach_buffer
-from nemo_rl.refit.layout import Segment
-from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import SHAPE, edit_json
 from tests.unit.policy.steps import PACKED, load_step, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import PP, TP
+from tests.unit.refit.test_weight_transfer import Link
 from tests.worlds import run_world
 
 RANK = 3  # divides by no number of ranks
@@ -59,50 +56,45 @@ def logits(hf: Any) -> torch.Tensor:
     return hf(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
 
 
+def layers(hf: nn.Module) -> list[str]:
+    """The last parts of the names of adapted layers."""
+    return [name.rpartition(".")[2] for name, _ in lora.adapters(hf)]
+
+
 def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained() -> None:
     hf = qwen2()
     names = apply_lora(hf, lora_config())
-    assert len(names) == 2 * len(PROJECTIONS)
-    assert {name.rpartition(".")[2] for name in names} == set(PROJECTIONS)
-    assert type(hf.lm_head) is nn.Linear
+    assert layers(hf) == PROJECTIONS * 2
     trained = {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
     assert trained == {f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")}
-    assert all(lora.is_adapter(name) == (name in trained) for name, _ in hf.named_parameters())
     assert {name for name, _ in hf.named_parameters()} - trained == {name for name, _ in qwen2().named_parameters()}
     hf = lora.adapted_model(Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_experts=4), lora_config())
-    assert {name.rpartition(".")[2] for name, _ in lora.adapters(hf)} == set(PROJECTIONS[:4])
+    assert set(layers(hf)) == set(PROJECTIONS[:4])
     assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name), "experts stay frozen"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"target_modules": ["q_proj", "mlp.down_proj"]}, ["q_proj", "down_proj"] * 2),
-        ({"target_modules": ["model.layers.0.*"], "exclude_modules": ["*.mlp.*"]}, PROJECTIONS[:4]),
-        ({"target_modules": ["*"], "exclude_modules": ["lm_head"]}, PROJECTIONS * 2),
-    ],
-)
-def test_layers_are_named_by_their_last_parts_or_a_pattern(settings: dict[str, Any], expected: list[str]) -> None:
-    cfg = lora_config(match_all_linear=False, **settings)
-    lora.adapted_model(qwen2_config(), cfg)
-    assert [name.rpartition(".")[2] for name in apply_lora(qwen2(), cfg)] == expected
+def test_layers_are_named_by_their_last_parts_or_a_pattern() -> None:
+    for expected, targets, excluded in (
+        (["q_proj", "down_proj"] * 2, ["q_proj", "mlp.down_proj"], []),
+        (PROJECTIONS[:4], ["model.layers.0.*"], ["*.mlp.*"]),
+        (PROJECTIONS * 2, ["*"], ["lm_head"]),
+    ):
+        cfg = lora_config(match_all_linear=False, target_modules=targets, exclude_modules=excluded)
+        assert layers(lora.adapted_model(qwen2_config(), cfg)) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_do_not_go_with_the_model_are_refused_without_weights() -> None:
+    for settings, message in (
         ({"target_modules": ["qproj"]}, r"target_modules: 'qproj' .*did you mean 'q_proj'.*\n.*down_proj \(2\)"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["mpl.*"]}, "exclude_modules: 'mpl"),
         ({"target_modules": ["lm_head"]}, "output head, which cannot be adapted.*tied to the embeddings"),
         ({"target_modules": ["*"]}, "add lm_head to .*exclude_modules"),
         ({"target_modules": ["k_proj"], "dim": 33}, "dim=33 is more than the full rank 32 of k_proj; set .*dim=32"),
         ({"match_all_linear": True, "exclude_modules": ["*_proj"]}, "leaves no layer to adapt"),
-    ],
-)
-def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(settings, message):
-    cfg = lora_config(**{"match_all_linear": False} | settings)
-    with pytest.raises(ValueError, match=message):
-        lora.adapted_model(qwen2_config(tie_word_embeddings=True), cfg)
+    ):
+        cfg = lora_config(**{"match_all_linear": False} | settings)
+        with pytest.raises(ValueError, match=message):
+            lora.adapted_model(qwen2_config(tie_word_embeddings=True), cfg)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +107,12 @@ def test_initial_values_follow_their_distribution_seed_and_name(init: str, devia
     def draw(name: str, seed: int) -> torch.Tensor:
         model = nn.ModuleDict({name: LoRALinear(nn.Linear(1024, 512), cfg.dim, cfg.alpha, cfg.dropout)})
         lora.init_adapters(model, cfg, seed)
-        [(_, module)] = lora.adapters(model)
-        assert not module.lora_B.any()
-        return module.lora_A.detach()
+        return model.get_parameter(f"{name}.lora_A").detach()
 
     drawn = draw("one", 1)
     assert drawn.std().item() == pytest.approx(deviation, rel=0.05)
     assert torch.equal(drawn, draw("one", 1))
-    assert not torch.equal(drawn, draw("other", 1))
-    assert not torch.equal(drawn, draw("one", 2))
+    assert not any(torch.equal(drawn, other) for other in (draw("other", 1), draw("one", 2)))
 
 
 def test_dropout_acts_in_training_passes_only_and_recomputed_activations_see_that_of_the_first() -> None:
@@ -145,27 +134,6 @@ def test_dropout_acts_in_training_passes_only_and_recomputed_activations_see_tha
 
     for mode in ("full", "selective"):
         torch.testing.assert_close(gradient(mode), gradient(False), rtol=1e-5, atol=1e-5)
-
-
-def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
-    def run(rank: int, size: int) -> None:
-        found = []
-        for kept in (torch.float32, torch.bfloat16):
-            hf = adapted(lora_config())
-            for parameter in hf.parameters():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(kept)
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fully_shard(hf, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
-            dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in hf.parameters()}
-            assert dtypes == {(True, torch.float32), (False, kept)}
-            output = logits(hf)
-            output.float().square().sum().backward()
-            grads: list[Any] = [p.grad for p in hf.parameters() if p.grad is not None]
-            found.append([output.detach(), *(grad.full_tensor() for grad in grads)])
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-    run_world(run, 2)
 
 
 def saved(directory: Path, **settings: Any) -> Path:
@@ -200,53 +168,47 @@ def check(directory: Path, config: Qwen2Config | None = None, **settings: Any) -
     peft_format.check_peft_adapter(directory, lora.adapted_model(config or qwen2_config(), cfg), cfg, "hub/tiny")
 
 
+def assert_told(parts: Sequence[str], directory: Path, config: Qwen2Config | None = None, **settings: Any) -> None:
+    with pytest.raises(ValueError) as raised:
+        check(directory, config, **settings)
+    assert [part for part in parts if part not in str(raised.value)] == [], str(raised.value)
+
+
 def test_an_adapter_of_this_run_passes_the_check_and_all_that_would_compute_something_else_is_told(tmp_path):
     file = saved(tmp_path)
     check(tmp_path)
     edit_json(file, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
     check(tmp_path)
     edit_json(file, peft_version="new")
-    with pytest.raises(ValueError, match="peft_version='new' is no version"):
-        check(tmp_path)
+    assert_told(["peft_version='new' is no version"], tmp_path)
     edit_json(file, use_dora=True, use_rslora=True, bias="lora_only", rank_pattern={"q_proj": 4})
     edit_json(file, something_new={"x": 1}, init_lora_weights="pissa", peft_version="1.0.0", peft_type="VERA", r=None)
-    with pytest.raises(ValueError) as raised:
-        check(tmp_path)
-    for part in (
-        *("bias='lora_only'", "rank_pattern=", "something_new=", "r is missing", "peft_type='VERA' is not LORA"),
-        *("use_dora=True is not implemented\n", "use_rslora=True", "peft_version=1.0.0 is newer"),
-        "init_lora_weights='pissa' changes the base weights",
-    ):
-        assert part in str(raised.value)
+    told = ["bias='lora_only'", "rank_pattern=", "something_new=", "r is missing", "peft_type='VERA' is not LORA"]
+    told += ["use_dora=True is not implemented\n", "use_rslora=True", "peft_version=1.0.0 is newer"]
+    assert_told([*told, "init_lora_weights='pissa' changes the base weights"], tmp_path)
 
 
 def test_all_differences_from_the_run_are_listed(tmp_path: Path) -> None:
     file = saved(tmp_path, match_all_linear=False, target_modules=["q_proj", "k_proj"])
     edit_json(file, base_model_name_or_path="hub/other")
-    with pytest.raises(ValueError) as raised:
-        check(tmp_path, dim=4, alpha=8.0, match_all_linear=False, target_modules=["q_proj", "v_proj"])
-    for part in (
+    told = [
         "rank 3, policy.dtensor_cfg.lora_cfg.dim=4",
         "alpha 7, policy.dtensor_cfg.lora_cfg.alpha=8",
         "base model 'hub/other', model_name='hub/tiny'",
         "2 layers without an adapter there: model.layers.0.self_attn.v_proj, model.layers.1",
         "2 layers without an adapter here: model.layers.0.self_attn.k_proj, model.layers.1",
-    ):
-        assert part in str(raised.value)
+    ]
+    assert_told(told, tmp_path, dim=4, alpha=8.0, match_all_linear=False, target_modules=["q_proj", "v_proj"])
 
 
-def test_adapters_of_other_shapes_and_missing_or_damaged_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no adapter in PEFT's format: adapter_config.json is missing"):
-        check(tmp_path)
-    file = saved(tmp_path)
-    with pytest.raises(ValueError, match=r"gate_proj.lora_B.weight has shape \[96, 3\], the model needs \[80, 3\]"):
-        check(tmp_path, qwen2_config(intermediate_size=80))
+def test_adapters_of_other_shapes_and_damaged_files_are_told(tmp_path: Path) -> None:
+    file, narrow = saved(tmp_path), qwen2_config(intermediate_size=80)
+    assert_told(["gate_proj.lora_B.weight has shape [96, 3], the model needs [80, 3]"], tmp_path, narrow)
     weights = tmp_path / "adapter_model.safetensors"
     whole = weights.read_bytes()
     for damaged, half in ((weights, whole[:1000]), (file, b"{")):
         damaged.write_bytes(half)
-        with pytest.raises(ValueError, match="damaged adapter"):
-            check(tmp_path)
+        assert_told(["damaged adapter"], tmp_path)
         weights.write_bytes(whole)
 
 
@@ -278,29 +240,41 @@ def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return directory, run_world(two_calls, 2)[0]
 
 
+def computed(worker: Any, column: str) -> torch.Tensor:
+    return torch.cat([row.columns[column] for row in worker.rows.values()])
+
+
 def test_the_reference_is_the_model_it_began_with(llama, trained):
-    def columns(adapter: dict[str, str]) -> list[torch.Tensor]:
-        worker, seen = make_worker(llama, config_of(adapter)), []
+    def rank_main(rank: int, world: int) -> None:
+        for adapter in ({}, {"adapter_path": str(trained[0] / "policy" / "adapter")}):
+            worker, references = make_worker(llama, config_of(adapter)), []
+            load_step(worker)
+            worker.compute(Logprobs(), "start")
+            start = computed(worker, "start")
+            for _ in range(2):
+                train_step(worker)
+                references.append(computed(worker, "reference_policy_logprobs"))
+            assert torch.equal(*references)
+            assert (references[0] - start).abs().max() < 1e-6
+            worker.compute(Logprobs(), "end")
+            assert (computed(worker, "end") - references[1]).abs().max() > 1e-3
 
-        def keep(column: str) -> None:
-            seen.append(torch.cat([row.columns[column] for row in worker.rows.values()]))
+    run_world(rank_main, 1)
 
-        load_step(worker)
-        worker.compute(Logprobs(), "prev_logprobs")
-        keep("prev_logprobs")
-        for _ in range(2):
-            train_step(worker)
-            keep("reference_policy_logprobs")
-        worker.compute(Logprobs(), "prev_logprobs")
-        keep("prev_logprobs")
-        return seen
 
-    adapters: list[dict[str, str]] = [{}, {"adapter_path": str(trained[0] / "policy" / "adapter")}]
-    [both] = run_world(lambda rank, world: [columns(adapter) for adapter in adapters], 1)
-    for start, before, after, policy in both:
-        assert torch.equal(before, after)
-        assert (before - start).abs().max() < 1e-6
-        assert (policy - after).abs().max() > 1e-3
+def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_bits_of_float32_weights(llama: Path) -> None:
+    def rank_main(rank: int, world: int) -> None:
+        dtypes, logprobs = [], []
+        for layout in (config_of().dtensor_cfg, DTensorConfig()):
+            worker = make_worker(llama, policy_config(precision="bfloat16", dtensor_cfg=layout))
+            dtypes.append({p.dtype for stage in worker.stages for p in stage.parameters() if not p.requires_grad})
+            load_step(worker)
+            worker.compute(Logprobs(), "logprobs")
+            logprobs.append(computed(worker, "logprobs"))
+        assert dtypes == [{torch.bfloat16}, set()]
+        assert torch.equal(*logprobs)
+
+    run_world(rank_main, 2)
 
 
 def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_for_peft_and_to_begin_with(llama, trained):
@@ -332,26 +306,19 @@ def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama, wor
     def synced(rank: int, world: int) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
         worker = make_worker(llama, config_of({"refit": "adapter"}, **directions))
-        settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
-        description = worker.prepare_refit(settings)
-        layout, receiver = worker.sender.layout, None
+        worker.prepare_refit({"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096})
+        layout = worker.sender.layout
         assert layout.num_base_buckets > 0
-        if rank == 0:
-            buffer = attach_buffer("packed_shm", description["endpoints"], worker.device)
-            receiver = WeightReceiver(layout, "packed_shm", buffer)
-        own = {meta.name: torch.zeros(meta.shape) for meta in layout.weights}
-        targets = [[Segment(tuple(tensor.shape), tensor.stride(), 0, tensor)] for tensor in own.values()]
+        link = Link(worker.sender) if rank == 0 else None
         for first in (0, layout.num_base_buckets):
             train_step(worker)
-            if receiver is not None:
-                receiver.begin(first, targets=targets, load=None)
-            for bucket in range(first, len(layout.buckets)):
-                packed = worker.pack(bucket)
-                if receiver is not None:
-                    receiver.receive(bucket, packed["fingerprints"])
+            if link is not None:
+                link.sync(first, first)
+            else:
+                for bucket in range(first, len(layout.buckets)):
+                    worker.pack(bucket)
             merged = whole_weights(worker)
-            if receiver is not None:
-                receiver.finish()
-                assert_near(own, merged)
+            if link is not None:
+                assert_near(link.own, merged)
 
     run_world(synced, world)
