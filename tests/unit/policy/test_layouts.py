@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp-gpipe-dp2": ("llama", 4, cut(**{PP: 2}, pipeline=PipelineConfig(schedule="gpipe"))),
     "pp-one-micro-batch": ("llama", 2, cut(**{PP: 2}) | {"train_micro_batch_size": 8}),
     "offloaded": ("llama", 2, steps.PACKED | cut(cpu_offload=True)),
-    "plan in words": ("qwen3", 2, planned("plan_of", **{SP: True})),
+    "plan in words, tp-cp": ("qwen3", 4, planned("plan_of", **{SP: True, CP: 2})),
     "plan that gathers": ("llama", 2, planned("GATHERED", **{SP: True})),
     "plan in styles": ("llama", 2, planned("STYLES")),
     # What other families have: experts, tied embeddings, windows, fused matrices, norms of heads, biases.
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "phi3-lora-tp": ("phi3+lora", 2, ALIKE | cut(**{TP: 2, SP: True}, lora_cfg=ADAPTERS)),
 }
 SLOW = {
-    *("moe-ep-hsdp-recompute", "moe-ep-tp", "moe-ep-tp-cp", "phi-tp"),
+    *("moe-ep-hsdp-recompute", "qwen2-tied-tp-cp", "moe-ep-tp", "moe-ep-tp-cp", "phi-tp"),
     *("phi3-tp", "latent-tp", "plan that gathers", "plan in styles", "lora-cp-recompute", "lora-pp-tp"),
     *("deep-interleaved-padded-dp2", "moe-pp-ep"),
 }
