@@ -4,9 +4,7 @@ A `Case` is what the answer depends on: the loss, the sampling, the rollouts, th
 is computed (ranks, micro-batches) is said apart from it, and must not matter.
 """
 
-import itertools
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -181,9 +179,8 @@ def assert_same(got: Outcome, want: Outcome) -> None:
             assert float((grad - theirs[name]).abs().max()) <= TOLERANCE * size, name
 
 
-UNCUT = "one rank"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    UNCUT: (1, {}),
+    "one rank": (1, {}),
     "hsdp": (4, {"dp_replicate_size": 2}),
     "tp-sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "cp": (2, {"context_parallel_size": 2}),
@@ -191,28 +188,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
 }
 ALIKE = {"tp-sp": {"make_sequence_length_divisible_by": 48}}  # DTensor takes seconds to plan for shapes of its own
-CUT = ["hsdp", "tp-sp", "cp", "pp"]  # share the losses; test_layouts.py has more layouts, with one loss
-DEAL = [*CUT, "hsdp", "cp", "pp"]  # fewer to the layout that takes longest
 
-
-def draw_case(loss: str) -> Case:
-    """Several optimizer steps from the same weights amplify a difference; clipped gradients keep that below 1."""
-    draw = random.Random(f"{loss} 0")
-    times = draw.choice([1, 2, 4]) if loss != "on-policy-ratio" else 1
-    clip = draw.choice([0.5, 1.0]) if times > 1 else draw.choice([1.0, None])
-    sampling = draw.randrange(len(SAMPLINGS))
-    return Case(loss, sampling, NUM_SAMPLES // times, clip)
-
-
-CASES = {loss: draw_case(loss) for loss in LOSSES}
-
-
-def dealt(layout: str) -> list[tuple[str, str]]:
-    """(loss, batching) of a layout: losses go round the cut layouts."""
-    draw = random.Random(layout)
-    turns = zip(LOSSES, itertools.cycle(DEAL), strict=False)
-    losses = draw.sample(list(LOSSES), 6) if layout == UNCUT else [loss for loss, mine in turns if mine == layout]
-    return [(loss, draw.choice(list(BATCHINGS))) for loss in losses]
+# Several optimizer steps from the same weights amplify a difference; clipped gradients keep that below 1.
+DEALT = {
+    Case("grpo", 3, 4, 1.0): {"hsdp": "packed", "one rank": "one by one"},
+    Case("dapo", 4, 4, 0.5): {"tp-sp": "threes padded"},
+    Case("gspo", 3, 4, 0.5): {"cp": "threes padded"},
+    Case("cispo", 0, 4, 0.5): {"pp": "dynamic padded", "one rank": "packed"},
+    Case("reinforce", 1, 8, 0.5): {"hsdp": "one by one", "one rank": "one by one"},
+    Case("on-policy-ratio", 2, 16, 1.0): {"cp": "packed alike", "one rank": "one by one"},
+    Case("dr-grpo", 4, 16, 1.0): {"pp": "packed alike"},
+    Case("k3-unclamped", 2, 16, None): {"hsdp": "packed alike", "one rank": "packed alike"},
+    Case("tis", 3, 4, 0.5): {"tp-sp": "packed alike"},
+    Case("seq-mask-tis", 3, 4, 1.0): {"cp": "packed alike", "one rank": "threes padded"},
+    Case("kl-in-reward", 4, 16, 1.0): {"pp": "dynamic padded"},
+}
+"""Layouts share the losses, each with a batching there; test_layouts.py has more layouts, with one loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,13 +211,13 @@ class Expected:
     """The rollouts of each sampling, and what cases come to on one rank with one padded micro-batch per step."""
 
     path: Path
-    rollouts: list[steps.Rollouts]
+    rollouts: dict[int, steps.Rollouts]
     outcomes: dict[Case, Outcome]
 
     @classmethod
     def of(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> "Expected":
-        bench, rollouts = Bench(path), []
-        for sampling in range(len(SAMPLINGS)):
+        bench, rollouts = Bench(path), {}
+        for sampling in {case.sampling for case in cases}:
             drawn, generator = steps.make_groups(kinds, seed=1), np.random.default_rng(sampling)
             bench.load(Case("grpo", sampling, NUM_SAMPLES, None), WHOLE, drawn)
             logprobs = bench.logprobs()
@@ -234,7 +225,7 @@ class Expected:
                 # Those of generation are somewhat off the policy's own.
                 values = logprobs[sample.sample_id].numpy() + generator.normal(scale=0.3, size=len(sample.token_ids))
                 sample.generation_logprobs = np.where(sample.token_mask, values, 0.0).astype(np.float32)
-            rollouts.append(drawn)
+            rollouts[sampling] = drawn
         outcomes = {case: bench.step(case, WHOLE, rollouts[case.sampling]) for case in cases}
         return cls(path=path, rollouts=rollouts, outcomes=outcomes)
 
@@ -259,15 +250,13 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> "Expected":
-    return run_world(Expected.of, 1, llama, list(CASES.values()), ORDINARY, timeout=300)[0]
+    return run_world(Expected.of, 1, llama, list(DEALT), ORDINARY, timeout=300)[0]
 
 
 def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
     """Ratios are clipped, weights are out of bounds, the reference differs: no case is equal for want of anything."""
-    assert {loss for layout in CUT for loss, _ in dealt(layout)} == LOSSES.keys()
-    assert {batching for layout in (UNCUT, *CUT) for _, batching in dealt(layout)} == BATCHINGS.keys()
-    assert {case.sampling for case in CASES.values()} == set(range(len(SAMPLINGS)))
-    assert {case.samples_per_step for case in CASES.values()} == {4, 8, 16}
+    assert {case.loss for case in DEALT} == LOSSES.keys()
+    assert {batching for how in DEALT.values() for batching in how.values()} == BATCHINGS.keys()
     for case, outcome in expected.outcomes.items():
         loss, metrics, moves = LOSSES[case.loss], outcome.result.metrics, case.samples_per_step < NUM_SAMPLES
         assert case.loss not in ("dapo", "gspo", "cispo") or (moves and metrics["clip_fraction"] > 0.02), case
@@ -276,9 +265,9 @@ def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
         assert 0 < metrics["num_valid_samples"] < NUM_SAMPLES
 
 
-@pytest.mark.parametrize("layout", [UNCUT, *CUT])
+@pytest.mark.parametrize("layout", ["one rank", "hsdp", "tp-sp", "cp", "pp"])
 def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) -> None:
-    expected.assert_same_on(layout, [(CASES[loss], batching) for loss, batching in dealt(layout)])
+    expected.assert_same_on(layout, [(case, how[layout]) for case, how in DEALT.items() if layout in how])
 
 
 # Nothing to score on a rank, in a micro-batch, in an optimizer step; fewer tokens than chunks.
