@@ -11,17 +11,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.attention import (
-    ATTENTION,
-    OTHER_MIXERS,
-    PACKABLE_ARCHITECTURES,
-    CuSeqlens,
-    attention,
-    attention_implementation,
-    can_share_prompts,
-    moved,
-    unpackable_reason,
-)
+from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.attention import ATTENTION, CuSeqlens, attention_implementation, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.token_mixers import isolate_sequences
 from tests.unit.policy import models
@@ -37,7 +28,7 @@ FAMILIES = {
     "gemma3": AutoConfig.for_model("gemma3_text", **SHAPE, **MIXED),
     "mistral": AutoConfig.for_model("mistral", **SHAPE, sliding_window=5),
     "gemma2": AutoConfig.for_model("gemma2", **SHAPE, **MIXED, attn_logit_softcapping=2.0),  # is not packed
-    **{name: family_config(name) for name in ("gpt_oss", "glm4_moe", *OTHER_MIXERS)},
+    **{name: family_config(name) for name in ("gpt_oss", "glm4_moe", *attention.OTHER_MIXERS)},
 }
 LENGTHS = [19, 1, 2, 70, 7, 7, 7, 30, 1, 1, 4]
 
@@ -108,7 +99,7 @@ def test_states_and_gradients_equal_those_of_each_sequence_alone_and_leak_withou
         assert (leaked - expected)[LENGTHS[0] :].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if can_share_prompts(FAMILIES[family])])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if attention.can_share_prompts(FAMILIES[family])])
 def test_a_shared_prompt_gives_the_states_and_gradients_of_whole_sequences(family):
     prompts = [ids for ids, _ in sequences([9, 4, 9, 6])]  # one sequence has the last for itself
     answers = iter(sequences([5, 1, 12, 5, 3, 7, 2, 6]))
@@ -148,7 +139,7 @@ def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, val
     key = torch.randn(1, key_heads, sum(key_lengths), 8, generator=generator)
     value = torch.randn(1, key_heads, sum(key_lengths), value_width, generator=generator)
     how = {"scaling": 0.3, "sliding_window": window, "cu_seqlens": cu_seqlens}
-    out, _ = attention(nn.Identity(), query, key, value, None, **how)
+    out, _ = attention.attention(nn.Identity(), query, key, value, None, **how)
 
     # Softmax under one mask over all queries and keys of the row.
     blocks = []
@@ -222,7 +213,7 @@ def shrunk(model_type: str) -> PretrainedConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(PACKABLE_ARCHITECTURES))
+@pytest.mark.parametrize("model_type", sorted(attention.PACKABLE_ARCHITECTURES))
 def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type):
     config = shrunk(model_type)
     sees = model_type.endswith("_vl_text")  # judged with the tower around it
@@ -252,12 +243,12 @@ def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window, sinks)
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
-        segments, grads = moved(cu_seqlens, lambda tensor: tensor.to(device)), grad.to(device, compute)
+        segments, grads = attention.moved(cu_seqlens, lambda tensor: tensor.to(device)), grad.to(device, compute)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             how = {"scaling": 0.3, "sliding_window": window, "s_aux": inputs[3] if sinks else None}
-            out, _ = attention(nn.Identity(), *inputs[:3], None, cu_seqlens=segments, **how)
+            out, _ = attention.attention(nn.Identity(), *inputs[:3], None, cu_seqlens=segments, **how)
             out.backward(grads)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -271,6 +262,6 @@ def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window, sinks)
 @pytest.mark.gpu
 def test_on_a_gpu_a_padded_batch_with_a_window_equals_the_cpu():
     query = torch.randn(3, 4, 33, 64).bfloat16()
-    out, _ = attention(nn.Identity(), query.cuda(), query.cuda(), query.cuda(), None, sliding_window=5)
-    expected, _ = attention(nn.Identity(), *[query.float()] * 3, None, sliding_window=5)
+    out, _ = attention.attention(nn.Identity(), query.cuda(), query.cuda(), query.cuda(), None, sliding_window=5)
+    expected, _ = attention.attention(nn.Identity(), *[query.float()] * 3, None, sliding_window=5)
     assert (out.cpu().float() - expected).norm() <= 2e-2 * expected.norm()
