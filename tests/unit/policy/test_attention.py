@@ -234,12 +234,8 @@ def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type
 def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window, sinks):
     cu_seqlens = CuSeqlens.of([19, 1, 2, 7, 7, 30], [19, 1, 12, 7, 9, 30])
     generator = torch.Generator().manual_seed(0)
-    states = [
-        torch.randn(1, heads, sum(lengths), 64, generator=generator).to(dtype)
-        for heads, lengths in ((4, cu_seqlens.query_lengths), (2, cu_seqlens.key_lengths), (2, cu_seqlens.key_lengths))
-    ]
-    states += [torch.randn(4, generator=generator).to(dtype)] if sinks else []
-    grad = torch.randn(1, sum(cu_seqlens.query_lengths), 4, 64, generator=generator).to(dtype)
+    shapes = [(1, 4, 66, 64), (1, 2, 78, 64), (1, 2, 78, 64), *([(4,)] if sinks else [])]
+    *states, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in (*shapes, (1, 66, 4, 64)))
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
