@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.refit import sync as refit
 from nemo_rl.refit.layout import PackLayout, RefitError, TensorMeta
 from nemo_rl.refit.sync import REFIT, Refit
+from tests.unit.config.run_configs import CONFIGS
+from tests.unit.rollouts.engines import error
 
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 LAYOUT = PackLayout.build([TensorMeta("w", "float32", (4,))], 1 << 20)
-
-
-def error(kind: type[WorkerError], worker: str, exception_type: str = "") -> WorkerError:
-    return kind(f"{worker} failed", worker=worker, rank=0, method="m", exception_type=exception_type)
 
 
 @dataclass
@@ -58,13 +54,10 @@ class Generation:
     weights_follow: bool = False
     workers: Sequence[str] = ("a", "b")
 
-    def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self, *, clear_cache: bool) -> list[int]:
+    def start_weight_update(self, *_: Any, **__: Any) -> list[int]:
         return []
 
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[int]:
-        return []
+    init_weight_transfer = receive_bucket_async = start_weight_update
 
     def wait(self, futures: Sequence[Any]) -> None:
         if self.fails is not None:

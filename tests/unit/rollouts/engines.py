@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, Prompt, SamplingParams, StopReason
 
@@ -22,6 +22,10 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
+
+
+def error(kind: type[WorkerError], worker: str, exception_type: str = "") -> WorkerError:
+    return kind(f"{worker} failed", worker=worker, rank=0, method="m", exception_type=exception_type)
 
 
 def group_request(number: int, num_generations: int = 1, *, name: str = "g", **prompt: Any) -> GroupRequest:
@@ -60,12 +64,9 @@ class FakeReplica:
         self.aborted: list[str] = []
         self.is_dead = False
         self.is_silent = False  # like a stopped process
+        self.call = self
         self._answers: list[GenerationAnswer] = []
         self._wake = asyncio.Event()
-
-    @property
-    def call(self) -> FakeReplica:
-        return self
 
     def remote(self, method: str, *args: Any) -> asyncio.Future[Any]:
         return asyncio.ensure_future(self._call(method, *args))

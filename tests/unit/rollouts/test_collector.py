@@ -14,7 +14,7 @@ from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from tests.fakes import handle, sample
-from tests.unit.rollouts.engines import group_request
+from tests.unit.rollouts.engines import error, group_request
 
 
 class Handle(str):
@@ -53,14 +53,13 @@ class FakeGroup:
     generations: list[list[str]] = field(default_factory=list)
 
     def start_one(self, index: int, method: str, asked: Any, *groups: Any) -> str:
+        self.num_calls += 1
         if method == "with_groups":  # asks for metrics
-            self.num_calls += 1
             return method
         names = [request if isinstance(request, str) else request.group_id for request in asked]
         self.asked += [name for name in names if name not in self.under_way]  # others are asked for again
         self.under_way.update(names)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
-        self.num_calls += 1
         return f"{self.num_calls}:{','.join(names)}"
 
     def call_one(self, index: int, method: str, workers: Any, *groups: Any) -> Any:
@@ -95,8 +94,7 @@ class OverFakes(RolloutCollector):
         self._unused, self._keeper = deque(), Keeper()
         self._accelerator = Accelerator(exclusive=False)
         self._accelerator.register(GENERATION, lambda: None, lambda: None)
-        self.group = group
-        self.groups = [group]
+        self.group, self.groups = group, [group]
         self.restart_generation = lambda: ["engine, started again"]
         self.on_new_generation = self.abandon_requests = None
         self._generation_workers: list[Any] = ["engine"]
@@ -114,10 +112,6 @@ def requests(num: int) -> list[GroupRequest]:
 
 def played(collector: RolloutCollector, num: int, in_flight: int) -> list[str]:
     return [str(handle) for handles in collector.stream(iter(requests(num)), in_flight) for handle in handles]
-
-
-def error(kind: type[WorkerError], worker: str, exception_type: str = "") -> WorkerError:
-    return kind(f"{worker} failed", worker=worker, rank=0, method="collect", exception_type=exception_type)
 
 
 def test_so_many_are_under_way_and_all_come_back():
