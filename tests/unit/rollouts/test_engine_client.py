@@ -62,10 +62,8 @@ async def test_a_request_that_nobody_waits_for_takes_no_slot_of_the_engine(wait)
 async def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
     class Refuses(FakeReplica):
         async def drain(self) -> list[GenerationAnswer]:
-            return [
-                GenerationAnswer(request_id=request.request_id, failure_type="ValueError", failure="too long")
-                for request in self.asked
-            ]
+            why = {"failure_type": "ValueError", "failure": "too long"}
+            return [GenerationAnswer(request_id=request.request_id, **why) for request in self.asked]
 
     with pytest.raises(RequestFailed, match="generation-0: too long"):
         await ask(engines_of(Refuses()), [1])
