@@ -9,17 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
-from nemo_rl.types import (
-    Completion,
-    DatumSpec,
-    EnvironmentStep,
-    GenerationRequest,
-    RenderedObservation,
-    Sample,
-    SampleStatus,
-    SamplingParams,
-    StopReason,
-)
+from nemo_rl.types import Completion, EnvironmentStep, RenderedObservation, SampleStatus, SamplingParams, StopReason
 from tests.conversations import user
 
 
@@ -29,9 +19,9 @@ class FakeEngine:
 
     turns: list[list[int]]
     experts: set[int] = field(default_factory=set)  # turns that return experts
-    asked: list[GenerationRequest] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
 
-    async def __call__(self, request: GenerationRequest, on_tokens: Any = None) -> Completion:
+    async def __call__(self, request: Any, on_tokens: Any = None) -> Completion:
         turn, room = len(self.asked), request.sampling.max_new_tokens
         self.asked.append(request)
         tokens = self.turns[turn][:room]
@@ -60,34 +50,23 @@ class FakeEnvironment:
         return EnvironmentStep(reward=reward, **{**says, **more})
 
 
-def play(
-    engine: FakeEngine, env: FakeEnvironment, *, stop_strings: list[str] | None = None, **limits: int | None
-) -> Sample:
+def play(engine: FakeEngine, env: FakeEnvironment, *, stop_strings: list[str] | None = None, **limits: Any) -> Any:
     async def render(observation: dict[str, Any], **_: Any) -> RenderedObservation:
         return RenderedObservation([90, 91], [], observation["content"])
 
-    datum: DatumSpec = {
+    datum: Any = {
         "message_log": [{"role": "system", "content": "s", "token_ids": [1, 2]}, {**user("u"), "token_ids": [3]}],
-        "length": 3,
-        "extra_env_info": {"ground_truth": "4"},
-        "loss_multiplier": 1.0,
-        "idx": 0,
+        "length": 3, "extra_env_info": {"ground_truth": "4"}, "loss_multiplier": 1.0, "idx": 0,
         "stop_strings": stop_strings,
-    }
+    }  # fmt: skip
     most: Any = {"max_turns": 5, "max_total_tokens": 100, **limits}
-    return asyncio.run(
-        run_episode(
-            datum,
-            sample_id="g/0",
-            generate=engine,
-            env_step=env,
-            decode=lambda ids: " ".join(map(str, ids)),
-            render=render,
-            sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
-            limits=EpisodeLimits(**most),
-            seed_of_turn=lambda turn: 1000 + turn,
-        )
-    )
+    episode = run_episode(
+        datum, sample_id="g/0", generate=engine, env_step=env, render=render, seed_of_turn=lambda turn: 1000 + turn,
+        decode=lambda ids: " ".join(map(str, ids)),
+        sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
+        limits=EpisodeLimits(**most),
+    )  # fmt: skip
+    return asyncio.run(episode)
 
 
 def test_turns_alternate_and_only_the_models_tokens_carry_loss():
