@@ -23,20 +23,18 @@ def taken(buffer: ReplayBuffer, num: int, version: int) -> list[str] | None:
 def test_by_arrival_a_slow_group_holds_nobody_up_until_it_is_due():
     buffer = ReplayBuffer(groups_per_step=1, max_age=2, open_steps=2, order="arrival")
     buffer.dispatch(requests(0, 2), 0)
-    buffer.finish([handle(name="1")])
-    assert taken(buffer, 1, 0) == ["1"]
-    buffer.dispatch(requests(2, 1), 1)
-    buffer.finish([handle(name="2")])
-    assert taken(buffer, 1, 1) == ["2"]
-    buffer.dispatch(requests(3, 1), 2)
+    for version in range(2):  # group 0 is slow
+        buffer.finish([handle(name=f"{version + 1}")])
+        assert taken(buffer, 1, version) == [f"{version + 1}"]
+        buffer.dispatch(requests(version + 2, 1), version + 1)
     buffer.finish([handle(name="3")])
     assert taken(buffer, 1, 2) is None, "group 0 is from version 0: now or never"
     buffer.finish([handle(name="0")])
     assert taken(buffer, 1, 2) == ["0"] and taken(buffer, 1, 3) == ["3"]
     buffer = ReplayBuffer(groups_per_step=1, max_age=3, open_steps=3, order="arrival")
     buffer.dispatch(requests(0, 3), 0)
-    for name in ("2", "1"):
-        buffer.finish([handle(name=name)])
+    buffer.finish([handle(name="2")])
+    buffer.finish([handle(name="1")])
     assert taken(buffer, 1, 0) == ["2"], "it came first"
 
 
@@ -56,10 +54,8 @@ def test_none_too_old_none_lost_none_twice(per_step, max_age, open_steps, order,
         steps = min(open_steps, max_age + 1)
         return ReplayBuffer(groups_per_step=per_step, max_age=max_age, open_steps=steps, order=order)
 
-    buffer = make()
-    dispatched_at: dict[str, int] = {}
-    playing: list[str] = []
-    trained: list[str] = []
+    buffer, dispatched_at = make(), dict[str, int]()
+    playing, trained = list[str](), list[str]()
     for version in range(20):
         while len(buffer.groups) + per_step <= buffer.capacity:
             new = requests(len(dispatched_at), per_step)
