@@ -23,18 +23,7 @@ from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.group_keeper import PARCEL_BYTES, KeeperLost, Parcel, parcels_of
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
-from nemo_rl.types import (
-    Completion,
-    DatumSpec,
-    EnvironmentStep,
-    GenerationRequest,
-    GroupHandle,
-    ImageSpan,
-    Prompt,
-    RenderedObservation,
-    RolloutGroup,
-    SampleStatus,
-)
+from nemo_rl.types import DatumSpec, EnvironmentStep, ImageSpan, Prompt, RenderedObservation, RolloutGroup, SampleStatus
 from nemo_rl.utils.timer import BusyTime, GenerationUse
 from tests.unit.environments.http_servers import served
 from tests.unit.rollouts.engines import FakeReplica, group_request, in_loop, numbers
@@ -47,18 +36,11 @@ class Game:
     """Goes on for three turns."""
 
     says: Any = "go on"
-    name: str = "game"
 
     async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
-        return EnvironmentStep(
-            observation={"role": "environment", "content": self.says},
-            reward=1.0,
-            terminated=sum(message["role"] == "assistant" for message in message_log) == TURNS,
-            metadata=None,
-        )
-
-    async def metrics(self, samples: Any) -> dict[str, float]:
-        return {}
+        seen = {"role": "environment", "content": self.says}
+        is_over = sum(message["role"] == "assistant" for message in message_log) == TURNS
+        return EnvironmentStep(observation=seen, reward=1.0, terminated=is_over, metadata=None)
 
 
 class Keeper:
@@ -83,22 +65,19 @@ def process(prompt: Prompt) -> DatumSpec:
 
 def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[RolloutWorker, Keeper]:
     settings = RolloutWorkerSettings(
-        process=process,
-        survives_text=bool,
+        process=process, survives_text=bool, open_images=open_images, run_seed=1,
         decode=lambda ids: " ".join(map(str, ids)),
         render=lambda observation, **_: RenderedObservation([4], [], "go on"),
         connect_environments=lambda: {"t": Game()},
         limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
-        run_seed=1,
-        open_images=open_images,
-    )
+    )  # fmt: skip
     keeper = Keeper()
     return RolloutWorker(settings, replicas, keeper), keeper
 
 
-async def ended(playing: RolloutWorker, requests: Sequence[GroupRequest]) -> dict[str, GroupHandle]:
+async def ended(playing: RolloutWorker, requests: Sequence[GroupRequest]) -> dict[str, Any]:
     """Handles by group id, of calls that go on until all groups have ended."""
-    found: dict[str, GroupHandle] = {}
+    found: dict[str, Any] = {}
     while missing := [request for request in requests if request.group_id not in found]:
         found |= {handle.group_id: handle for handle in await playing.collect(missing)}
     return found
@@ -113,7 +92,7 @@ async def test_a_group_that_ends_is_handed_over_while_others_go_on_and_a_death_c
     """The engine never answers the last turn of the second group, and dies meanwhile."""
     whole = 2 + 3 * (TURNS - 1)  # the prompt has 2 tokens, every turn adds 3
 
-    def answers(request: GenerationRequest) -> Completion | None:
+    def answers(request: Any) -> Any:
         is_last = request.prompt_token_ids[1] == 3 and len(request.prompt_token_ids) == whole
         return None if is_last else numbers(request)
 
