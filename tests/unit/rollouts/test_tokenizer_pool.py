@@ -15,7 +15,7 @@ from nemo_rl.types import Example, ExampleMeta, Prompt
 
 @dataclass(frozen=True)
 class Characters:
-    """A token per character. Notes the rows in `log`; row "end" ends its process, once."""
+    """A token per character. Notes the rows in `log`."""
 
     log: Path
     pair: bool = False
@@ -26,17 +26,11 @@ class Characters:
             log.write(f"{prompt.prompt_id} {os.getpid()}\n")
         if text == "wrong":
             raise ValueError(f"row {prompt.prompt_id}: column text is wrong")
-        if text == "end" and not self.log.with_suffix(".ended").exists():
-            self.log.with_suffix(".ended").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         ends = ["/chosen", "/rejected"] if self.pair else [""]
         ids, mask = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32), np.ones(len(text), bool)
         examples = [Example(sample_id=prompt.prompt_id + end, token_ids=ids, token_mask=mask) for end in ends]
         lengths = (len(ids),) * len(ends)
         return examples, ExampleMeta(prompt_id=prompt.prompt_id, index=0, lengths=lengths, num_loss_tokens=len(ids))
-
-    def made(self):
-        return [line.split()[0] for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
 
 def prompts(texts):
@@ -63,7 +57,7 @@ def test_a_worker_takes_what_it_knows_from_the_cache(tmp_path):
     batch = prompts(["one", "two", "three"])
     first = worker.make_rows(batch[:2])
     again = TokenizerWorker(make, partial(TokenCache, "f", tmp_path)).make_rows(batch)
-    assert make.made() == ["d:0", "d:1", "d:2"]
+    assert [line.split()[0] for line in make.log.read_text().splitlines()] == ["d:0", "d:1", "d:2"]
     for ([example], meta), ([known], same) in zip(first, again[:2], strict=True):
         assert meta == same and example.token_ids.tolist() == known.token_ids.tolist()
 
@@ -80,18 +74,13 @@ def test_batches_are_made_in_order_and_a_dead_worker_is_replaced(ray_local, tmp_
         assert [row.index for row in handles[2].rows] == [0, 2, 4, 6, 8, 10]
         assert len({line.split()[1] for line in make.log.read_text().splitlines()}) == 2
 
-        # Two batches are under way, and a worker dies in one: both come out whole.
-        dies = ["a", "b", "end", "d"]
-        one, other = pool.start(prompts(texts)), pool.start(prompts(dies))
-        assert read(pool.finish(other)) == [(f"d:{i}", text, text) for i, text in enumerate(dies)]
-        assert read(pool.finish(one)) == whole
-
-        # It dies after it has answered: its rows are lost with it.
-        pending = pool.start(prompts(["x", "y"]))
+        # Two batches are under way, and a worker dies after it has answered, with its rows: both come out whole.
+        one, other = pool.start(prompts(texts)), pool.start(prompts(["x", "y"]))
         pid = pool._workers[0].members[0].identity.pid
         pool._workers[0].wait(pool._workers[0].start_all("is_alive"))
         os.kill(pid, signal.SIGKILL)
-        assert read(pool.finish(pending)) == [("d:0", "x", "x"), ("d:1", "y", "y")]
+        assert read(pool.finish(other)) == [("d:0", "x", "x"), ("d:1", "y", "y")]
+        assert read(pool.finish(one)) == whole
 
         with pytest.raises(ValueError, match=r"^row d:0: column text is wrong$"):
             pool.finish(pool.start(prompts(["wrong"])))
