@@ -45,12 +45,12 @@ async def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
 
 def test_top_k_and_top_p_bound_what_is_drawn():
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
-    for sampling, kept in (
-        (SamplingParams(max_new_tokens=1, top_k=2), 2),
-        (SamplingParams(max_new_tokens=1, top_p=0.5), 1),
-        (SamplingParams(max_new_tokens=1, top_k=2, top_p=0.7), 1),  # of the two that top-k leaves
+    for kept, how in (
+        (2, {"top_k": 2}),
+        (1, {"top_p": 0.5}),
+        (1, {"top_k": 2, "top_p": 0.7}),  # of the two that top-k leaves
     ):
-        drawn = {draw(logits, sampling, generator) for _ in range(50)}
+        drawn = {draw(logits, SamplingParams(max_new_tokens=1, **how), generator) for _ in range(50)}
         assert {token for token, _ in drawn} == set(range(kept))
         assert sum(torch.tensor(logprob).exp().item() for _, logprob in drawn) == pytest.approx(1.0)
 

@@ -1,7 +1,6 @@
 """Agents play episodes over real HTTP, with a made-up engine: their conversations, their samples, their ends."""
 
 import asyncio
-import math
 import os
 import socket
 import sys
@@ -28,21 +27,12 @@ from nemo_rl.environments.code.sandbox.isolation import landlock_abi
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import Session, SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
-from nemo_rl.types import (
-    Completion,
-    DatumSpec,
-    EnvironmentStep,
-    GenerationRequest,
-    Prompt,
-    Sample,
-    SampleStatus,
-    SamplingParams,
-)
+from nemo_rl.types import DatumSpec, EnvironmentStep, GenerationRequest, Prompt, Sample, SampleStatus, SamplingParams
 from tests.conversations import assistant, user
 from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.environments.http_servers import served
 from tests.unit.rollouts.engines import completion, in_loop, request_of
-from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, Engine, settings, spelled, tokens
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, Engine, client_at, settings, spelled, tokens
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -111,12 +101,8 @@ def play(
     return asyncio.run(main())
 
 
-def client_of(task: AgentTask, url: str = "") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url or task.base_url, api_key=task.api_key, max_retries=0)
-
-
 async def ask(task: AgentTask, messages: Any, url: str = "", **more: Any) -> str:
-    async with client_of(task, url) as client:
+    async with client_at(url or task.base_url, task.api_key) as client:
         answer = await client.chat.completions.create(model=task.model, messages=messages, **more)
         return answer.choices[0].message.content or ""
 
@@ -140,44 +126,39 @@ def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
     first, second = (request.prompt_token_ids for request in engine.asked)
     assert sample.meta.status is SampleStatus.COMPLETED and sample.meta.reward == 0.5 and not sample.branches
     assert sample.token_ids[: len(second)].tolist() == second and sample.meta.num_prompt_tokens == len(first)
-    assert text_of(sample.token_ids[~sample.token_mask].tolist()) == (
-        "<|user|>1+2<eos><|assistant|><|user|>and?<eos><|assistant|>"
-    )
+    others = sample.token_ids[~sample.token_mask].tolist()
+    assert text_of(others) == "<|user|>1+2<eos><|assistant|><|user|>and?<eos><|assistant|>"
     assert np.unique(sample.generation_logprobs[sample.token_mask]).tolist() == [-0.5]
     last = len(sample.token_ids) - len(second)
     assert [turn.num_generated_tokens for turn in sample.meta.turns] == [sample.token_mask.sum() - last, last]
     assert {request.sampling.temperature for request in engine.asked} == {1.0}, "the run decides, not the agent"
 
 
-def asks_and(outcome: Any) -> Any:
-    """An agent that asks once, then raises, waits for or returns `outcome`."""
-
-    async def agent(task: AgentTask) -> Any:
-        await ask(task, task.messages)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return await outcome.wait() if isinstance(outcome, asyncio.Event) else outcome
-
-    return agent
+async def asks_and(outcome: Any, task: AgentTask) -> Any:
+    """An agent that asks once, then raises or returns `outcome`."""
+    await ask(task, task.messages)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-async def says_nothing(task: AgentTask) -> float:
-    return 1.0
+def assert_failed(sample: Sample, status: SampleStatus, reason: str) -> None:
+    assert sample.meta.status is status and not sample.meta.has_reward and not sample.token_mask.any()
+    assert reason in str(sample.meta.failure) and sample.sample_id in str(sample.meta.failure)
 
 
 def test_an_agent_without_an_outcome_has_no_reward():
-    outcomes = {
-        (SampleStatus.AGENT_CRASHED, "KeyError: 'tool'"): asks_and(KeyError("tool")),
-        (SampleStatus.AGENT_HUNG, "time_limit_s=8"): asks_and(asyncio.Event()),
-        (SampleStatus.AGENT_SILENT, "without a call"): says_nothing,
-        (SampleStatus.FAILED, "gave no reward"): asks_and(None),
-        (SampleStatus.AGENT_CRASHED, "finite"): asks_and(float("nan")),
-        (SampleStatus.AGENT_CRASHED, "{'calls': inf}"): asks_and({"reward": 1.0, "metrics": {"calls": math.inf}}),
-    }
-    *played, well = play(*outcomes.values(), asks_twice, time_limit_s=8)
-    for number, ((status, reason), failed) in enumerate(zip(outcomes, played, strict=True)):
-        assert failed.meta.status is status and not failed.meta.has_reward and not failed.token_mask.any()
-        assert reason in str(failed.meta.failure) and f"g/{number}" in str(failed.meta.failure)
+    endless = {"reward": 1.0, "metrics": {"calls": float("inf")}}
+    cases = [
+        (SampleStatus.AGENT_CRASHED, "KeyError: 'tool'", partial(asks_and, KeyError("tool"))),
+        (SampleStatus.AGENT_SILENT, "without a call", lambda task: 1.0),
+        (SampleStatus.FAILED, "gave no reward", partial(asks_and, None)),
+        (SampleStatus.AGENT_CRASHED, "finite", partial(asks_and, float("nan"))),
+        (SampleStatus.AGENT_CRASHED, "{'calls': inf}", partial(asks_and, endless)),
+    ]
+    *played, well = play(*(agent for *_, agent in cases), asks_twice)
+    for failed, (status, reason, _) in zip(played, cases, strict=True):
+        assert_failed(failed, status, reason)
     assert well.meta.reward == 0.5
 
 
@@ -188,11 +169,11 @@ def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
                 await ask(task, task.messages)
         return 1.0
 
-    for limits, num_calls, text in (
-        ({"max_calls": 3}, 3, "has made its 3 calls"),
-        ({"max_tokens": 2}, 1, "has sampled its 2 tokens"),
+    for key, limit, num_calls, text in (
+        ("max_calls", 3, 3, "has made its 3 calls"),
+        ("max_tokens", 2, 1, "has sampled its 2 tokens"),
     ):
-        [sample] = play(partial(asks_on, text), **limits)
+        [sample] = play(partial(asks_on, text), **{key: limit})
         assert sample.meta.status is SampleStatus.TRUNCATED and sample.meta.hit_turn_limit
         assert len(sample.rows) == num_calls
 
@@ -200,7 +181,7 @@ def test_calls_beyond_a_limit_are_refused_and_the_rest_is_trained():
 async def branches_with_rewards(task: AgentTask) -> float:
     """Two calls of different prompts; the second is rewarded by itself."""
     await ask(task, task.messages)
-    async with client_of(task) as client:
+    async with client_at(task.base_url, task.api_key) as client:
         second = await client.chat.completions.create(model="any", messages=[user("7")])
     assert await posted(task, task.reward_url, reward=2.0, answer=second.id) == 200
     assert await posted(task, task.reward_url, reward=2.0, answer="unknown") == 404
@@ -270,16 +251,15 @@ def test_a_command_finds_its_session_in_its_environment(monkeypatch: pytest.Monk
     sample = command(COMMAND)
     assert sample.meta.failure is None and sample.meta.reward == 0.75 and sample.meta.num_turns == 1
     assert time.monotonic() - started < 50
-    failing, greedy = command(COMMAND, env_vars={"FAIL": "1"}), command(GREEDY, memory_mib=128)
-    for failed, reason in ((failing, "status 1: no tool"), (greedy, "MemoryError")):
-        assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
+    assert_failed(command(COMMAND, env_vars={"FAIL": "1"}), SampleStatus.AGENT_CRASHED, "status 1: no tool")
+    assert_failed(command(GREEDY, memory_mib=128), SampleStatus.AGENT_CRASHED, "MemoryError")
 
 
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path):
     pid = tmp_path / "pid"
     child = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); "
     hung = command(child + "time.sleep(60)", paths=[str(tmp_path)], time_limit_s=4)
-    assert hung.meta.status is SampleStatus.AGENT_HUNG
+    assert_failed(hung, SampleStatus.AGENT_HUNG, "time_limit_s=4")
     assert eventually(lambda: not alive(int(pid.read_text())))
 
 
@@ -304,9 +284,7 @@ def test_an_isolated_command_reaches_its_session_and_no_other(tmp_path: Path):
     """Neither another program, nor its file, its environment or its port; its own folder and session it does."""
     secret = tmp_path / "task.json"
     secret.write_text("key")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         arguments = [str(secret), str(os.getpid()), str(other.getsockname()[1])]
         closed = command(CURIOUS, *arguments, network=False)
         trusted = command(CURIOUS, *arguments, isolate=False)
@@ -338,8 +316,8 @@ def test_a_service_is_posted_its_task():
     with served({"/tasks": service}) as url:
         (sample, odd, refused) = (play(url=f"{url}/tasks")[0] for _ in answers)
     assert sample.meta.reward == 0.25 and tasks[0].row == {"expected_answer": "3"}
-    for failed, reason in ((odd, "not points"), (refused, "409: it cannot")):
-        assert failed.meta.status is SampleStatus.AGENT_CRASHED and reason in str(failed.meta.failure)
+    assert_failed(odd, SampleStatus.AGENT_CRASHED, "not points")
+    assert_failed(refused, SampleStatus.AGENT_CRASHED, "409: it cannot")
     assert [(task.episode, task.seed) for task in tasks] == [("g/0", 0)] * 3
 
 
@@ -379,9 +357,8 @@ def test_a_session_is_closed_to_others_and_after_its_end():
 def test_a_request_that_is_open_when_its_episode_ends_is_told_so():
     asked = asyncio.Event()
     late: list[asyncio.Task[str]] = []
-    statuses: list[int] = []
 
-    async def never(request: GenerationRequest, on_tokens: Any = None) -> Completion:
+    async def never(request: GenerationRequest, on_tokens: Any = None) -> Any:
         asked.set()
         return await asyncio.get_running_loop().create_future()
 
@@ -390,15 +367,14 @@ def test_a_request_that_is_open_when_its_episode_ends_is_told_so():
         await asked.wait()
         return 1.0
 
-    async def patient(task: AgentTask) -> float:
+    async def patient(task: AgentTask) -> None:
         await asked.wait()
-        with pytest.raises(openai.APIStatusError, match="this episode has ended") as told:
-            await late[0]
-        statuses.append(told.value.status_code)
-        return 1.0
+        await asyncio.wait(late)
 
     play(hasty, patient, engine=never)
-    assert statuses == [410]
+    with pytest.raises(openai.APIStatusError, match="this episode has ended") as told:
+        late[0].result()
+    assert told.value.status_code == 410
 
 
 def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversation():
@@ -406,7 +382,7 @@ def test_the_key_alone_finds_the_session_and_every_way_in_is_the_same_conversati
 
     async def asks_everywhere(task: AgentTask) -> float:
         root = task.base_url.partition("/s/")[0]
-        async with client_of(task, f"{root}/v1") as client:
+        async with client_at(f"{root}/v1", task.api_key) as client:
             items: Any = [user("1+2")]
             first: Any = await client.chat.completions.create(model="any", messages=items)
             items += [assistant(first.choices[0].message.content), user("and?")]
@@ -429,7 +405,7 @@ async def test_a_request_that_failed_leaves_its_seed_to_the_next_and_not_to_one_
     seeds: list[int] = []
     wait = asyncio.Event()
 
-    async def generate(request: GenerationRequest, on_tokens: Any = None) -> Completion:
+    async def generate(request: GenerationRequest, on_tokens: Any = None) -> Any:
         seeds.append(request.seed)
         if len(seeds) == 1:
             await asyncio.sleep(0)
@@ -462,7 +438,7 @@ def test_the_order_in_which_roles_ask_does_not_change_the_answers():
 def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_not_trained():
     """One question, asked in the name of two roles and of a frozen opponent."""
 
-    async def says_nine(*_: Any) -> Completion:
+    async def says_nine(*_: Any) -> Any:
         return completion(spelled("9"))
 
     async def plays(task: AgentTask) -> dict[str, Any]:
@@ -475,8 +451,8 @@ def test_roles_have_conversations_and_rewards_of_their_own_and_an_opponent_is_no
         return {"rewards": {"white": 1.0, "black": -1.0}}
 
     roles = {"white": None, "black": None, "opponent": says_nine}
-    [sample, failed] = play(plays, asks_and({"rewards": {"red": 1.0}}), roles=roles)
+    [sample, failed] = play(plays, partial(asks_and, {"rewards": {"red": 1.0}}), roles=roles)
     assert [(row.meta.role, row.meta.own_reward) for row in sample.rows] == [("black", -1.0), ("white", 1.5)]
     assert sample.meta.reward == 0.5
     assert "9" not in [text_of(row.token_ids[row.token_mask][:-1]) for row in sample.rows]
-    assert failed.meta.status is SampleStatus.AGENT_CRASHED and "'red'" in str(failed.meta.failure)
+    assert_failed(failed, SampleStatus.AGENT_CRASHED, "'red'")

@@ -19,7 +19,7 @@ from nemo_rl.types import Completion, GenerationRequest
 from tests.conversations import assistant, user
 from tests.unit.rollouts.agents.test_play import ANSWERS, session_of, text_of
 from tests.unit.rollouts.engines import completion
-from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, spelled, tokens
+from tests.unit.rollouts.test_openai_server import EOS, TOKENIZER, client_at, spelled, tokens
 
 Asked = tuple[list[int], Completion]
 """What a client sent and got."""
@@ -138,7 +138,7 @@ async def talk(rng: random.Random, base_url: str, key: str) -> tuple[Counter[str
         seen[TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + said["content"]] += 1
         known.append([*messages, said])
 
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+    async with client_at(base_url, key) as client:
         for _ in range(5):
             asks = []
             for _ in range(rng.randint(1, 3)):
