@@ -1,22 +1,17 @@
 """Two real vLLM engines in Ray actors, started once for the module."""
 
 import asyncio
-import os
 import random
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
-import ray
 import torch
-from ray.exceptions import RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerCallError, WorkerError
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
@@ -24,11 +19,11 @@ from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
-from tests.unit.generation.configs import ask, engine_settings, engines, generation_config
+from tests.unit.generation.configs import ask, engines, generation_config
 from tests.unit.generation.models import make_model
-from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, expected_logprobs, logprob_difference
+from tests.unit.generation.test_refit_vllm import OneRankPolicy, assert_synced, logprob_difference, logprob_errors
 from tests.unit.policy.steps import policy_config, worker_settings
-from tests.unit.rollouts.engines import request_of
+from tests.unit.rollouts.engines import in_loop, request_of
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.timeout(900)  # with the start of two engines
@@ -46,10 +41,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
     with engines(model_dir, generation_config(MAX_MODEL_LEN), replicas=2, accelerator=ACCELERATOR) as generation:
         yield generation
-
-
-def one(generation: VllmGeneration, prompt: list[int], **sampling: Any) -> Completion:
-    return ask(generation.workers[0], [request_of(prompt, **sampling)])[0]
 
 
 def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[GenerationRequest]:
@@ -74,11 +65,8 @@ def test_logprobs_are_those_of_transformers_and_of_the_restricted_distribution(g
     requests = [request for request in random_requests(32, longest_prompt=60) if request.sampling.temperature > 0]
     assert {(r.sampling.top_k, r.sampling.top_p) for r in requests} >= {(None, 1.0), (5, 1.0), (None, 0.9)}
     completions = ask(generation.workers[0], requests)
-    ours = torch.cat([torch.tensor(completion.logprobs) for completion in completions])
-    pairs = zip(requests, completions, strict=True)
-    theirs = torch.cat([expected_logprobs(model, r.prompt_token_ids, c.token_ids, r.sampling) for r, c in pairs])
-    assert len(ours) > 100 and (ours - theirs).abs().max() < 1e-5
-    assert torch.exp((ours - theirs).abs()).mean() <= 1.00001
+    errors = logprob_errors(model, requests, completions).abs()
+    assert len(errors) > 100 and errors.max() < 1e-5 and errors.exp().mean() <= 1.00001
     assert {completion.weight_version for completion in completions} == {-1}
 
 
@@ -101,13 +89,6 @@ def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: Vl
     assert same[0] == same[1] and same[1].token_ids != same[2].token_ids, "seeds decide"
 
 
-@pytest.mark.parametrize(("prompt", "message"), [([60] * MAX_MODEL_LEN, "max_model_len is 1400"), ([], "no tokens")])
-def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], message: str) -> None:
-    with pytest.raises(RayTaskError, match=message) as info:
-        one(generation, prompt)
-    assert isinstance(info.value.cause, WorkerCallError) and info.value.cause.exception_type == "ValueError"
-
-
 def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
     cluster = RayVirtualCluster([4, 4], use_gpus=False, name="layout")
 
@@ -119,43 +100,19 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
     assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
-def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration) -> None:
-    worker = generation.workers[1]
-
-    async def give_up() -> int:
-        engines = Engines(timeout_s=60)
-        engines.replace([worker])
-        requests = (request_of([60 + n], n, max_new_tokens=MAX_MODEL_LEN) for n in range(16))
-        asked = [asyncio.create_task(engines.generate(request)) for request in requests]
-        await asyncio.sleep(0.3)
-        num_done = sum(task.done() for task in asked)
-        for task in asked:
-            task.cancel()
-        await asyncio.sleep(0.3)
-        assert (await engines.generate(request_of([60], max_new_tokens=4))).token_ids, "the engine goes on"
-        return num_done
-
-    assert asyncio.run(give_up()) < 16
-    ray.get(worker.call.remote("offload", keep_weights=True))  # raises while requests are in flight
-
-
-def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
-    worker = generation.workers[1]
-    pid = ray.get(worker.identity.remote()).pid
-
-    async def ask_stopped() -> str:
-        engines = Engines(timeout_s=2)
-        engines.replace([worker])
-        os.kill(pid, signal.SIGSTOP)
-        asked = asyncio.create_task(engines.generate(request_of([60])))
-        try:
-            return str(await asyncio.wait_for(engines.died(), 60))
-        finally:
-            os.kill(pid, signal.SIGCONT)
-            asked.cancel()
-
-    assert asyncio.run(ask_stopped()) == "generation-0 (submit) gave no sign of life within 2 s"
-    assert one(generation, [60], max_new_tokens=4).token_ids
+@in_loop
+async def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration) -> None:
+    engines = Engines(timeout_s=60)
+    engines.replace(generation.workers[1:])
+    requests = (request_of([60 + n], n, max_new_tokens=MAX_MODEL_LEN) for n in range(16))
+    asked = [asyncio.create_task(engines.generate(request)) for request in requests]
+    await asyncio.sleep(0.3)
+    assert not all(task.done() for task in asked)
+    for task in asked:
+        task.cancel()
+    await asyncio.sleep(0.3)
+    assert (await engines.generate(request_of([60], max_new_tokens=4))).token_ids, "the engine goes on"
+    await generation.workers[1].call.remote("offload", keep_weights=True)  # raises while requests are in flight
 
 
 @pytest.mark.over_20s("a policy worker loads the model beside the engines")
@@ -165,7 +122,7 @@ def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGenerat
     prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 60))] for _ in range(5)]
     prompts.append([rng.randrange(6, 260) for _ in range(MAX_MODEL_LEN - 20)])
     free = SamplingParams(max_new_tokens=48, temperature=0.0)
-    first = one(generation, prompts[0], max_new_tokens=48, temperature=0.0)
+    [first] = ask(generation.workers[0], [request_of(prompts[0], max_new_tokens=48, temperature=0.0)])
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     stops = [
         free,
@@ -199,24 +156,18 @@ def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(generatio
     policy = OneRankPolicy(model)
     ACCELERATOR.register(REFIT, lambda: None, lambda: None)
     refit = Refit(policy, generation, ACCELERATOR, transport="packed_shm", wire_dtype="float32", bucket_bytes=1 << 20)
-    whole = sum(parameter.nbytes for parameter in model.parameters())
     for version in (0, 1):
-        change(model, version)
-        assert refit.sync(version)["bytes"] == whole
-        assert logprob_difference(model, generation, version) < 1e-5
+        assert_synced(policy, generation, refit, version)
     assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), "nothing was split"
-    change(model, 2)
-    assert logprob_difference(model, generation, 1) > 0.1, "this test would see stale weights"
-    policy.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    refit.sync(3)  # those on disk, for the tests that follow
+    on_disk = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    assert logprob_difference(on_disk, generation, 1) > 0.1, "this test would see stale weights"
 
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path) -> None:
     model = make_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
-        with pytest.raises(WorkerError, match=r"generation-0 did not start: .*weights") as raised:
-            settings = engine_settings(model, generation_config(64), load_format="auto")
-            VllmGeneration(cluster, settings, accelerator=Accelerator(exclusive=False), timeout_s=120)
-        assert not raised.value.engine_died, "which would start it again"
+    told = pytest.raises(WorkerError, match=r"generation-0 did not start: .*weights")
+    with told as raised, engines(model, generation_config(64)):
+        pass
+    assert not raised.value.engine_died, "which would start it again"

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.config import VllmConfig
-from nemo_rl.models.generation.hf import HfWorker, split_requests
+from nemo_rl.models.generation.hf import HfWorker
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm.startup import num_admitted, start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
@@ -25,24 +25,21 @@ from tests.unit.rollouts.engines import in_loop, request_of
 
 
 class Engine:
-    """Notes the cache salt of each request, and its orders."""
+    """Notes the cache salt of each request, and its orders; all its ranks say yes to anything."""
 
-    errored = False
+    errored, logprob = False, -0.5
 
     def __init__(self) -> None:
         self.salts: list[str] = []
         self.told: list[Any] = []
-        self.logprob = -0.5
 
-    async def pause_generation(self, **how: Any) -> None: ...
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[bool]:
+        return [True]
 
-    start_weight_update = pause_generation
+    pause_generation = start_weight_update = reset_prefix_cache = collective_rpc
 
     async def finish_weight_update(self, version: str) -> None:
         await asyncio.sleep(0.01)
-
-    async def collective_rpc(self, method: str, kwargs: Any) -> list[bool]:
-        return [True]
 
     async def resume_generation(self) -> None:
         self.told.append("resume")
@@ -52,9 +49,6 @@ class Engine:
 
     async def wake_up(self, tags: list[str]) -> None:
         self.told += tags
-
-    async def reset_prefix_cache(self) -> bool:
-        return True
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
         self.salts.append(prompt["cache_salt"])
@@ -82,8 +76,7 @@ def request(number: int) -> GenerationRequest:
 
 async def with_weights(version: int) -> tuple[Any, Engine]:
     """A worker with weights of this version, and its engine."""
-    engine = Engine()
-    worker = Worker(engine)
+    worker = Worker(engine := Engine())
     await worker.finish_weight_update(version)
     return worker, engine
 
@@ -93,17 +86,14 @@ async def test_kv_of_a_version_that_comes_again_is_not_shared() -> None:
     worker, engine = await with_weights(2)
     for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
         await worker.finish_weight_update(version)
-        for _ in range(2):
-            completion = await worker.generate(request(0))
-            assert completion.weight_version == version
+        assert [(await worker.generate(request(0))).weight_version for _ in range(2)] == [version, version]
     first, second, again = engine.salts[0::2]
     assert engine.salts == [first, first, second, second, again, again] and len({first, second, again}) == 3
 
 
 @in_loop
 async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next() -> None:
-    engine = Engine()
-    worker = Worker(engine)
+    worker = Worker(engine := Engine())
     given_up = asyncio.create_task(worker.finish_weight_update(3))
     await asyncio.sleep(0)
     await worker.start_weight_update(clear_cache=True)
@@ -116,16 +106,11 @@ async def test_a_sync_that_its_sender_gave_up_lets_no_request_into_the_next() ->
 async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weights() -> None:
     arrived = asyncio.Event()
 
-    class Images:
-        async def items(self, request: GenerationRequest) -> list[int]:
-            await arrived.wait()
-            return [1]
-
-        def prompt(self, request: GenerationRequest, items: list[int], salt: str) -> dict[str, str]:
-            return {"cache_salt": salt}
+    async def items(request: GenerationRequest) -> list[bool]:
+        return [await arrived.wait()]
 
     worker, engine = await with_weights(1)
-    worker._images = Images()
+    worker._images = SimpleNamespace(items=items, prompt=lambda request, items, salt: {"cache_salt": salt})
     with_image = replace(request(0), images=[ImageSpan(digest="a", start=0, length=1)])
     waiting = asyncio.create_task(worker.generate(with_image))
     await asyncio.sleep(0.01)
@@ -203,11 +188,11 @@ def test_admitted_requests_fit_with_the_blocks_of_all_groups(blocks: int, of_gro
     cache = SimpleNamespace(num_gpu_blocks=blocks, kv_cache_max_concurrency=blocks / sum(of_groups), block_size=16)
     model, scheduler = SimpleNamespace(max_model_len=160), SimpleNamespace(max_num_seqs=256)
     config = SimpleNamespace(cache_config=cache, model_config=model, scheduler_config=scheduler)
-    engine: Any = SimpleNamespace(vllm_config=config)
-    assert num_admitted(engine, VllmConfig(precision="float32", max_model_len=160)) == number
+    engine, cfg = SimpleNamespace(vllm_config=config), VllmConfig(precision="float32", max_model_len=160)
+    assert num_admitted(engine, cfg) == number
     cache.kv_cache_max_concurrency = 1.0
     with pytest.raises(ValueError, match=r"needs 10\d: raise policy.generation.vllm_cfg.cpu_kv_cache_space_gb"):
-        num_admitted(engine, VllmConfig(precision="float32", max_model_len=160))
+        num_admitted(engine, cfg)
 
 
 def test_the_reason_of_an_engine_that_did_not_start_is_its_own(tmp_path: Path) -> None:
@@ -218,7 +203,7 @@ def test_the_reason_of_an_engine_that_did_not_start_is_its_own(tmp_path: Path) -
 (EngineCore pid=6) ERROR 11-22 17:00:01 [core.py:1163] Exception: WorkerProc initialization failed due to an exception \
 in a background process. See stack trace for root cause.
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-""".replace("\\\n", "")
+"""
     log.write_text(earlier + logs, encoding="utf-8")
     assert start_failure({log: len(earlier.encode())}) == "ValueError: no weights in /models/empty"
     assert start_failure({log: log.stat().st_size}) is None
@@ -314,7 +299,7 @@ async def busy_desk(*prompts: list[int]) -> tuple[HfWorker, Rank]:
     return worker, rank
 
 
-async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer]:
+async def answers_of(worker: Any, count: int) -> dict[str, GenerationAnswer]:
     found: dict[str, GenerationAnswer] = {}
     while len(found) < count:
         found |= {answer.request_id: answer for answer in await asyncio.wait_for(worker.drain(), 60)}
@@ -322,16 +307,16 @@ async def answers_of(worker: HfWorker, count: int) -> dict[str, GenerationAnswer
 
 
 @in_loop
-async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests() -> None:
+async def test_every_rank_is_called_once_per_batch_and_data_ranks_share_the_requests_but_no_equal_prompts() -> None:
     ranks = [Rank(), Rank(answers=False), Rank(), Rank(answers=False)]
     worker = await desk(*ranks, data_ranks=[0, 0, 1, 1])
-    await worker.submit(requests([5], [6], [7]))
-    await worker.submit([replace(*requests([8]), request_id="late")])
+    await worker.submit(requests([5], [6], [5]))
+    await worker.submit([replace(*requests([6]), request_id="late")])
     found = await answers_of(worker, 4)
     tokens = {key: answer.completion.token_ids for key, answer in found.items() if answer.completion}
-    assert tokens == {"0": [5], "1": [6], "2": [7], "late": [8]}
-    assert ranks[0].shares == ranks[1].shares == [(["0", "1"], 3)]
-    assert ranks[2].shares == ranks[3].shares == [(["2", "late"], 3)]
+    assert tokens == {"0": [5], "1": [6], "2": [5], "late": [6]}
+    assert ranks[0].shares == ranks[1].shares == [(["0", "2"], 3)]
+    assert ranks[2].shares == ranks[3].shares == [(["1", "late"], 3)]
 
 
 @in_loop
@@ -349,11 +334,11 @@ async def test_a_long_batch_is_drawn_and_answered_in_parts_as_long_as_all_ranks_
 
 @in_loop
 async def test_prompts_that_cannot_be_answered_are_refused_and_disturb_nobody() -> None:
-    worker = await desk(Rank())
-    await worker.submit(requests([], [1] * 8, [1] * 7))
-    found = await answers_of(worker, 3)
-    assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
-    assert found["2"].completion is not None
+    for worker in (await desk(Rank()), (await with_weights(3))[0]):
+        await worker.submit(requests([], [1] * 8, [1] * 7))
+        found = await answers_of(worker, 3)
+        assert "no tokens" in found["0"].failure and "max_model_len is 8" in found["1"].failure
+        assert found["2"].completion is not None
 
 
 @in_loop
@@ -399,10 +384,3 @@ async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_and_an_answer_th
     rank.failure = None
     await worker.submit(requests([1]))
     assert (await answers_of(worker, 1))["0"].completion is not None
-
-
-def test_shares_keep_equal_prompts_together() -> None:
-    asked = requests([1, 2], [9], [1, 2], [9], [3, 4, 5], [3, 4, 5])
-    shares = [[request.prompt_token_ids for request in share] for share in split_requests(asked, 3)]
-    assert shares == [[[9], [9]], [[1, 2], [1, 2]], [[3, 4, 5], [3, 4, 5]]]
-    assert [len(share) for share in split_requests(asked[:2], 4)] == [0, 1, 0, 1]
