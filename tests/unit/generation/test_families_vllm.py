@@ -5,7 +5,6 @@ rounding decides which experts a token goes to, transformers itself is off by up
 """
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,8 +24,9 @@ from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
-from tests.unit.generation.test_refit_vllm import ExpertsPolicy, OneRankPolicy, change, expected_logprobs
+from tests.unit.generation.test_refit_vllm import ExpertsPolicy, OneRankPolicy, change, logprob_errors
 from tests.unit.policy.families import FAMILIES, save_random_model
+from tests.unit.policy.models import edit_json
 from tests.unit.policy.test_vision import FAMILY_MODELS, Row, gemma3_processor, make_row, theirs_on
 
 # What vLLM's CPU target can run: settings that differ from the table, and the precision.
@@ -44,20 +44,17 @@ def distance(model: PreTrainedModel, generation: VllmGeneration, version: int) -
     In float32 the largest difference, and 1e-5. In bfloat16 the mean difference from the float32 model, and twice that
     of transformers in bfloat16.
     """
-    prompts = [[5, 6, 7, 8 + i] for i in range(6)]
-    requests = requests_of(prompts, SamplingParams(max_new_tokens=12))
-    completions = list(zip(prompts, ask(generation.workers[0], requests), strict=True))
-    assert {completion.weight_version for _, completion in completions} == {version}
+    requests = requests_of([[5, 6, 7, 8 + i] for i in range(6)], SamplingParams(max_new_tokens=12))
+    completions = ask(generation.workers[0], requests)
+    assert {completion.weight_version for completion in completions} == {version}
     if model.config.model_type == "deepseek_v3":  # in float32 it rounds by 7e-6 in transformers, by 6e-6 in the engine
         model = copy.deepcopy(model).double()
         model.set_experts_implementation("eager")
-    own = torch.cat([expected_logprobs(model, prompt, completion.token_ids) for prompt, completion in completions])
-    sampled = torch.tensor([logprob for _, completion in completions for logprob in completion.logprobs])
+    own = logprob_errors(model, requests, completions)
     if model.dtype != torch.bfloat16:
-        return float((sampled - own).abs().max()), 1e-5
-    whole = copy.deepcopy(model).float()
-    exact = torch.cat([expected_logprobs(whole, prompt, completion.token_ids) for prompt, completion in completions])
-    return float((sampled - exact).abs().mean()), 2 * float((own - exact).abs().mean())
+        return float(own.abs().max()), 1e-5
+    exact = logprob_errors(copy.deepcopy(model).float(), requests, completions)
+    return float(exact.abs().mean()), 2 * float((own - exact).abs().mean())
 
 
 def check_syncs(refit: Refit, model: Any, distance: Callable[[int], tuple[float, float]], stale: float) -> None:
@@ -79,8 +76,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     dtype = "bfloat16" if family in IN_BFLOAT16 else "float32"
     model = save_random_model(family, tmp_path, getattr(torch, dtype), **CHANGES.get(family, {}))
     if family == "gpt_oss":  # as the model is on disk: the engine is told that it gets ordinary weights
-        settings = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
+        edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
     config = generation_config(vllm_cfg={"precision": dtype})
     with refitted_engines(ExpertsPolicy(model), tmp_path, config) as (generation, refit):
         check_syncs(refit, model, lambda version: distance(model, generation, version), 5)
@@ -94,11 +90,10 @@ class VisionPolicy(OneRankPolicy):
 def distance_with_images(model: Any, generation: VllmGeneration, rows: list[Row], version: int) -> float:
     """The largest difference between logprobs of the engine's samples and the model's."""
     worst = 0.0
-    plain = requests_of([ids.tolist() for ids, _ in rows], SamplingParams(max_new_tokens=12))
-    requests = []
-    for request, (_, images) in zip(plain, rows, strict=True):
+    requests = requests_of([ids.tolist() for ids, _ in rows], SamplingParams(max_new_tokens=12))
+    for number, (_, images) in enumerate(rows):
         pixels = {span.digest: ray.put(pixels) for span, pixels in images}
-        requests.append(replace(request, images=[span for span, _ in images], pixels=pixels))
+        requests[number] = replace(requests[number], images=[span for span, _ in images], pixels=pixels)
     for (ids, images), completion in zip(rows, ask(generation.workers[0], requests), strict=True):
         assert completion.weight_version == version
         sampled, mark = completion.token_ids, model.config.image_token_id

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
@@ -28,24 +26,27 @@ from nemo_rl.refit.sync import Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.functional.faulty import processes_below
+from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
-from tests.unit.policy.families import family_config
+from tests.unit.policy.families import save_random_model
 from tests.unit.policy.filter_reference import filter_logits
 
 pytestmark = pytest.mark.slow  # a whole run in bfloat16 is among the default tests: tests/gpu/test_runs.py
-PLAIN = SamplingParams(max_new_tokens=1)
 BUCKET_BYTES = 64 << 10  # the embedding is larger
 
 
 class OneRankPolicy:
-    """The refit side of a policy, in this process. `on_packed` is called with each bucket that was packed."""
+    """The refit side of a policy, in this process. `on_packed` is called with each bucket that was packed.
+
+    As `DTensorPolicyWorker` it leaves its group before it makes another.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.leave_out: set[str] = set()
         self.backwards = False
         self.on_packed: Callable[[int], None] | None = None
-        self.sender: WeightSender
+        self.sender: WeightSender | None = None
 
     def weights(self) -> list[ExportedTensor]:
         names = [name for name, _ in self.model.named_parameters() if name not in self.leave_out]
@@ -53,6 +54,8 @@ class OneRankPolicy:
         return [exported(name, lambda name=name: self.model.get_parameter(name)) for name in names]
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.sender is not None:
+            self.sender.close()
         self.sender = WeightSender(self.weights(), device=torch.device("cpu"), rank=0, local_rank=0, **settings)
         return [self.sender.describe()]
 
@@ -96,21 +99,11 @@ class ExpertsPolicy(OneRankPolicy):
         ]
 
 
-def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
-    """A random Qwen2, saved with the tiny model's tokenizer."""
-    config = family_config("qwen2", tie_word_embeddings=tied, pad_token_id=None)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(directory)
-    build_tiny_tokenizer().save_pretrained(directory)
-    return model
-
-
 @contextmanager
 def refit_into_engine(
     directory: Path, *, tied: bool, dtype: str, kind: type[OneRankPolicy] = OneRankPolicy, num_ranks: int = 1
 ) -> Iterator[tuple[Any, Any, Refit]]:
-    policy = kind(make_model(directory, tied=tied, dtype=dtype))
+    policy = kind(save_random_model("qwen2", directory, getattr(torch, dtype), tie_word_embeddings=tied))
     config = generation_config(vllm_cfg={"precision": dtype, "tensor_parallel_size": num_ranks})
     with refitted_engines(policy, directory, config, bucket_bytes=BUCKET_BYTES) as (generation, refit):
         yield policy, generation, refit
@@ -118,13 +111,20 @@ def refit_into_engine(
 
 def logprob_difference(model: PreTrainedModel, generation: VllmGeneration, version: int, replica: int = 0) -> float:
     """Largest difference between engine and model in the logprobs of sampled tokens."""
-    prompts = [[5, 6, 7, 8 + i] for i in range(6)]
-    worst, requests = 0.0, requests_of(prompts, SamplingParams(max_new_tokens=12))
-    for prompt, completion in zip(prompts, ask(generation.workers[replica], requests), strict=True):
-        assert completion.weight_version == version
-        errors = expected_logprobs(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs)
-        worst = max(worst, float(errors.abs().max()))
-    return worst
+    requests = requests_of([[5, 6, 7, 8 + i] for i in range(6)], SamplingParams(max_new_tokens=12))
+    completions = ask(generation.workers[replica], requests)
+    assert {completion.weight_version for completion in completions} == {version}
+    return float(logprob_errors(model, requests, completions).abs().max())
+
+
+def logprob_errors(model: Any, requests: Any, completions: Any) -> torch.Tensor:
+    """What the model says of every sampled token, less what the engine said."""
+    errors = []
+    for request, completion in zip(requests, completions, strict=True):
+        everything = distribution(model, request.prompt_token_ids, completion.token_ids, request.sampling)
+        said = everything.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        errors.append(said - torch.tensor(completion.logprobs))
+    return torch.cat(errors)
 
 
 def distribution(model: Any, prompt: list[int], completion: list[int], sampling: SamplingParams) -> torch.Tensor:
@@ -135,13 +135,6 @@ def distribution(model: Any, prompt: list[int], completion: list[int], sampling:
         return logits.log_softmax(-1)
     logits = logits / sampling.temperature
     return filter_logits(logits, logits.argmax(-1), sampling.top_k, sampling.top_p).log_softmax(-1)
-
-
-def expected_logprobs(
-    model: Any, prompt: list[int], completion: list[int], sampling: SamplingParams = PLAIN
-) -> torch.Tensor:
-    """What the model says of the tokens of a completion."""
-    return distribution(model, prompt, completion, sampling).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def change(model: PreTrainedModel, seed: int) -> None:
@@ -238,92 +231,44 @@ def test_adapters_alone_make_the_engine_sample_as_the_adapted_model_does(ray_loc
         assert logprob_difference(policy.model, generation, 4) < 1e-5
 
 
-# -- by collective, into engines on resources of their own
-
-PROMPT = [5, 6, 7, 8]
-
-
-class LeavingPolicy(OneRankPolicy):
-    """As `DTensorPolicyWorker`: it leaves the group before it makes another."""
-
-    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        if "sender" in vars(self):
-            self.sender.close()
-        return super().prepare_refit(settings)
-
-    def check_health(self, timeout_s: float | None = None) -> None:
-        """It is this process."""
-
-
-class LeavingAdapterPolicy(LeavingPolicy, AdapterPolicy):
-    """The same with adapters."""
+# -- by collective, into an engine on resources of its own
 
 
 @contextmanager
-def engines_apart(
-    directory: Path, *, replicas: int, kind: type[LeavingPolicy] = LeavingPolicy, num_nodes: int = 1, **settings: Any
+def engine_apart(
+    directory: Path, *, kind: type[OneRankPolicy] = OneRankPolicy, num_nodes: int = 1, **settings: Any
 ) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
-    policy = kind(make_model(directory, tied=True, dtype="float32"))
+    policy = kind(save_random_model("qwen2", directory))
     config = generation_config(vllm_cfg={"pipeline_parallel_size": num_nodes})
     config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
-    num_receivers = replicas * config.vllm_cfg.engine_size
-    settings["rendezvous"] = Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=100)
+    settings["rendezvous"] = Rendezvous(address="127.0.0.1", num_receivers=num_nodes, timeout_s=100)
     settings |= {"transport": "packed_collective", "bucket_bytes": BUCKET_BYTES}
-    engine = {"replicas": replicas, "num_nodes": num_nodes}
-    with refitted_engines(policy, directory, config, engine, **settings) as (generation, refit):
+    with refitted_engines(policy, directory, config, {"num_nodes": num_nodes}, **settings) as (generation, refit):
         yield policy, generation, refit
         policy.sender.close()
 
 
-def worker_process(generation: VllmGeneration, replica: int) -> int:
-    return ray.get(generation.workers[replica].identity.remote(), timeout=60).pid
-
-
-def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
-    with engines_apart(tmp_path, replicas=2) as (policy, generation, refit):
-        for version in (0, 1):
-            assert_synced(policy, generation, refit, version)
-
-        def kill(bucket: int) -> None:
-            if bucket == 2:
-                os.kill(worker_process(generation, 0), signal.SIGKILL)
-
-        policy.on_packed = kill
-        with pytest.raises(WorkerError) as error:
-            refit.sync(2)
-        # Either the engine's own death or an error of those that were connected with it is seen first.
-        assert error.value.engine_died or isinstance(error.value, WorkerDied)
-        assert error.value.worker.startswith("generation-0")
-        policy.on_packed = None
-        assert generation.dead_workers() == [0]
-        generation.restart_worker(0)
-        assert_synced(policy, generation, refit, 2)
-
-
 def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
     """Adapters too, sent alone after the first sync. The nodes are two groups of processes on this one."""
-    with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, num_nodes=2) as (policy, generation, refit):
+    with engine_apart(tmp_path, kind=AdapterPolicy, num_nodes=2) as (policy, generation, refit):
         policy.train(0)
         everything = refit.sync(0)["bytes"]
         policy.train(1)
         assert refit.sync(1)["bytes"] < everything / 4
         assert logprob_difference(policy.model, generation, 1) < 1e-5
 
-        worker = worker_process(generation, 0)
+        worker = ray.get(generation.workers[0].identity.remote(), timeout=60).pid
         (core,) = [pid for pid, (_, command) in processes_below(worker).items() if "EngineCore" in command]
         os.kill(worker, signal.SIGKILL)  # an engine of several ranks must not outlive it
-        deadline = time.monotonic() + 60
-        while os.path.exists(f"/proc/{core}") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not os.path.exists(f"/proc/{core}")
+        assert eventually(lambda: not alive(core))
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Path, recompute: bool) -> None:
     """With the KV cache of the new or of the old weights; a later request with the new ones alone."""
-    with engines_apart(tmp_path, replicas=1, recompute_kv_cache=recompute) as (policy, generation, refit):
+    with engine_apart(tmp_path, recompute_kv_cache=recompute) as (policy, generation, refit):
         refit.sync(0)
-        requests = requests_of([PROMPT] * 8, SamplingParams(max_new_tokens=100))
+        requests = requests_of([[5, 6, 7, 8]] * 8, SamplingParams(max_new_tokens=100))
         calls = [generation.workers[0].call.remote("generate", request) for request in requests]
         time.sleep(0.1)  # of the time that 100 steps take
         change(policy.model, 1)
@@ -332,8 +277,7 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
         assert {completion.weight_version for completion in completions} == {0}
         whole = [completion for completion in completions if len(completion.token_ids) == 100]
         assert whole, "all found the end-of-sequence token"
-        found = [(expected_logprobs(policy.model, PROMPT, c.token_ids), torch.tensor(c.logprobs)) for c in whole]
-        last = [float((ours - theirs)[-20:].abs().max()) for ours, theirs in found]
+        last = [float(logprob_errors(policy.model, requests[:1], [one])[-20:].abs().max()) for one in whole]
         # On a busy machine the engine may not have begun all of them before the sync.
         assert (max(last) < 1e-5) if recompute else (max(last) > 1e-3), last
         assert logprob_difference(policy.model, generation, 1) < 1e-5
