@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,11 @@ def refitted_engines(
         yield generation, Refit(policy, generation, accelerator, **how)
 
 
-def requests_of(
-    prompts: Iterable[list[int]], sampling: SamplingParams, seeds: Iterable[int] | None = None
-) -> list[GenerationRequest]:
-    """One for each prompt; the seed is its number, unless there are `seeds`."""
+def requests_of(prompts: Iterable[list[int]], sampling: SamplingParams) -> list[GenerationRequest]:
+    """One for each prompt; the seed is its number."""
     return [
-        GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=seed)
-        for prompt, seed in zip(prompts, count() if seeds is None else seeds, strict=False)
+        GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seed=number)
+        for number, prompt in enumerate(prompts)
     ]
 
 
