@@ -3,15 +3,15 @@
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.config import engine_arguments
@@ -36,11 +36,6 @@ def args_of(settings: EngineSettings) -> Any:
     return engine_args(settings, {})
 
 
-def save_family(path: Path, name: str, **changes: Any) -> None:
-    family_config(name, **changes).save_pretrained(path)
-    build_tiny_tokenizer().save_pretrained(path)
-
-
 def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
     make_model(tmp_path)
     half = replace(settings_for(tmp_path, "bfloat16", "cuda"), hf_overrides={"rope_theta": 5.0})
@@ -53,15 +48,14 @@ def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
 
 def test_queries_of_llama_4_are_scaled_and_routers_of_deepseek_v3_score_as_in_training(tmp_path: Path) -> None:
     """vLLM would decide by max_model_len."""
+    settings = settings_for(tmp_path, "float32", "cpu")
     for tuned in (True, False):
-        save_family(tmp_path, "llama4_text", attn_temperature_tuning=tuned)
-        settings = settings_for(tmp_path, "float32", "cpu")
+        family_config("llama4_text", attn_temperature_tuning=tuned).save_pretrained(tmp_path)
         assert args_of(settings).override_generation_config == {"attn_temperature_tuning": tuned}
         asked = replace(settings, hf_overrides={"attn_temperature_tuning": not tuned})
         assert args_of(asked).override_generation_config == {"attn_temperature_tuning": not tuned}
-    save_family(tmp_path, "deepseek_v3")
-    overrides = args_of(settings_for(tmp_path, "float32", "cpu")).hf_overrides
-    assert overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    family_config("deepseek_v3").save_pretrained(tmp_path)
+    assert args_of(settings).hf_overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
@@ -84,17 +78,15 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, requests), "those of its usage"
 
 
-@pytest.mark.parametrize(("precision", "found"), [("float32", "ieee"), ("bfloat16", None)])
-def test_triton_computes_float32_in_float32(precision: str, found: str | None) -> None:
+def test_triton_computes_float32_in_float32() -> None:
     """Its default is TF32, three digits, in vLLM's kernel of attention: more than 1e-4 between trainer and engine."""
-    code = f"""
-import os
+    code = """
+from triton import knobs
 from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.vllm.startup import prepare_environment
-prepare_environment("cuda", VllmConfig(precision="{precision}", max_model_len=64))
-assert os.environ.get("TRITON_F32_DEFAULT") == {found!r}
-from triton import knobs
-assert knobs.language.fp32_default == {found!r}
+for precision, found in (("bfloat16", None), ("float32", "ieee")):
+    prepare_environment("cuda", VllmConfig(precision=precision, max_model_len=64))
+    assert knobs.language.fp32_default == found
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -125,41 +117,19 @@ assert (got - want).abs().max() < 0.03
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@dataclass
-class Config:
-    load_config: str
-    speculative_config: Any
-
-
-def test_the_second_model_runner_loads_drafts_from_disk() -> None:
-    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-
-    from nemo_rl.models.generation.vllm.engine_patches import enable, with_draft_loader
-
-    config = Config("dummy", SimpleNamespace(draft_load_config="auto"))
-    speculator = SimpleNamespace(vllm_config=config)
-    load = with_draft_loader(lambda speculator, model: (speculator.vllm_config.load_config, model))
-    assert load(speculator, "target") == ("auto", "target") and speculator.vllm_config is config
-    original = StandaloneARSpeculator.load_draft_model
-    enable()
-    assert StandaloneARSpeculator.load_draft_model is not original
-
-
-class Padded(torch.nn.Module):
-    """Four rows of a table with six."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.full((6, 2), 9.0), requires_grad=False)
-
-    def load_weights(self, weights: Any) -> None:
-        for _, weight in weights:
-            self.table[:4].copy_(weight)
-            self.table[4:].fill_(0.5)
-
-
 def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
+    """Four rows of a table with six."""
     from nemo_rl.models.generation.vllm.weight_loader import trace_load
+
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.full((6, 2), 9.0), requires_grad=False)
+
+        def load_weights(self, weights: Any) -> None:
+            for _, weight in weights:
+                self.table[:4].copy_(weight)
+                self.table[4:].fill_(0.5)
 
     model = Padded()
     recorder, stale = trace_load(model, [TensorMeta("table", "float32", (4, 2))])
@@ -174,47 +144,29 @@ def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
 MAX_MODEL_LEN, LAYERS, TOP_K = 96, 3, 2
 
 
-def make_moe(directory: Path) -> PreTrainedModel:
-    """A random Qwen3-MoE whose second layer is dense, with the tiny model's tokenizer."""
-    tokenizer = build_tiny_tokenizer()
-    experts = {"num_experts": 8, "mlp_only_layers": [1], "num_hidden_layers": LAYERS}
-    save_model("qwen3-moe", directory, vocab_size=len(tokenizer), head_dim=32, **experts)  # the least of vLLM on CPU
-    tokenizer.save_pretrained(directory)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def experts_of_transformers(model: PreTrainedModel, token_ids: list[int]) -> dict[int, torch.Tensor]:
-    """By layer: int64 [T, TOP_K]."""
-    found: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        return lambda router, args, output: found.update({layer: output[2]})
-
-    gates = {layer: model.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in (0, 2)}
-    hooks = [gate.register_forward_hook(keep(layer)) for layer, gate in gates.items()]
-    with torch.no_grad():
-        model(input_ids=torch.tensor([token_ids]))
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local: None, tmp_path: Path) -> None:
-    model = make_moe(tmp_path)
+    """Of a random Qwen3-MoE whose second layer is dense."""
+    tokenizer, experts = build_tiny_tokenizer(), {"num_experts": 8, "mlp_only_layers": [1], "num_hidden_layers": LAYERS}
+    save_model("qwen3-moe", tmp_path, vocab_size=len(tokenizer), head_dim=32, **experts)  # the least of vLLM on CPU
+    tokenizer.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted: dict[int, torch.Tensor] = {}  # by layer, of the latest pass: int64 [T, TOP_K]
+    for layer in (0, 2):
+        keep = partial(lambda layer, router, args, output: wanted.update({layer: output[2]}), layer)
+        model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(keep)
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
     with engines(str(tmp_path), generation_config(MAX_MODEL_LEN), return_routed_experts=True) as engine:
         completions = ask(engine.workers[0], requests_of(prompts, SamplingParams(max_new_tokens=30)))
-    num_same = num_all = 0
+    same: list[bool] = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        experts = completion.routed_experts
-        tokens = prompt + completion.token_ids
-        assert (experts.dtype, experts.shape) == (np.uint8, (len(tokens) - 1, LAYERS, TOP_K))
-        assert not experts[:, 1].any(), "a dense layer has no experts"
-        for layer, want in experts_of_transformers(model, tokens[:-1]).items():
-            got = torch.from_numpy(experts[:, layer].astype(np.int64))
-            same = (got.sort(dim=1).values == want.sort(dim=1).values).all(dim=1)
-            num_same += int(same.sum())
-            num_all += len(same)
-    assert num_all > 300
-    assert num_same >= 0.99 * num_all, "but for scores that differ in the last bits"
+        found, tokens = completion.routed_experts, prompt + completion.token_ids
+        assert (found.dtype, found.shape) == (np.uint8, (len(tokens) - 1, LAYERS, TOP_K))
+        assert not found[:, 1].any(), "a dense layer has no experts"
+        with torch.no_grad():
+            model(input_ids=torch.tensor([tokens[:-1]]))
+        for layer, want in wanted.items():
+            got = torch.from_numpy(found[:, layer].astype(np.int64))
+            same += (got.sort(dim=1).values == want.sort(dim=1).values).all(dim=1).tolist()
+    assert len(same) > 300
+    assert sum(same) >= 0.99 * len(same), "but for scores that differ in the last bits"
