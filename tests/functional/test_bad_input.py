@@ -1,68 +1,130 @@
-"""Mistakes of a user: each gets one message that names the remedy, early, and nothing is lost."""
+"""Mistakes of a user: each gets one message that names the remedy, before anything starts, and nothing is lost."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.launch import USER_ERRORS
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs
-from nemo_rl.algorithms.setup.rollouts import prepare_rollouts as prepare
+from nemo_rl.algorithms.setup import distillation, ppo, rollouts, supervised
+from nemo_rl.algorithms.setup.launch import USER_ERRORS, launch
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
 from nemo_rl.utils.checkpoint.manifest import find_damage
-from tests.functional.cli import CPU_CONFIG, SMALL
+from tests.functional.cli import SMALL
 from tests.tables import cases, pattern
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 from tests.unit.policy.models import save_model
 
 pytestmark = pytest.mark.usefixtures("alone")
 
+PREPARE: dict[str, Callable[[Any], Any]] = dict.fromkeys(("sft", "dpo", "rm"), supervised.prepare)
+PREPARE |= {"grpo": rollouts.prepare_rollouts, "ppo": ppo.prepare, "distillation": distillation.prepare}
 
-def prepared(*overrides: str) -> RolloutInputs:
+
+def config(kind: str, *overrides: str) -> Any:
+    """Of the CPU example of an algorithm."""
+    name = f"{kind}_cpu" if PREPARE[kind] is supervised.prepare else f"{kind}_math_cpu"
+    return load_config(MASTERS[kind], CONFIGS / f"{name}.yaml", list(overrides))
+
+
+def prepared(kind: str, *overrides: str) -> Any:
     """Everything up to the start of Ray, in this process."""
-    return prepare(load_config(GRPOMasterConfig, CPU_CONFIG, list(overrides)))
+    return PREPARE[kind](config(kind, *overrides))
+
+
+def test_a_critic_and_a_teacher_are_prepared_with_the_policy():
+    value = prepared("ppo").value
+    assert value.config.num_labels == 1 and value.config.architectures == ["Qwen2ForSequenceClassification"]
+    inputs = prepared("distillation")
+    assert inputs.teachers["teacher"].vocab_size == 264 and inputs.teachers["teacher"].tasks == {"arithmetic"}
+    assert {"teacher.model", "policy.model", "distillation"} <= inputs.identity.keys()
 
 
 REFUSED = """
-data.train.dataset_name=missing.jsonl -> dataset file 'missing.jsonl' does not exist
-data.train.dataset_name=one.jsonl -> has 1 prompts, fewer than one step takes: set grpo.num_prompts
-FOUR_ROWS & data.max_input_seq_length=3
+grpo & data.train.dataset_name=missing.jsonl -> dataset file 'missing.jsonl' does not exist
+grpo & data.train.dataset_name=one.jsonl -> has 1 prompts, fewer than one step takes: set grpo.num_prompts
+grpo & FOUR_ROWS & data.max_input_seq_length=3
     -> all prompts ... training data are longer than data.max_input_seq_length=3 tokens: 4 of them have
-FOUR_ROWS & data.default.prompt_file=no.txt -> 'no.txt' does no
-data.train.dataset_name=arithmetics -> did you mean arithmetic
-data.train={dataset_name: arithmetic, kwargs: {samples: 3}} -> num_samples, max_operand, operators; samp
-data.default.processor=math_processor -> did you mean math_data_processor
-+env.mine={type: nowhere.envs:MyEnv} & data.default.env_name=mine -> no module 'nowhere' can be imported
-policy.model_name=tiny:arithmetics -> did you mean tiny:arithmetic
-policy.model_name=./no/such -> policy.model_name: directory './no/such' does not exist
-policy.max_total_sequence_length=4096 -> the 2048 positions ... policy.max_total_sequence_length=2048 or
-cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32 & policy.generation.vllm_cfg.tensor_parallel_size=8
+grpo & FOUR_ROWS & data.default.prompt_file=no.txt -> 'no.txt' does no
+grpo & data.train.dataset_name=arithmetics -> did you mean arithmetic
+grpo & data.train={dataset_name: arithmetic, kwargs: {samples: 3}} -> num_samples, max_operand, operators; samp
+grpo & data.default.processor=math_processor -> did you mean math_data_processor
+grpo & +env.mine={type: nowhere.envs:MyEnv} & data.default.env_name=mine -> no module 'nowhere' can be imported
+grpo & policy.model_name=tiny:arithmetics -> did you mean tiny:arithmetic
+grpo & policy.model_name=./no/such -> policy.model_name: directory './no/such' does not exist
+grpo & policy.max_total_sequence_length=4096 -> the 2048 positions ... policy.max_total_sequence_length=2048 or
+grpo & cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32
+    & policy.generation.vllm_cfg.tensor_parallel_size=8
     -> does not divide the 4 attention heads of 'tiny:arithmetic'; these would: 1, 2, 4
-policy.optimizer.name=torch.optim.Adamm -> policy.optimizer.name 'torch.optim.Adamm': module
-policy.optimizer.kwargs.lr=abc -> policy.optimizer.kwargs: AdamW refuses ... 'lr': 'abc'
-+policy.hf_config_overrides={rope_theta: 500} -> has no rope_theta, so ... rope_parameters: {rope_type
-checkpointing.checkpoint_dir=taken/c -> checkpointing.checkpoint_dir: cannot write to ' ... taken/c'
-logger.log_dir=taken -> logger.log_dir: cannot write to 'taken'
-+env.reward_model={model_name: rm} & data.default.env_name=reward_model
+grpo & policy.optimizer.name=torch.optim.Adamm -> policy.optimizer.name 'torch.optim.Adamm': module
+grpo & policy.optimizer.kwargs.lr=abc -> policy.optimizer.kwargs: AdamW refuses ... 'lr': 'abc'
+grpo & +policy.hf_config_overrides={rope_theta: 500} -> has no rope_theta, so ... rope_parameters: {rope_type
+grpo & checkpointing.checkpoint_dir=taken/c -> checkpointing.checkpoint_dir: cannot write to ' ... taken/c'
+grpo & logger.log_dir=taken -> logger.log_dir: cannot write to 'taken'
+grpo & +env.reward_model={model_name: rm} & data.default.env_name=reward_model
     -> reward model env.reward_model, ... set processor: conversation_processor
+ppo & value.model_name=./other -> value.model_name: ... other' has another vocabulary than the policy
+distillation & teacher.model_name=./other -> teacher.tokenizer.name: 2 of the student's 264 tokens are others for the
+    ... teacher ... token ... : student '1', teacher '2'
+distillation & teacher=null & +teachers={only: {model_name: ./other}} -> teachers.only.tokenizer.name: 2 of the student
+dpo & data.train.dataset_name=helpsteer3 -> did you mean HelpSteer3
+dpo & data.train.dataset_name=arithmetic -> row arithmetic:0 has no column 'chosen', which processor 'pref
+sft & data.train.dataset_name=arithmetic_preference -> holds preferences: it is for the section data of DPO
+sft & +data.default.processor=sft_procesor -> did you mean sft_processor
+dpo & +data.default.processor=sft_processor -> has no column 'messages', which processor 'sft_processor'
+dpo & +data.train.streaming=true -> dataset 'arithmetic_preference' cannot be streamed: it is generated
+sft & policy.train_global_batch_size=20000 -> set policy.train_global_batch_size (now 20000) to at most
+sft & +policy.reward_model_cfg={enabled: true} -> policy.reward_model_cfg.enabled: is for reward models
+rm & policy.reward_model_cfg.enabled=false -> policy.reward_model_cfg: a reward model is trained with
+rm & policy.reward_model_cfg.reward_model_type=regression -> reward_model_type: bradley_terry}
+sft & data.validation=null -> off with sft.val_period=0 and sft.val_at_start=false
+sft & +data.max_input_seq_length=96 -> 96 is more than policy.max_total_sequence_length=48; use at most
+sft & cluster.cpu_workers_per_node=2 & policy.train_global_batch_size=33
+    -> 33 cannot be shared by 2 training ranks; make it a multiple of 2
+dpo & policy.sequence_packing.train_mb_tokens=64
+    -> 64 is too little ... pairs of the longest sequences would fit into no micro-batch; use at least 96
+sft & policy.sequence_packing.train_mb_tokens=32 -> the longest sequences would fit into no micro-batch
+dpo & dpo.precompute_reference_logprobs=true & +data.train.streaming=true
+    -> needs all rows before the first step; set it to fal
+sft & sft.max_steps=3 -> unknown key; the nearest valid key is sft.max_num_steps
+sft & checkpointing.metric_name=val:val_los -> produces val:val_los; did you mean val:val_loss?
+sft & checkpointing.metric_name=train:num_too_long -> no run with this configuration produces train:num_to
+dpo & checkpointing.metric_name=val:accuracy -> there are: val_loss, validation-default_accuracy,
+rm & checkpointing.metric_name=val:validation-default_preference_loss -> no run with this configuration
+sft & +sft.early_stopping={metric_name: 'val:val_los'} -> did you mean val:val_loss?
+sft & +sft.early_stopping={metric_name: val_loss} -> must be "val:<metric>" or null, e.g. "val:val_loss"
+dpo & +dpo.early_stopping={metric_name: 'val:val_loss', patience: null} -> so nothing would stop the run
+sft & sft.val_period=0 & checkpointing.metric_name=null & +sft.early_stopping={metric_name: 'val:val_loss'}
+    -> val:val_loss needs validation; set sft.val_period above 0, or metric_name=null
 """
-
-
 FOUR_ROWS = " & ".join(("data.train.dataset_name=four.jsonl", *SMALL))
 
 
+def exchange_two_tokens(folder: Path) -> None:
+    """The tiny model, whose vocabulary has "1" and "2" in each other's place."""
+    shutil.copytree(resolve_model("tiny:arithmetic"), folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 @pytest.mark.parametrize(("given", "told"), cases(REFUSED, {"FOUR_ROWS": FOUR_ROWS}))
-def test_names_sizes_and_folders(tmp_path, given, told):
+def test_names_sizes_folders_and_combinations(tmp_path, given, told):
+    """A case begins with the algorithm; the overrides follow."""
     (tmp_path / "taken").touch()
     for name, number in (("one", 1), ("four", 4)):
         (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * number)
-    with pytest.raises((*USER_ERRORS, FileNotFoundError), match=pattern(told)):
+    if "./other" in given[-1]:
+        exchange_two_tokens(tmp_path / "other")
+    with pytest.raises(USER_ERRORS, match=pattern(told)):
         prepared(*given)
 
 
@@ -90,13 +152,10 @@ def shard_missing(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def without_tensor(name: str) -> Callable[[Path], None]:
-    def edit(model: Path) -> None:
-        tensors = load_file(model / "model.safetensors")
-        del tensors[name]
-        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
+def norm_missing(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 SPOILT: dict[str, Callable[[Path], None]] = {
@@ -108,7 +167,7 @@ SPOILT: dict[str, Callable[[Path], None]] = {
     "model.embed_tokens.weight [264, 128] instead of [100, 128]": edited("config.json", vocab_size=100),
     "6 tensors of another shape: ... gate_proj ... [256, 128] inst": edited("config.json", intermediate_size=192),
     "contradicts itself: ... num_hidden_layers ... (3) must be equal": edited("config.json", num_hidden_layers=3),
-    "do not match its config.json ... \n  1 tensors missing: model.norm.": without_tensor("model.norm.weight"),
+    "do not match its config.json ... \n  1 tensors missing: model.norm.": norm_missing,
     "names 1 files, of which 1 are missing: model-00002-of-00002.safetensors; copy them too": shard_missing,
     "does not know ... tokenizer_config.json does not name": edited("tokenizer_config.json", pad_token=None),
 }
@@ -118,10 +177,10 @@ SPOILT: dict[str, Callable[[Path], None]] = {
 def test_model_directories(tmp_path, told):
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny:arithmetic"), model)
-    assert prepared(f"policy.model_name={model}").model.model_path == str(model)
+    assert prepared("grpo", f"policy.model_name={model}").model.model_path == str(model)
     SPOILT[told](model)
     with pytest.raises(ValueError, match=pattern(told)):
-        prepared(f"policy.model_name={model}")
+        prepared("grpo", f"policy.model_name={model}")
 
 
 # -- layouts, packing and adapters, by what the model is
@@ -172,23 +231,95 @@ def test_layouts_and_adapters_that_the_model_cannot_have(families, given, told):
     family, *overrides = given
     model = () if family == "tiny" else (f"policy.model_name={families / family}",)
     with pytest.raises(ValueError, match=pattern(told)):
-        prepared(*model, *overrides)
+        prepared("grpo", *model, *overrides)
 
 
-def test_a_checkpoint_without_its_optimizer_or_of_another_run_is_refused_with_every_difference(tmp_path):
-    config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
-    info, manager = {"identity": prepare(config).identity}, CheckpointManager(config.checkpointing)
+def test_a_checkpoint_without_its_optimizer_or_of_another_run_is_refused_with_every_difference():
+    info, manager = {"identity": prepared("grpo").identity}, CheckpointManager(config("grpo").checkpointing)
     manager.start_save(10, lambda directory: None, info, "", {}).finish()
     with pytest.raises(CheckpointError, match=r"step_10 was saved without the optimizer \(checkpointing\.save_optimi"):
-        prepared()
+        prepared("grpo")
 
     def write(directory: Path) -> None:
         (directory / "policy" / "optimizer").mkdir(parents=True)
         shutil.copytree(resolve_model("tiny:arithmetic"), directory / "policy" / "weights")
 
     written = manager.start_save(20, write, info, "", {}).finish()
-    prepared()
+    prepared("grpo")
     told = r"(?s)data\.train.*grpo\.seed: the checkpoint has 42, this run 7"
     with pytest.raises(CheckpointIdentityError, match=told):
-        prepared("grpo.seed=7", "data.train={dataset_name: arithmetic, kwargs: {num_samples: 500}}")
+        prepared("grpo", "grpo.seed=7", "data.train={dataset_name: arithmetic, kwargs: {num_samples: 500}}")
     assert find_damage(written) is None
+
+
+# -- rows to learn from
+
+FOUR = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4")
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+# Templates that know the roles user and assistant: one refuses others, one leaves them out.
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}"
+    "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+DEAF = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATE = '+policy.tokenizer.chat_template="{}"'.format
+MINE = "data.validation=[{dataset_name: arithmetic, split: validation}, {name: mine, dataset_name: rows.jsonl}]"
+
+
+def turns(*roles: str) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": "2"} for role in roles]}
+
+
+def rows(folder: Path, *content: object) -> str:
+    """The override that trains on these rows, of a file rows.jsonl."""
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in content))
+    return "data.train.dataset_name=rows.jsonl"
+
+
+TEACHER = turns("user", "teacher", "assistant")
+BAD_ROWS: list[tuple[str, dict[str, object], tuple[str, ...], str]] = [
+    ("sft", turns("assistant", "user"), (), "data.train: not one of the 4 rows ... 4 ends_with_user): row rows:0, col"),
+    ("sft", turns("user", "assistant"), ("+sft.roles_to_train_on=[helper]",), "no_loss_tokens) ... ['helper']"),
+    ("sft", turns("user"), (MINE, "data.train.dataset_name=arithmetic"), "validation set 'mine': not one of the 4 ro"),
+    ("sft", TEACHER, (TEMPLATE(STRICT),), "row rows:0:  ... no role teacher"),
+    ("sft", TEACHER, (TEMPLATE(DEAF),), "row rows:0:  ... 'teacher'"),
+    ("sft", {"question": "1"}, (), "dataset 'rows' has no column 'input' (input_key); its columns are: q"),
+    ("rm", {**PAIR, "rejected": "2"}, (), "(4 identical_answers): row rows:0, column 'rejected': the same answer as"),
+    ("rm", {**PAIR, "rejected": "3" * 60}, (), "(4 too_long): row rows:0, column 'rejected': ... tokens, more than"),
+    ("rm", {"prompt": "1", "chosen": "2"}, (), "has no column 'rejected' (rejected_key); its columns are: pr"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "overrides", "told"), BAD_ROWS)
+def test_conversations_and_pairs(tmp_path, kind, row, overrides, told):
+    with pytest.raises(ValueError, match=pattern(told)):
+        prepared(kind, *FOUR, rows(tmp_path, *[row] * 4), *overrides)
+
+
+def test_some_bad_rows_are_a_counted_warning(tmp_path, caplog):
+    bad = [{**PAIR, "rejected": "2"}, {**PAIR, "rejected": "2"}, {**PAIR, "chosen": ""}]
+    with caplog.at_level(logging.WARNING):
+        prepared("dpo", *FOUR, rows(tmp_path, *[PAIR] * 5, *bad))
+    (warning,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "data.train: 3 of the 8 rows tried are left out of training (2 identical_answers, 1 empty_answer)" in warning
+    assert "row rows:5, column 'rejected'" in warning and "row rows:7, column 'chosen'" in warning
+
+
+def test_the_set_that_is_split_off_has_metrics_beside_named_ones():
+    """`split_validation_size` makes the set `default`, whatever other sets there are."""
+    more = "data.validation=[{name: more, dataset_name: arithmetic, split: validation}]"
+    for name in ("default", "more"):
+        metric = f"checkpointing.metric_name=val:validation-{name}_loss"
+        config("sft", "+data.train.split_validation_size=0.1", more, metric)
+
+
+def test_the_run_ends_with_status_2_and_one_message(tmp_path, capsys):
+    bad = config("dpo", *FOUR, rows(tmp_path, *[{**PAIR, "rejected": "2"}] * 4))
+
+    def build(*_: object) -> Any:
+        raise AssertionError("nothing may start")
+
+    assert launch(bad, prepare=supervised.prepare, build=build) == 2
+    text = "".join(capsys.readouterr())
+    assert "ERROR data.train: not one of the 4 rows tried" in text.replace("\n", " ") and "Traceback" not in text
+    assert not (tmp_path / "logs").exists() or not list((tmp_path / "logs").iterdir())
