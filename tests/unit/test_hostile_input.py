@@ -149,12 +149,18 @@ def test_every_answer_gets_a_verdict_in_time(pool: VerifierPool, answer: str, tr
     assert pool.run([sound])[0].correct
 
 
-@pytest.mark.parametrize("piece", ["\\boxed{", "\\left(", "9", "Answer" + 60 * " ", "answer is", "\u7b54"])
-def test_a_megabyte_is_judged_in_seconds_or_given_up(pool: VerifierPool, piece: str) -> None:
-    answer = f"Answer: A {piece * ((1 << 20) // len(piece))}"
-    results = pool.run([Verification(verifier=name, response=answer, ground_truth="A") for name in VERIFIERS])
-    assert {result.failure for result in results[1:]} == {None}, results
-    assert results[0].failure in (None, "timeout", "died")
+def test_a_megabyte_is_judged_in_seconds_or_given_up(pool: VerifierPool) -> None:
+    """The parser of mathematics may be given up; rules for letters and numbers are not."""
+    formulas, words = ("\\boxed{", "\\left(", "9"), ("Answer" + 60 * " ", "answer is", "\u7b54")
+    jobs = [
+        Verification(verifier=name, response=f"Answer: A {piece * ((1 << 20) // len(piece))}", ground_truth="A")
+        for piece in (*formulas, *words)
+        for name in VERIFIERS
+        if "hf" not in name or piece in formulas
+    ]
+    for job, result in zip(jobs, pool.run(jobs), strict=True):
+        allowed = (None, "timeout", "died") if "hf" in job.verifier else (None,)
+        assert result.failure in allowed, (job.verifier, job.response[:100], result)
 
 
 @hostile
