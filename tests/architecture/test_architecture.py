@@ -18,30 +18,14 @@ MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100
 
 # Imports go down only. The longest matching prefix decides.
-LEVELS = {
-    "nemo_rl.types": 0,
-    "nemo_rl.config": 0,
-    "nemo_rl.utils": 0,
-    "nemo_rl.distributed": 1,
-    "nemo_rl.refit": 1,
-    "nemo_rl.data": 2,
-    "nemo_rl.environments": 2,
-    "nemo_rl.models.policy": 2,
-    "nemo_rl.models.generation": 2,
-    "nemo_rl.refit.sync": 3,
-    "nemo_rl.rollouts": 3,
-    "nemo_rl.algorithms": 4,
-    "nemo_rl.evals": 4,
-    "nemo_rl.report": 4,
-    "nemo_rl.compat": 4,
-    "nemo_rl.compat_calls": 4,
-}
-# Within level 0, `utils` may use `types` and `config`, and those use nothing.
-LEVEL_0_MAY_IMPORT = {
-    "nemo_rl.utils": {"nemo_rl.types", "nemo_rl.config"},
-    "nemo_rl.types": set(),
-    "nemo_rl.config": set(),
-}
+BY_LEVEL = (
+    "types config utils",
+    "distributed refit",
+    "data environments models.policy models.generation",
+    "refit.sync rollouts",
+    "algorithms evals report compat compat_calls",
+)
+LEVELS = {f"nemo_rl.{name}": level for level, names in enumerate(BY_LEVEL) for name in names.split()}
 
 # Heavy or optional packages: the only files that may import them, at any depth.
 ENGINE_FILES = {
@@ -69,9 +53,12 @@ def is_module(name: str) -> bool:
     return base.with_suffix(".py").is_file() or base.is_dir()
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and absolute module of every import, inside functions and TYPE_CHECKING too."""
-    for node in blocks(path):
+def imports_of(path: Path, *, at_the_top: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and absolute module of every import, inside functions and TYPE_CHECKING too.
+
+    `at_the_top`: of those alone that happen when the module is imported.
+    """
+    for node in at_run_time_top(parsed(path).body) if at_the_top else blocks(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,24 +68,14 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, full if node.module.startswith("nemo_rl") and is_module(full) else node.module
 
 
-def imports_at_run_time_top(path: Path) -> Iterator[tuple[int, str]]:
-    """Imports that happen when the module is imported: not in functions, not under `if TYPE_CHECKING`."""
-
-    def walk(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                yield from walk(node.orelse)
-                continue
+def at_run_time_top(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements neither in functions nor under `if TYPE_CHECKING`."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from at_run_time_top(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
-            yield from walk([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
-
-    for node in walk(parsed(path).body):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.lineno, node.module
+            yield from at_run_time_top([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
 
 
 def where(path: Path, line: int) -> str:
@@ -116,16 +93,16 @@ def matches(path: Path, patterns: tuple[str, ...]) -> bool:
 def forbidden(importer: str, imported: str) -> bool:
     """True if the module `importer` of the package must not import its module `imported`."""
     source, target = package_of(importer), package_of(imported)
-    assert source is not None, f"{importer}: give its package a level in LEVELS"
-    assert target is not None, f"{imported} (imported by {importer}): give its package a level in LEVELS"
+    assert source is not None, f"{importer}: give its package a level in BY_LEVEL"
+    assert target is not None, f"{imported} (imported by {importer}): give its package a level in BY_LEVEL"
     if source == target:
         return False
     last = imported.rpartition(".")[2]
     # The typed configuration of one owner may hold another's: policy.generation, and all of them in algorithms.
     if importer.endswith(".config") and last == "config" and LEVELS[target] <= LEVELS[source]:
         return False
-    if LEVELS[source] == 0:
-        return target not in LEVEL_0_MAY_IMPORT[source]
+    if LEVELS[source] == 0:  # `utils` may use `types` and `config`, and those use nothing
+        return source != "nemo_rl.utils" or LEVELS[target] > 0
     if (source, target) == ("nemo_rl.refit", "nemo_rl.distributed"):
         return False
     if LEVELS[source] == 3 and LEVELS[target] == 2:
@@ -197,9 +174,8 @@ AT_THE_TOP = (is_service_at_the_top, is_heavy_for_configuration)
 
 @pytest.mark.parametrize("rule", IMPORT_RULES)
 def test_imports(rule):
-    imports = imports_at_run_time_top if rule in AT_THE_TOP else imports_of
     paths = [*sources(), *ROOT.glob("examples/**/*.py")]
-    found = [(path, line, module) for path in paths for line, module in imports(path)]
+    found = [(path, line, module) for path in paths for line, module in imports_of(path, at_the_top=rule in AT_THE_TOP)]
     problems = [f"{where(path, line)}: imports {module}" for path, line, module in found if rule(path, module)]
     assert not problems, "\n  ".join([IMPORT_RULES[rule], *problems])
 
