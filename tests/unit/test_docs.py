@@ -210,12 +210,6 @@ def test_links_and_named_files_are_there(page: str):
         assert found or any((ROOT / "nemo_rl").rglob(name)), name
 
 
-def test_the_navigation_has_every_page_once():
-    nav = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=10_000)
-    named = [f"docs/{name}" for name in re.findall(r"[\w/-]+\.md", nav)]
-    assert sorted(named) == sorted(page for page in PAGES if page.startswith("docs/"))
-
-
 @pytest.mark.parametrize("page", SUPERVISED)
 def test_metrics_are_reported(page: str):
     method = Path(page).stem
