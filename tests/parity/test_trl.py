@@ -1,23 +1,12 @@
 """Losses and their gradients against TRL's trainers on the same batch, float32 on the CPU: docs/parity.md."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.parity.cases import CASES, compare, named
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors of a few numbers: several threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", CASES)
