@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_rl.models.policy.batch.microbatches import reduce_micro_batches
-from nemo_rl.types import LossFunction, LossInputs, LossMetrics, reduction_of
+from nemo_rl.types import LossFunction, LossInputs, reduction_of
 
 InputsT = TypeVar("InputsT", bound=LossInputs)
 BAD_VALUES = (math.nan, math.inf, -math.inf)
@@ -63,7 +63,9 @@ def check_partition(
     """Loss and gradient to 1e-6, metrics to 1e-5: they are sums in another order."""
     counts = global_counts(inputs)
     whole, whole_metrics = loss_fn(outputs, inputs, *counts)
-    check_metrics(whole_metrics)
+    assert whole_metrics
+    for name, value in whole_metrics.items():  # detached scalars
+        assert value.dim() == 0 and not value.requires_grad, name
     losses, metrics = [], []
     for rows in _micro_batches(partition, len(outputs), rows_per_unit):
 
@@ -90,13 +92,6 @@ def _micro_batches(partition: Partition, num_rows: int, rows_per_unit: int) -> I
     for start, end in itertools.pairwise(edges):
         units = partition.order[start:end]
         yield [unit * rows_per_unit + number for unit in units for number in range(rows_per_unit)]
-
-
-def check_metrics(metrics: LossMetrics) -> None:
-    """Detached scalars; what ends in `_min` or `_max` is reduced so, everything else is a part of a sum."""
-    assert metrics
-    for name, value in metrics.items():
-        assert value.dim() == 0 and not value.requires_grad, name
 
 
 def check_masks(loss_fn: LossFunction, outputs: Tensor, inputs: LossInputs, *, whole_rows: bool = False) -> None:
