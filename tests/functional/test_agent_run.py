@@ -23,10 +23,9 @@ from tests.unit.environments.http_servers import served
 pytestmark = pytest.mark.timeout(600)
 
 EXAMPLE = example("grpo", "grpo_agent_cpu")
-TWO_STEPS = (
-    *BARE,
-    *keys(grpo="num_prompts_per_step=4 num_generations_per_prompt=4 max_num_steps=2"),
-    *keys(policy="train_global_batch_size=16 train_micro_batch_size=8"),
+TWO_STEPS = BARE + keys(
+    grpo="num_prompts_per_step=4 num_generations_per_prompt=4 max_num_steps=2",
+    policy="train_global_batch_size=16 train_micro_batch_size=8",
 )
 SMALL = (*TWO_STEPS, *keys(env=f"arithmetic_agent.run={__name__}:branches arithmetic_agent.credit=branch"))
 LOOP = "async_grpo.enabled=true async_grpo.max_trajectory_age_steps=2"
@@ -64,7 +63,6 @@ def assert_whole(finished: Finished, num_steps: int = 2) -> list[dict[str, Any]]
 
 @pytest.mark.over_20s("a start of a run: agents, and Megatron, meet a real engine and a refit nowhere else")
 def test_rows_of_agents_are_exact_and_megatron_learns_from_them(tmp_path: Path) -> None:
-    """The policy gives every token of every row the logprob that it was sampled with."""
     megatron = trained_by_megatron("policy", 3e-4)
     larger = keys(
         grpo="num_prompts_per_step=16 num_generations_per_prompt=8 max_num_steps=6"
@@ -135,12 +133,9 @@ class Service:
 def test_a_service_is_told_that_a_run_was_killed_and_may_refuse_to_begin_anew(tmp_path: Path) -> None:
     service = Service()
     with served({"/tasks": service.play}) as url:
-        asked = (
-            *TWO_STEPS,
-            *keys(grpo="max_num_steps=4 max_failed_sample_fraction=0.25"),
-            *keys(env="arithmetic_agent.run=null", checkpointing="enabled=true save_period=1 metric_name=null"),
-            f"+env.arithmetic_agent.url={url}/tasks",
-        )
+        own = keys(grpo="max_num_steps=4 max_failed_sample_fraction=0.25", env="arithmetic_agent.run=null")
+        saved = keys(checkpointing="enabled=true save_period=1 metric_name=null")
+        asked = (*TWO_STEPS, *own, *saved, f"+env.arithmetic_agent.url={url}/tasks")
         killed = cli.start(tmp_path, *asked, **EXAMPLE)
         while len(service.held) < 4:
             assert killed.poll() is None, (tmp_path / "out.log").read_text()[-4000:]
@@ -180,8 +175,7 @@ def test_the_same_agent_evaluates(tmp_path: Path) -> None:
         generation="vllm_cfg.max_model_len=96",
     )
     agent = f"+env.agent={{type: agent, run: '{__name__}:branches'}}"
-    finished = run(tmp_path, *overrides, agent, **example("eval", "evals/eval_cpu"))
-    assert finished.status == 0, finished.output[-4000:]
+    run(tmp_path, *overrides, agent, **example("eval", "evals/eval_cpu"))
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 32
     assert {line["num_turns"] for line in samples} == {4} and {line["status"] for line in samples} == {"completed"}
@@ -232,7 +226,6 @@ def test_an_agent_talks_to_the_policy_while_it_trains(tmp_path: Path):
         with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
             while True:
                 versions.add(two_turns(client))
-    finished = cli.end(process, tmp_path)
-    assert finished.status == 0, finished.output[-4000:]
+    output = cli.end(process, tmp_path).output
     assert len(versions) >= 4, versions
-    assert address["base_url"] in finished.output.replace("\n", "") and address["api_key"] not in finished.output
+    assert address["base_url"] in output.replace("\n", "") and address["api_key"] not in output

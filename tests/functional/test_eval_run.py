@@ -15,9 +15,10 @@ from nemo_rl.evals.run import prepare, run_eval
 from nemo_rl.utils.checkpoint.manager import CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
 from tests.functional import cli
+from tests.functional.cli import Finished, example
 from tests.tables import cases
 
-EXAMPLE = cli.example("eval", "evals/eval_cpu")
+EXAMPLE = example("eval", "evals/eval_cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,8 @@ def logs_of_its_own(alone, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "level", logging.getLogger().level)
 
 
-def run(folder: Path, *overrides: str) -> str:
-    """A run to its end; its output."""
-    finished = cli.run(folder, f"eval.save_path={folder}", *overrides, **EXAMPLE)
-    assert finished.status == 0, finished.output[-4000:]
-    return finished.output
+def run(folder: Path, *overrides: str, **how: Any) -> Finished:
+    return cli.run(folder, f"eval.save_path={folder}", *overrides, **EXAMPLE | how)
 
 
 def load(*overrides: str) -> EvalMasterConfig:
@@ -78,16 +76,14 @@ def test_what_a_kill_leaves_is_completed_with_the_same_samples(whole, tmp_path):
     written = (whole / "samples.jsonl").read_bytes()
     (tmp_path / "samples.jsonl").write_bytes(written[: len(written) // 2])
     num_left = (tmp_path / "samples.jsonl").read_bytes().count(b"\n") // 8
-    output = run(tmp_path, ASKED)
+    output = run(tmp_path, ASKED).output
     assert f"{num_left} of 120 prompts are there already" in output and 30 < num_left < 90
     assert samples(tmp_path) == samples(whole)
 
 
 @pytest.mark.slow
 def test_images_are_asked_about(tmp_path):
-    asked = (f"eval.save_path={tmp_path}", "data.kwargs.num_samples=60")
-    finished = cli.run(tmp_path, *asked, **cli.example("eval", "evals/eval_vlm_cpu"))
-    assert finished.status == 0, finished.output[-4000:]
+    run(tmp_path, "data.kwargs.num_samples=60", **example("eval", "evals/eval_vlm_cpu"))
     overall = json.loads((tmp_path / "results.json").read_text())["overall"]
     assert 0.1 < overall["mean"] < 0.6 and overall["num_failed"] == 0, overall
 

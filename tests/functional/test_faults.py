@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import SMALL, run
+from tests.functional.cli import SMALL, keys, run
 from tests.functional.fault_runs import EXACT, Chain, rows_in
 from tests.functional.fault_table import Cell, chains, draw, possible
 from tests.functional.test_supervised_runs import assert_learned
@@ -50,13 +50,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def cells_of(text: str) -> list[Cell]:
     """Lines "loop: who, what, when", as `str(cell)`."""
-    found = []
-    for line in text.strip().splitlines():
-        loop, _, rest = line.strip().partition(": ")
-        who, what, when = rest.split(", ")
-        found.append(Cell(loop=loop, who=who, what=what, when=when))
-    assert set(found) <= set(possible())
-    return found
+    named = {str(cell): cell for cell in possible()}
+    return [named[line.strip()] for line in text.strip().splitlines()]
 
 
 def play(folder: Path, cells: Sequence[Cell], *, overrides: tuple[str, ...] = (), compares: bool) -> Chain:
@@ -132,7 +127,7 @@ UNSTEADY = """
 import time
 from pathlib import Path
 import torch
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 
 class Unsteady(EnvironmentInterface):
     def __init__(self, cfg):
@@ -142,11 +137,9 @@ class Unsteady(EnvironmentInterface):
         if not Path("hung").exists() and Path("logs").exists():
             Path("hung").touch()
             time.sleep(1000)
-        size = len(message_log_batch)
         if any("7" in str(message["content"]) for log in message_log_batch for message in log):
             raise KeyError("seven")
-        return EnvironmentReturn([{"role": "environment", "content": ""}] * size, metadata, [None] * size,
-                                 torch.rand(size), torch.ones(size), None)
+        return one_turn([""] * len(metadata), metadata, torch.rand(len(metadata)))
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
@@ -157,31 +150,27 @@ class Unmade(Unsteady):
 """
 
 
+def run_with(folder: Path, name: str, *overrides: str, status: int) -> str:
+    """The output of a run whose environment is that class of UNSTEADY."""
+    (folder / "unsteady.py").write_text(UNSTEADY)
+    mine = (f"+env.mine={{type: unsteady:{name}}}", "data.default.env_name=mine")
+    return run(folder, *SMALL, *mine, *overrides, status=status).output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path: Path) -> None:
     """An environment that raises on some conversations and once never returns; then a learning rate beyond reason."""
-    (tmp_path / "unsteady.py").write_text(UNSTEADY)
-    finished = run(
-        tmp_path,
-        *SMALL,
-        "+env.mine={type: unsteady:Unsteady}",
-        "data.default.env_name=mine",
-        "grpo.env_step_timeout_s=3",
-        "grpo.max_failed_sample_fraction=1.0",
-        "policy.optimizer.kwargs.lr=1e30",
-    )
-    assert finished.status == 1, finished.output[-4000:]
-    assert "environment 'mine' did not answer" in finished.output
-    assert "sampled a token with the logprob nan or inf" in finished.output, "after the first update"
-    assert "gradient norm nan" in finished.output and "policy.nonfinite_action=skip" in finished.output
+    bad = keys(grpo="env_step_timeout_s=3 max_failed_sample_fraction=1.0", policy="optimizer.kwargs.lr=1e30")
+    output = run_with(tmp_path, "Unsteady", *bad, status=1)
+    assert "environment 'mine' did not answer" in output
+    assert "sampled a token with the logprob nan or inf" in output, "after the first update"
+    assert "gradient norm nan" in output and "policy.nonfinite_action=skip" in output
     assert list(tmp_path.glob("logs/exp_000/nonfinite_step_*.jsonl"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_environment_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> None:
-    (tmp_path / "unsteady.py").write_text(UNSTEADY)
-    finished = run(tmp_path, *SMALL, "+env.mine={type: unsteady:Unmade}", "data.default.env_name=mine")
-    assert finished.status == 2
-    assert "environment 'mine' (env.mine) cannot be started: KeyError: 'oven_temperature'" in finished.output
+    output = run_with(tmp_path, "Unmade", status=2)
+    assert "environment 'mine' (env.mine) cannot be started: KeyError: 'oven_temperature'" in output

@@ -4,23 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import (
-    BARE,
-    CONFIGS,
-    CPU_CONFIG,
-    ENGINE_APART,
-    SMALL,
-    continues_bit_for_bit,
-    exact,
-    example,
-    keys,
-    run,
-    small,
-)
+from tests.functional.cli import BARE, ENGINE_APART, SMALL, continues_bit_for_bit, exact, example, keys, run, small
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
-MEGATRON_CONFIG = CONFIGS / "grpo_math_megatron_cpu.yaml"
+MEGATRON = example("grpo_math", "grpo_math_megatron_cpu")
 
 
 def trained_by_megatron(section: str, lr: float) -> tuple[str, ...]:
@@ -35,8 +23,8 @@ def trained_by_megatron(section: str, lr: float) -> tuple[str, ...]:
 def test_the_curve_is_that_of_the_pytorch_backend(tmp_path):
     """Six steps on the same seeds: rewards, losses and accuracy within 1e-3. `benchmarks/megatron_curve.py` has 20."""
     steps = keys(grpo="max_num_steps=6 val_period=3", checkpointing="enabled=false")
-    one = run(tmp_path / "dtensor", *steps, config=CPU_CONFIG)
-    other = run(tmp_path / "megatron", *steps, config=MEGATRON_CONFIG)
+    one = run(tmp_path / "dtensor", *steps)
+    other = run(tmp_path / "megatron", *steps, **MEGATRON)
     for name in ("train/reward", "train/loss", "train/grad_norm", "validation/accuracy"):
         want, got = one.curve(name), other.curve(name)
         assert len(want) > 2 and got == pytest.approx(want, abs=1e-3), name
@@ -46,11 +34,11 @@ def test_weights_of_four_ranks_reach_the_engine(tmp_path):
     """Samples of the second step on are drawn from weights that four ranks share: by matrix and by layer."""
     sizes = [f"policy.megatron_cfg.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline")]
     overrides = (*SMALL, *BARE, *ENGINE_APART, *sizes, "cluster.cpu_workers_per_node=5", "grpo.max_num_steps=3")
-    exact(run(tmp_path, *overrides, config=MEGATRON_CONFIG, OMP_NUM_THREADS="1").steps, 3)
+    exact(run(tmp_path, *overrides, **MEGATRON, OMP_NUM_THREADS="1").steps, 3)
 
 
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    continues_bit_for_bit(tmp_path, *SMALL, "grpo.max_num_steps=6", config=MEGATRON_CONFIG)
+    continues_bit_for_bit(tmp_path, *SMALL, "grpo.max_num_steps=6", **MEGATRON)
 
 
 SUPERVISED = {  # with 1e-3 DPO overfits in 20 steps, trained with PyTorch too
@@ -67,7 +55,6 @@ def test_examples_are_learned(tmp_path: Path, kind: str):
 
 
 def test_ppo_with_a_value_model(tmp_path):
-    """Actor and critic."""
     models = (*trained_by_megatron("policy", 1.5e-4), *trained_by_megatron("value", 1e-3))
     steps = (*small("ppo"), "ppo.max_num_steps=4", "value.train_global_batch_size=16", "value.train_micro_batch_size=8")
     exact(run(tmp_path, *models, *steps, **example("ppo", "ppo_math_cpu")).steps, 4)

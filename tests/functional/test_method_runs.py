@@ -10,25 +10,14 @@ import pytest
 import yaml
 
 from nemo_rl.rollouts.records import read_index, recorded_steps
-from tests.functional.cli import (
-    BARE,
-    CONFIGS,
-    SMALL,
-    comparable,
-    continues_bit_for_bit,
-    ends,
-    exact,
-    example,
-    keys,
-    learned,
-    run,
-    small,
-)
+from tests.functional import cli
+from tests.functional.cli import BARE, SMALL, continues_bit_for_bit, ends, exact, example, keys, learned, run, small
 from tests.unit.config.test_methods import GRPO, twin
 from tests.unit.generation.models import make_model_with_heads
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
+ASYNC = example("grpo_math", "grpo_math_async_cpu")
 PPO = example("ppo", "ppo_math_cpu")
 DISTILLATION = example("distillation", "distillation_math_cpu")
 
@@ -116,7 +105,7 @@ def test_the_tiny_model_learns_to_solve_2x2(tmp_path):
 def test_weights_arrive_in_flight_and_it_learns(tmp_path):
     more = "async_grpo.group_order=arrival async_grpo.recompute_kv_cache_after_weight_updates=true"
     overrides = keys(grpo=more, policy="train_micro_batch_size=256")
-    finished = run(tmp_path, *overrides, config=CONFIGS / "grpo_math_async_cpu.yaml")
+    finished = run(tmp_path, *overrides, **ASYNC)
     learned(finished.curve("validation/accuracy"))
     lags = finished.curve("train/weight_version_lag/max")
     assert max(lags) <= 2 and max(lags[4:]) > 0
@@ -141,9 +130,9 @@ def test_one_engine_four_beside_training_and_two_apart_sample_the_same_tokens(tm
     assert four["train/loss"] == pytest.approx(one[0]["train/loss"], abs=1e-6)
     assert four["train/grad_norm"] == pytest.approx(one[0]["train/grad_norm"], rel=1e-5)
     more = keys(cluster="cpu_workers_per_node=3", policy="generation.colocated.resources.cpu_workers_per_node=2")
-    two = run(tmp_path / "two", *short, *more, config=CONFIGS / "grpo_math_cpu_split.yaml")
+    two = run(tmp_path / "two", *short, *more, **example("grpo_math", "grpo_math_cpu_split"))
     assert "refit over packed_collective" in two.output
-    assert comparable(two.steps) == comparable(one)
+    assert cli.comparable(two.steps) == cli.comparable(one)
 
 
 # -- drafts that train beside the policy
@@ -167,12 +156,11 @@ def test_acceptance_rises_while_the_draft_trains_and_a_resumed_run_is_the_same(t
     rows = run(tmp_path / "whole", *DRAFT).steps
     exact(rows, 8)
     rates = [row["train/generation/spec_acceptance_rate"] for row in rows]
-    print("acceptance of all tokens", rates, "of first ones", [row["train/draft_acceptance"] for row in rows])
     assert sum(rates[-3:]) / 3 > sum(rates[:3]) / 3 + 0.1, rates
     assert rows[-1]["train/draft_loss"] < rows[0]["train/draft_loss"]
     kept = "results/grpo_cpu/step_4"
     shutil.copytree(tmp_path / "whole" / kept, tmp_path / "resumed" / kept)
-    assert comparable(run(tmp_path / "resumed", *DRAFT).steps) == comparable(rows[4:])
+    assert cli.comparable(run(tmp_path / "resumed", *DRAFT).steps) == cli.comparable(rows[4:])
 
 
 def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp_path):
@@ -180,7 +168,6 @@ def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp
     finished = run(tmp_path, *PREDICTION, f"policy.model_name={make_model_with_heads(tmp_path / 'model')}")
     told = finished.curve("train/draft_acceptance")
     seen = finished.curve("train/generation/spec_acceptance_rate")
-    print("acceptance told", told, "and seen", seen)
     assert finished.curve("train/token_mult_prob_error") == pytest.approx([1.0] * 6, abs=1e-5)
     assert told[-1] > told[0] + 0.05, "the random policy earns no reward, so its head alone learns"
     assert all(abs(a - b) < 0.07 for a, b in zip(told, seen, strict=True))
@@ -188,12 +175,10 @@ def test_a_prediction_head_learns_and_the_engine_drafts_with_what_it_learned(tmp
 
 # -- recorded runs, trained again from their record without engines
 
-NOT_REPLAYED = ("train/buffer_size",)
-
 
 def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The training metrics of each step, which must agree to the last bit."""
-    return [{k: v for k, v in row.items() if k.startswith("train/") and k not in NOT_REPLAYED} for row in rows]
+    return [{k: v for k, v in row.items() if k.startswith("train/") and k != "train/buffer_size"} for row in rows]
 
 
 def recording(folder: Path) -> str:
@@ -204,15 +189,15 @@ def test_experts_of_generation_are_taken_recorded_and_replayed_bit_for_bit(tmp_p
     record = tmp_path / "record"
     policy = "model_name=tiny:arithmetic-moe router_replay.enabled=true megatron_cfg.freeze_moe_router=false"
     moe = (*SMALL, *BARE, *keys(grpo="max_num_steps=2", checkpointing="metric_name=null", policy=policy))
-    config = CONFIGS / "grpo_math_megatron_cpu.yaml"
-    recorded = run(tmp_path / "recorded", *moe, recording(record), config=config).steps
+    how = example("grpo_math", "grpo_math_megatron_cpu")
+    recorded = run(tmp_path / "recorded", *moe, recording(record), **how).steps
     first = recorded[0]
     num_tokens = first["train/total_num_tokens"]
     num_samples = num_tokens / first["train/mean_total_tokens_per_sample"]
     assert first["train/moe/replayed_fraction"] == pytest.approx(1 - num_samples / num_tokens), "all but the last ones"
     assert first["train/moe/replay_agreement"] > 0.99
     assert first["performance/routed_experts_bytes"] == (num_tokens - num_samples) * 2 * 2, "2 layers, 2 experts each"
-    replayed = run(tmp_path / "replayed", *moe, f"grpo.replay_from={record}", config=config).steps
+    replayed = run(tmp_path / "replayed", *moe, f"grpo.replay_from={record}", **how).steps
     assert trained(replayed) == trained(recorded)
 
 
@@ -220,12 +205,11 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(tmp_path):
     """In-flight updates and order of arrival: the record alone knows what was trained when."""
     record = tmp_path / "record"
     asked = (*SMALL, *BARE, "grpo.async_grpo.group_order=arrival", "checkpointing.metric_name=null")
-    config = CONFIGS / "grpo_math_async_cpu.yaml"
-    recorded = run(tmp_path / "recorded", *asked, recording(record), config=config)
+    recorded = run(tmp_path / "recorded", *asked, recording(record), **ASYNC)
     want = trained(recorded.steps)
     assert recorded_steps(record) == [1, 2, 3, 4] and "4 steps of rollouts" in recorded.output
     again = (*asked, f"grpo.replay_from={record}")
-    replayed = run(tmp_path / "replayed", *again, "grpo.max_num_steps=9", config=config)
+    replayed = run(tmp_path / "replayed", *again, "grpo.max_num_steps=9", **ASYNC)
     assert trained(replayed.steps)[:4] == want
     assert f"the record in {record} ends with step 4" in replayed.output and "vllm" not in replayed.output.lower()
     assert len(want) == 4 and all(row["train/grad_norm"] > 0 for row in want)
@@ -233,5 +217,5 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(tmp_path):
     assert read_index(record, 3).weight_version == 2
 
     more = ("grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=32")
-    refused = run(tmp_path / "refused", *again, *more, config=config)
-    assert refused.status == 2 and "rollouts.num_generations_per_prompt" in refused.output, refused.output[-2000:]
+    refused = run(tmp_path / "refused", *again, *more, **ASYNC, status=2)
+    assert "rollouts.num_generations_per_prompt" in refused.output, refused.output[-2000:]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
-from tests.functional.cli import Finished, continues_bit_for_bit, ends, example, keys, run
+from tests.conversations import assistant, user
+from tests.functional.cli import continues_bit_for_bit, ends, example, keys, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,7 +30,6 @@ def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
     """In packed sequences whose lengths differ, with the SFT term, whose weight changes the loss and not its part."""
     start = ("dpo.val_at_start=true", "++dpo.sft_loss_weight=0.1", "dpo.max_num_steps=2", "checkpointing.enabled=false")
     done = run(tmp_path, *small("dpo"), *start, **example("dpo"))
-    assert done.status == 0, done.output[-4000:]
     before, first, second = done.metrics
     for loss in (before["validation/validation-default_preference_loss"], first["train/preference_loss"]):
         assert loss == pytest.approx(LN2, abs=1e-6)
@@ -52,6 +51,7 @@ LEARNS: dict[str, tuple[str, float, float]] = {
 
 
 def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
+    """The first command of each guide learns; test_faults.py runs that of SFT, on two ranks."""
     name, reached, change = LEARNS[kind]
     curve = [row[name] for row in rows if name in row]
     sign = math.copysign(1.0, change)
@@ -62,44 +62,31 @@ def assert_learned(rows: Sequence[Mapping[str, float]], kind: str) -> None:
     assert not any(row["train/num_left_out"] for row in steps)
 
 
-def assert_first_command_learns(folder: Path, kind: str) -> Finished:
-    """Run the first command of a guide, and see it learn. test_faults.py runs the command of SFT, on two ranks."""
-    done = run(folder, **example(kind))
-    assert done.status == 0, done.output[-4000:]
-    assert_learned(done.metrics, kind)
-    return done
-
-
 @pytest.mark.slow
 def test_dpo_learns(tmp_path):
-    assert_first_command_learns(tmp_path, "dpo")
+    assert_learned(run(tmp_path, **example("dpo")).metrics, "dpo")
 
 
 @pytest.mark.slow
 def test_a_reward_model_learns_and_scores_alike_in_transformers(tmp_path):
-    done = assert_first_command_learns(tmp_path, "rm")
-    accuracy = done.curve("validation/validation-default_accuracy")[-1]
+    done = run(tmp_path, **example("rm"))
+    assert_learned(done.metrics, "rm")
     (directory,) = tmp_path.glob("results/*/step_150/policy/weights/consolidated")
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory.parents[1] / "tokenizer")
-    rows = load_arithmetic_preference(
-        PreferenceDatasetConfig(
-            dataset_name="arithmetic_preference",
-            split="validation",
-            processor="unused",
-            kwargs={"max_operand": 30, "operators": "+", "max_mistake": 60, "num_samples": 256},
-        )
-    )
-    right = 0
-    for row in rows:
-        scores = []
-        for answer in (row["chosen"], row["rejected"]):
-            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
-            ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
-            with torch.no_grad():
-                scores.append(float(model(**ids).logits[0, 0]))
-        right += scores[0] > scores[1]
-    assert right / len(rows) == pytest.approx(accuracy, abs=1e-6)
+
+    @torch.no_grad()
+    def score(prompt: str, answer: str) -> float:
+        turns = [user(prompt), assistant(answer)]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        return float(model(**ids).logits[0, 0])
+
+    section = {"dataset_name": "arithmetic_preference", "split": "validation", "processor": "unused"}
+    sums = {"max_operand": 30, "operators": "+", "max_mistake": 60, "num_samples": 256}
+    rows = load_arithmetic_preference(PreferenceDatasetConfig(**section, kwargs=sums))
+    right = [score(row["prompt"], row["chosen"]) > score(row["prompt"], row["rejected"]) for row in rows]
+    accuracy = done.curve("validation/validation-default_accuracy")[-1]
+    assert sum(right) / len(rows) == pytest.approx(accuracy, abs=1e-6)
 
 
 @pytest.mark.slow
