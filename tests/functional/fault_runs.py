@@ -23,21 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.functional import faulty
-from tests.functional.cli import CPU_CONFIG, ROOT, SMALL, Finished, assert_out_of_reach, comparable, run
+from tests.functional.cli import ROOT, assert_out_of_reach, begin, comparable, example, keys, run, small
 from tests.functional.fault_table import Cell
 
 TIMEOUT_S = 30
 LIFE_S = 240  # of a start and of one cell
 START_S = 60  # of the rest of a start, after which the run first waits for the process that was hurt
 HOOKS = Path(__file__).parent / "hooks"
-EXAMPLES = ROOT / "examples"
-CONFIGS = EXAMPLES / "configs"
 NUM_PROMPTS = 12  # of an asynchronous run: an epoch is three steps
 NAMES = {  # in messages
     "environment": "environment 'math'",
@@ -45,7 +44,6 @@ NAMES = {  # in messages
     "core": "generation-0",
     "keeper": "group_keeper-0",
     "critic": "value-0",
-    "teacher": "teacher",
     "rollout": "rollout-0",
     "tokenizer": "tokenizer-0",
     "driver": "",
@@ -54,47 +52,27 @@ NAMES = {  # in messages
 
 
 def _sampling(section: str) -> tuple[str, ...]:
-    return (
-        *(text.replace("grpo.", f"{section}.") for text in SMALL if "max_num_steps" not in text),
-        f"{section}.max_num_steps=400",
-        f"{section}.max_failed_sample_fraction=0",
-        "policy.generation.vllm_cfg.enforce_eager=true",
-    )
+    long = keys(**{section: "max_num_steps=400 max_failed_sample_fraction=0"})
+    return (*small(section), *long, "policy.generation.vllm_cfg.enforce_eager=true")
 
 
 REFERENCE = ("grpo.skip_reference_policy_logprobs_calculation=false", "loss_fn.reference_policy_kl_penalty=0.01")
 EXACT = ("grpo.async_grpo.in_flight_weight_updates=false", "grpo.async_grpo.max_trajectory_age_steps=1")
-VERIFIED = (  # nothing is decided but in verifier processes
-    "env.math.math_verify_impl=dapo_math_verify",
-    "env.math.verify_timeout_s=1",
-)
-ASYNC = (
-    "data.train.kwargs={num_samples: 12}",
-    "grpo.max_num_epochs=1000",
-    "grpo.rollout_record={enabled: true, save_dir: record}",
-)
-SUPERVISED = (
-    "sft.max_num_steps=400",
-    "sft.val_period=5",
-    "checkpointing.save_period=2",
-    "logger.tensorboard_enabled=false",
+# Nothing is decided but in verifier processes.
+VERIFIED = ("env.math.math_verify_impl=dapo_math_verify", "env.math.verify_timeout_s=1")
+RECORDED = "grpo.rollout_record={enabled: true, save_dir: record}"
+ASYNC = (f"data.train.kwargs={{num_samples: {NUM_PROMPTS}}}", "grpo.max_num_epochs=1000", RECORDED)
+SUPERVISED = keys(
+    sft="max_num_steps=400 val_period=5", checkpointing="save_period=2", logger="tensorboard_enabled=false"
 )
 CRITIC = ("value.train_global_batch_size=16", "value.train_micro_batch_size=8")
 TWO_RANKS = ("cluster.cpu_workers_per_node=2",)
-RUNS: dict[str, tuple[Path, Path, tuple[str, ...]]] = {  # of a loop: script, configuration, overrides
-    "grpo": (EXAMPLES / "run_grpo_math.py", CPU_CONFIG, (*_sampling("grpo"), *REFERENCE, *TWO_RANKS)),
-    "async": (
-        EXAMPLES / "run_grpo_math.py",
-        CONFIGS / "grpo_math_async_cpu.yaml",
-        (*_sampling("grpo"), *REFERENCE, *ASYNC),
-    ),
-    "ppo": (EXAMPLES / "run_ppo.py", CONFIGS / "ppo_math_cpu.yaml", (*_sampling("ppo"), *CRITIC)),
-    "distillation": (
-        EXAMPLES / "run_distillation.py",
-        CONFIGS / "distillation_math_cpu.yaml",
-        _sampling("distillation"),
-    ),
-    "sft": (EXAMPLES / "run_sft.py", CONFIGS / "sft_cpu.yaml", (*SUPERVISED, *TWO_RANKS)),
+RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # of a loop: script and configuration, overrides
+    "grpo": (example("grpo_math"), (*_sampling("grpo"), *REFERENCE, *TWO_RANKS)),
+    "async": (example("grpo_math", "grpo_math_async_cpu"), (*_sampling("grpo"), *REFERENCE, *ASYNC)),
+    "ppo": (example("ppo", "ppo_math_cpu"), (*_sampling("ppo"), *CRITIC)),
+    "distillation": (example("distillation", "distillation_math_cpu"), _sampling("distillation")),
+    "sft": (example("sft"), (*SUPERVISED, *TWO_RANKS)),
 }
 COMMON = (f"cluster.worker_timeout_s={TIMEOUT_S}", "checkpointing.keep_top_k=3", "checkpointing.metric_name=null")
 
@@ -158,38 +136,31 @@ class Chain:
         (self.orders / "cells.json").write_text(json.dumps([(number, asdict(cell)) for number, cell in cells]))
         every_s = float(self.environment.get("FAULTS_EVERY_S", "0"))
         status, ended_at = self._run(LIFE_S + len(cells) * (TIMEOUT_S + 60 + every_s))
-        played = [json.loads(line) for line in self._lines("played.jsonl")]
-        by_number = dict(cells)
+        log, by_number = self.orders / "played.jsonl", dict(cells)
+        played = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         ends_itself = bool(played) and played[-1]["number"] is None
-        for position, entry in enumerate(played):
-            following = played[position + 1] if position + 1 < len(played) else None
-            if entry["number"] is None:
-                continue
-            cell = by_number[entry["number"]]
-            until = following["time"] if following is not None else ended_at
-            ending = Ending(cell=cell, how="healed", seconds=until - entry["time"])
-            if following is None and status != 0:
+        times = [*(entry["time"] for entry in played), ended_at]
+        found = [(entry, until) for entry, until in zip(played, times[1:], strict=True) if entry["number"] is not None]
+        for entry, until in found:
+            ending = Ending(cell=by_number[entry["number"]], how="healed", seconds=until - entry["time"])
+            if entry is played[-1] and status != 0:
                 ending.how = "ended"
-                ending.message = self._check_end(cell, status, ending.seconds)
+                ending.message = self._check_end(ending.cell, status, ending.seconds)
             self.endings.append(ending)
             print(f"  life {self.lives}: {ending}", file=sys.stderr, flush=True)
         if ends_itself:
             assert status == 130, self.output[-4000:]
-        if not cells:
-            assert ends_itself, f"the same command does not resume\n{self.output[-4000:]}"
-        return sum(entry["number"] is not None for entry in played)
-
-    def _lines(self, name: str) -> list[str]:
-        path = self.orders / name
-        return path.read_text().splitlines() if path.exists() else []
+        assert cells or ends_itself, f"the same command does not resume\n{self.output[-4000:]}"
+        return len(found)
 
     def _run(self, limit_s: float) -> tuple[int, float]:
         """The exit status and the time of the end. No other machine reaches the run, and nothing of it is left."""
-        script, config, overrides = RUNS[self.loop]
+        how, overrides = RUNS[self.loop]
         temporary = Path(tempfile.mkdtemp(prefix="rf_", dir="/tmp"))  # sockets: short paths
-        (temporary / "t").mkdir()
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        environment |= {
+        shared = temporary / "shm"  # its own /dev/shm: other runs beside this one use the machine's
+        for folder in (shared, temporary / "t"):
+            folder.mkdir()
+        environment = {
             "PYTHONPATH": f"{HOOKS}{os.pathsep}{ROOT}",
             "FAULTS_FOLDER": str(self.orders),
             "RAY_TMPDIR": str(temporary),
@@ -198,23 +169,14 @@ class Chain:
             **({"FAULTS_AFTER": str(self.after)} if self.lives == 1 else {}),
             **({"FAULTS_GO_ON": "1"} if self.goes_on else {}),
         }
-        command = [sys.executable, faulty.__file__, str(script), "--config", str(config)]
-        shared = temporary / "shm"  # its own /dev/shm: other runs beside this one use the machine's
-        shared.mkdir()
+        command = [sys.executable, faulty.__file__, str(how["script"]), "--config", str(how["config"])]
         is_root = os.geteuid() == 0
         if is_root:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", shared], check=True)
             inside = f'mount --bind {shared} /dev/shm && exec "$@"'
             command = ["unshare", "--mount", "sh", "-c", inside, "sh", *command]
-        with (self.folder / f"life_{self.lives}.log").open("w") as log:
-            process = subprocess.Popen(
-                [*command, *overrides, *COMMON, *self.overrides],
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        command += [*overrides, *COMMON, *self.overrides]
+        process = begin(command, self.folder / f"life_{self.lives}.log", **environment)
         try:
             deadline = time.monotonic() + limit_s
             while (status := process.poll()) is None:
@@ -244,44 +206,31 @@ class Chain:
         messages = re.findall(r"^ERROR (.*)", output, re.MULTILINE)
         assert len(messages) == 1, f"{cell}: {len(messages)} messages\n{output[-6000:]}"
         text = output.rpartition("\nERROR ")[2]
-        wanted = [NAMES.get(cell.who, cell.who)] if cell.what != "disk" else []
+        wanted = [NAMES.get(cell.who, cell.who) if cell.what != "disk" else ""]
         if cell.what == "nonsense":
             wanted += ["loss nan", "loss inf"]  # of all ranks
         if cell.what == "cut" and cell.who.startswith("policy-"):
             wanted += ["policy-"]  # either end of the connection
-        if wanted and not any(name in text for name in wanted):
-            raise AssertionError(f"{cell}: {wanted} not in the message\n{output[-6000:]}")
+        assert any(name in text for name in wanted), f"{cell}: {wanted} not in the message\n{output[-6000:]}"
         assert re.match(r"(step \d+, (after )?\w+|start): ", text), f"{cell}: neither step nor phase\n{output[-6000:]}"
         assert "the same command" in text, f"{cell}: no remedy\n{output[-6000:]}"
         return text.splitlines()[0][:200]
 
     # -- in the end
 
-    def check_metrics(self, at_least: int = 0) -> Finished:
-        """Every step has the metrics of a run without faults, to the bit. Returns that run, of `at_least` steps."""
+    def check_metrics(self) -> None:
+        """Every step has the metrics of a run without faults, to the bit."""
         rows = rows_in(self.folder)
-        last = max(*rows, at_least - 1) + 1  # the last step may be validated whatever the period
-        script, config, overrides = RUNS[self.loop]
-        section = "grpo" if self.loop == "async" else self.loop
-        limit = f"{section}.max_num_steps={last}"
+        last = max(rows) + 1  # the last step may be validated whatever the period
+        how, overrides = RUNS[self.loop]
+        limit = f"{'grpo' if self.loop == 'async' else self.loop}.max_num_steps={last}"
         folder = self.folder.with_name("whole")
-        whole = run(
-            folder,
-            *overrides,
-            *COMMON,
-            *self.overrides,
-            limit,
-            script=script,
-            config=config,
-            timeout_s=LIFE_S + last * 10,
-        )
-        assert whole.status == 0, whole.output[-4000:]
+        run(folder, *overrides, *COMMON, *self.overrides, limit, **how, timeout_s=LIFE_S + last * 10)
         want = rows_in(folder)
         for step, several in rows.items():
             for row in several:
                 is_injected = "NaN" in row.values() and row is not several[-1]  # the step was taken again
                 assert is_injected or row == want[step][0], f"step {step}: {difference(row, want[step][0])}"
-        return whole
 
     def check_repeated(self) -> list[dict[str, float]]:
         """Every step that was taken again has the same metrics, to the bit. Returns those of each step once."""
@@ -296,16 +245,13 @@ class Chain:
         steps = sorted(self.folder.glob("record/step_*"))
         assert [int(step.name[5:]) for step in steps] == list(range(1, len(steps) + 1))
         trained = [list(json.loads((step / "index.json").read_text())["trained"]) for step in steps]
-        groups = [group for step in trained for group in step]
-        assert len(set(groups)) == len(groups)
         per_epoch = NUM_PROMPTS // len(trained[0])
-        epochs: dict[int, Counter[str]] = {}
-        for group in groups:
+        epochs: dict[int, list[str]] = {}
+        for group in (group for step in trained for group in step):
             batch, _, prompt = group.split("/", 2)
-            epochs.setdefault((int(batch) - 1) // per_epoch, Counter())[prompt] += 1
-        assert all(count == 1 for prompts in epochs.values() for count in prompts.values())
-        whole = len(steps) // per_epoch
-        assert all(len(epochs[epoch]) == NUM_PROMPTS for epoch in range(whole))
+            epochs.setdefault((int(batch) - 1) // per_epoch, []).append(prompt)
+        assert all(len(set(prompts)) == len(prompts) for prompts in epochs.values())
+        assert all(len(epochs[epoch]) == NUM_PROMPTS for epoch in range(len(steps) // per_epoch))
 
 
 def rows_in(folder: Path) -> dict[int, list[dict[str, float]]]:
@@ -330,12 +276,10 @@ def processes_of(orders: Path) -> list[int]:
     """Processes that were started with the variables of a run, wherever their parents are."""
     mark = f"FAULTS_FOLDER={orders}\0".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is of another user
+            if mark in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
     return found
 
 

@@ -6,7 +6,6 @@ possible cell has is in a chosen one.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Sequence
@@ -86,7 +85,7 @@ def is_possible(cell: Cell) -> bool:
         return False
     if who == "core":
         return what == "exception" and when not in ("start-up", "resume")
-    if what == "truncated":  # checkpoints; other files that a start reads: test_bad_models.py, test_bad_input.py
+    if what == "truncated":  # checkpoints; other files that a start reads: test_bad_input.py
         return who in WRITERS and when == "resume"
     if what == "disk":
         return who in WRITERS and when in ("train", "validation", "checkpoint")
@@ -109,30 +108,23 @@ def is_possible(cell: Cell) -> bool:
 
 
 def possible() -> list[Cell]:
-    cells = (
-        Cell(loop=loop, who=who, what=what, when=when)
-        for loop, who, what, when in itertools.product(LOOPS, WHO, WHAT, WHEN)
-    )
+    values = itertools.product(LOOPS, WHO, WHAT, WHEN)
+    cells = (Cell(loop=loop, who=who, what=what, when=when) for loop, who, what, when in values)
     return [cell for cell in cells if is_possible(cell)]
 
 
 def draw(seed: int) -> list[Cell]:
     """Cells with every possible pair: always one with the most pairs that are still missing, ties by `seed`."""
-    rng = random.Random(seed)
     left = possible()
-    rng.shuffle(left)
+    random.Random(seed).shuffle(left)
     pairs = [cell.pairs for cell in left]
     missing = frozenset().union(*pairs)
     drawn = []
-    heap = [(-len(own), number) for number, own in enumerate(pairs)]  # what a cell brings only becomes less
-    heapq.heapify(heap)
     while missing:
-        found, number = heap[0]
-        brings = len(pairs[number] & missing)
-        if -found == brings:
-            drawn.append(left[number])
-            missing -= pairs[number]
-        heapq.heapreplace(heap, (-len(pairs[number] & missing), number))
+        brings = [len(own & missing) for own in pairs]
+        number = brings.index(max(brings))
+        drawn.append(left[number])
+        missing -= pairs[number]
     return drawn
 
 

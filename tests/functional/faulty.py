@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -98,17 +98,17 @@ def cut_network(pid: int) -> None:
     os.close(target)
 
 
-def fill_disk(folder: Path) -> None:
-    with suppress(OSError), (folder / FILLER).open("wb", buffering=0) as file:
+def fill_disk() -> None:
+    with suppress(OSError), Path(FILLER).open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
             with suppress(OSError):
                 while file.write(bytes(size)) == size:
                     pass
 
 
-def truncate_checkpoint(folder: Path, who: str) -> None:
+def truncate_checkpoint(who: str) -> None:
     """Cut a file of the newest checkpoint that `who` reads."""
-    newest = max(folder.glob("results/*/step_*"), key=lambda path: int(path.name[5:]))
+    newest = max(Path.cwd().glob("results/*/step_*"), key=lambda path: int(path.name[5:]))
     part = {"critic": "value", "driver": "."}.get(who, "policy")
     files = [path for path in (newest / part).rglob("*") if path.is_file()]
     if part == ".":
@@ -150,45 +150,40 @@ class _Faults:
         ends = self.left[0][1]["when"] in ("start-up", "resume") if self.left else "FAULTS_GO_ON" not in os.environ
         if ends and self.steps_since >= STEPS_BETWEEN + 2 * bool(self.left):  # a resume finds a checkpoint of its own
             print("FAULTS: the run ends here", flush=True)
-            self.note(None, None)
+            self.note(None)
             os.kill(os.getpid(), signal.SIGINT)
 
     def play(self) -> None:
         number, cell = self.left.pop(0)
         self.steps_since, self.is_young, self.last = 0, False, time.monotonic()
-        what = cell["what"]
-        if what in ("disk", "truncated"):
-            pid = os.getpid()
-        else:
-            pid = os.getpid() if cell["who"] == "driver" else self.process(cell["who"])
-        self.note(number, pid)
+        who, what = cell["who"], cell["what"]
+        is_here = who == "driver" or what in ("disk", "truncated")
+        pid = os.getpid() if is_here else self.process(who)
+        self.note(number)
         print(f"FAULT {number}: {cell} at pid {pid}", flush=True)
-        if what == "kill":
-            os.kill(pid, signal.SIGKILL)
-        elif what == "stop":
-            os.kill(pid, signal.SIGSTOP)
-        elif what == "pause":
-            pause(pid)
-        elif what == "memory":
-            forbid_memory(pid)
-        elif what == "cut":
-            cut_network(pid)
-        elif what == "disk":
-            fill_disk(Path.cwd())
-        elif what == "truncated":
-            truncate_checkpoint(Path.cwd(), cell["who"])
-        else:
-            order = self.folder / str(pid)
-            order.with_suffix(".new").write_text(f"core {what}" if cell["who"] == "core" else what)
-            order.with_suffix(".new").rename(order)
-            deadline = time.monotonic() + 30
-            while order.exists():
-                assert time.monotonic() < deadline, f"process {pid} has not taken its order"
-                time.sleep(0.01)
+        from_outside: dict[str, Callable[[], None]] = {
+            "kill": lambda: os.kill(pid, signal.SIGKILL),
+            "stop": lambda: os.kill(pid, signal.SIGSTOP),
+            "pause": lambda: pause(pid),
+            "memory": lambda: forbid_memory(pid),
+            "cut": lambda: cut_network(pid),
+            "disk": fill_disk,
+            "truncated": lambda: truncate_checkpoint(who),
+        }
+        if what in from_outside:
+            from_outside[what]()
+            return
+        order, new = self.folder / str(pid), self.folder / f"{pid}.new"
+        new.write_text(f"core {what}" if who == "core" else what)
+        new.rename(order)
+        deadline = time.monotonic() + 30
+        while order.exists():
+            assert time.monotonic() < deadline, f"process {pid} has not taken its order"
+            time.sleep(0.01)
 
-    def note(self, number: int | None, pid: int | None) -> None:
+    def note(self, number: int | None) -> None:
         with (self.folder / "played.jsonl").open("a") as file:
-            file.write(json.dumps({"number": number, "time": time.time(), "pid": pid}) + "\n")
+            file.write(json.dumps({"number": number, "time": time.time()}) + "\n")
 
     def process(self, who: str, limit_s: float = 60) -> int:
         """The newest process of a role, waited for where the last one has just ended."""
