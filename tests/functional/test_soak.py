@@ -7,11 +7,13 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.functional.cli import Finished, ends, keys
 from tests.functional.fault_runs import Chain, processes_of
 from tests.functional.fault_table import Cell
 
@@ -22,49 +24,34 @@ JUDGED = 5.0  # minutes at least, after that
 MAX_MB_PER_MINUTE = 1.0
 MAX_MORE = 8  # file descriptors, threads
 LOG_FILES = 200  # which Ray's log monitor keeps open at most, those of dead workers included
+HEALS = {
+    **dict.fromkeys(("environment", "rollout", "policy-0"), ("kill", "pause")),
+    **{"engine": ("kill", "stop"), "core": ("exception",), "keeper": ("kill",)},
+}
 HEALING = [
     Cell(loop="async", who=who, what=what, when=when)
-    for who, what in [
-        ("environment", "kill"),
-        ("environment", "pause"),
-        ("engine", "kill"),
-        ("engine", "stop"),
-        ("core", "exception"),
-        ("rollout", "kill"),
-        ("rollout", "pause"),
-        ("keeper", "kill"),
-        ("policy-0", "kill"),
-        ("policy-0", "pause"),
-    ]
+    for who, several in HEALS.items()
+    for what in several
     for when in ("generation", "train", "refit", "validation")
 ]
 
 
-class Meter:
-    """Memory, descriptors and threads of the processes of a run, each of its driver and workers, in `memory.jsonl`.
+def look(folder: Path, minutes: float) -> None:
+    """Memory, descriptors and threads of the processes of a run, each of its driver and workers, into `memory.jsonl`.
 
     A reading is [pid, name, minutes, MB, descriptors, threads]. Memory is what no file backs: a page of a library that
     a process calls for the first time is not its growth.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def look(self, minutes: float) -> None:
-        readings = []
-        for pid in processes_of(self.folder / "orders"):
-            try:
-                of = Path(f"/proc/{pid}")
-                status = dict(line.split(":\t", 1) for line in (of / "status").read_text().splitlines())
-                memory = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
-                command = (of / "cmdline").read_text().split("\0")
-                scripts = [Path(part).name for part in command if part.endswith(".py")]
-                name = scripts[0] if scripts and status["Name"] == "python" else Path(command[0]).name
-                readings.append((pid, name, minutes, memory, len(list((of / "fd").iterdir())), int(status["Threads"])))
-            except (OSError, KeyError):  # it has just ended
-                continue
-        with (self.folder / "memory.jsonl").open("a") as file:
-            file.writelines(f"{json.dumps(reading)}\n" for reading in readings)
+    for pid in processes_of(folder / "orders"):
+        with suppress(OSError, KeyError), (folder / "memory.jsonl").open("a") as file:  # it may just have ended
+            of = Path(f"/proc/{pid}")
+            status = dict(line.split(":\t", 1) for line in (of / "status").read_text().splitlines())
+            memory = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
+            command = (of / "cmdline").read_text().split("\0")
+            scripts = [Path(part).name for part in command if part.endswith(".py")]
+            name = scripts[0] if scripts and status["Name"] == "python" else Path(command[0]).name
+            reading = (pid, name, minutes, memory, len(list((of / "fd").iterdir())), int(status["Threads"]))
+            file.write(f"{json.dumps(reading)}\n")
 
 
 def growing(path: Path) -> list[str]:
@@ -106,27 +93,17 @@ def growing(path: Path) -> list[str]:
 def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     cells = [rng.choice(HEALING) for _ in range(max(1, int(MINUTES)))]
-    how = (
-        "grpo.max_num_steps=1000000",
-        "grpo.max_num_epochs=1000000",
-        "policy.optimizer.kwargs.lr=1e-5",  # of short runs it is 3e-4, too much for thousands of epochs of 12 prompts
-    )
-    chain = Chain(loop="async", folder=tmp_path / "run", overrides=how)
-    meter, began = Meter(chain.folder), time.monotonic()
+    steps = keys(grpo="max_num_steps=1000000 max_num_epochs=1000000")
+    rate = "policy.optimizer.kwargs.lr=1e-5"  # of short runs it is 3e-4, too much for thousands of epochs of 12 prompts
+    chain, began = Chain(loop="async", folder=tmp_path / "run", overrides=(*steps, rate)), time.monotonic()
     chain.environment = {"FAULTS_EVERY_S": "60"}
-    chain.while_running = lambda: meter.look((time.monotonic() - began) / 60)
+    chain.while_running = lambda: look(chain.folder, (time.monotonic() - began) / 60)
     endings = chain.play(cells)
     grown = growing(chain.folder / "memory.jsonl")
     assert [ending.how for ending in endings] == ["healed"] * len(cells)
     chain.check_prompts()
-    (log,) = chain.folder.glob("logs/exp_*/metrics.jsonl")
-    rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["step"] > 0]
-    tenth = max(1, len(rows) // 10)
-    rewards = [float(np.mean([row["train/reward"] for row in part])) for part in (rows[:tenth], rows[-tenth:])]
-    seconds = [
-        float(np.median([row["timing/train/total_step_time"] for row in part]))
-        for part in (rows[:tenth], rows[-tenth:])
-    ]
+    rows = Finished("", chain.folder).steps
+    rewards, seconds = (ends(rows, name) for name in ("train/reward", "timing/train/total_step_time"))
     print(f"{len(rows)} steps, reward {rewards}, seconds of a step {seconds}", file=sys.stderr)
     assert all(row["train/failed_sample_rate"] == 0 for row in rows)
     assert rewards[1] >= rewards[0]
@@ -136,10 +113,6 @@ def test_a_fault_each_minute_costs_no_prompt_no_memory_and_no_reward(tmp_path: P
 def test_a_leak_is_found_and_a_step_of_the_allocator_is_not(tmp_path: Path) -> None:
     times = np.arange(0, 40, 0.1)
     of = {"leaks": 500 + 1.5 * times, "steps": 500 + 9.0 * (times > 21), "warms up": 500 + 30 * np.minimum(times, 12)}
-    lines = [
-        json.dumps([pid, name, t, mb, 9, 9])
-        for pid, name in enumerate(of)
-        for t, mb in zip(times, of[name], strict=True)
-    ]
-    (tmp_path / "memory.jsonl").write_text("\n".join(lines))
+    readings = [(pid, name, t, mb, 9, 9) for pid, name in enumerate(of) for t, mb in zip(times, of[name], strict=True)]
+    (tmp_path / "memory.jsonl").write_text("\n".join(map(json.dumps, readings)))
     assert [text.split()[0] for text in growing(tmp_path / "memory.jsonl")] == ["leaks"]
