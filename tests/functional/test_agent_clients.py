@@ -41,10 +41,9 @@ def pythons() -> dict[str, str]:
         file = str(ROOT / "requirements" / "agents" / f"{name}.txt")
         try:
             python_of(file, name)
+            found[name] = file
         except VenvBuildError as error:
             problem = str(error)
-        else:
-            found[name] = file
     if not found:
         pytest.skip(problem)
     return found
@@ -54,35 +53,26 @@ def agent(run: str, py_executable: str | None = None, **kwargs: Any) -> dict[str
     return {"type": "agent", "run": run, "kwargs": kwargs, "py_executable": py_executable}
 
 
-def play(folder: Path, model: str, sections: dict[str, Any], **special: str) -> list[dict[str, Any]]:
+def play(folder: Path, model: str, sections: dict[str, Any], **dataset: str) -> list[dict[str, Any]]:
     """The metrics of two steps in which every section of `env` has the same number of episodes.
 
-    They are exact, and in each section most episodes have an outcome. `special`: dataset of a section whose rows are
-    not the ordinary ones in `<section>.jsonl`.
+    They are exact, and in each section most episodes have an outcome. `dataset`: how rows in `<section>.jsonl` are read
+    that are not the ordinary ones.
     """
+    train = []
     for name in sections:
-        if not (folder / f"{name}.jsonl").exists():
-            rows = [{"messages": question(a, b), "expected_answer": str(a + b)} for a, b in SUMS]
-            write_lines(folder / f"{name}.jsonl", rows)
-    own = {
-        "defaults": str(CONFIGS / "grpo_agent_tools_cpu.yaml"),
-        "policy": {"model_name": model},
-        "data": {
-            "train": [
-                {"data_path": str(folder / f"{name}.jsonl"), "env_name": name, "processor": "conversation_processor"}
-                | ({"dataset_name": special[name]} if name in special else {})
-                for name in sections
-            ],
-            "validation": None,
-        },
-        "env": sections,
-    }
-    (folder / "clients.yaml").write_text(yaml.safe_dump(own))
+        file = folder / f"{name}.jsonl"
+        if not file.exists():
+            write_lines(file, [{"messages": question(a, b), "expected_answer": str(a + b)} for a, b in SUMS])
+        section = {"data_path": str(file), "env_name": name, "processor": "conversation_processor"}
+        train.append(section | dataset)
+    defaults, data = str(CONFIGS / "grpo_agent_tools_cpu.yaml"), {"train": train, "validation": None}
+    (folder / "clients.yaml").write_text(yaml.safe_dump({"defaults": defaults, "data": data, "env": sections}))
     num_prompts = NUM_PROMPTS * len(sections)
     size = keys(
         grpo=f"max_num_steps=2 max_num_epochs=2 num_prompts_per_step={num_prompts}"  # a step has all rows
         f" num_generations_per_prompt={NUM_EPISODES}",
-        policy=f"train_global_batch_size={num_prompts * NUM_EPISODES} train_micro_batch_size=8",
+        policy=f"train_global_batch_size={num_prompts * NUM_EPISODES} train_micro_batch_size=8 model_name={model}",
     )
     finished = run(folder, *BARE, *size, script=EXAMPLES / "run_grpo.py", config=folder / "clients.yaml")
     exact(finished.steps, 2)
@@ -112,11 +102,8 @@ def mcp_tools(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_agents_with_tools_and_mcp_servers_train(tmp_path: Path, pythons: dict[str, str]) -> None:
-    server = {
-        "command": sys.executable,
-        "args": [str(ROOT / "examples/agents/mcp_calculator.py")],
-        "env": {"PYTHONPATH": str(ROOT)},
-    }
+    calculator = [sys.executable, str(ROOT / "examples/agents/mcp_calculator.py")]
+    server = {"command": calculator[0], "args": calculator[1:], "env": {"PYTHONPATH": str(ROOT)}}
     sections: dict[str, Any] = {"stdio_tools": mcp_tools(server)}
     for name, module in (("openai_agents", "openai_agents"), ("langgraph", "langgraph_agent")):
         if name in pythons:
@@ -125,7 +112,6 @@ def test_agents_with_tools_and_mcp_servers_train(tmp_path: Path, pythons: dict[s
         env = "examples.agents.sums_env"
         sections["verifiers"] = agent("examples.agents.verifiers_env:play", pythons["verifiers"], environment=env)
         write_rows(pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl")
-    calculator = (sys.executable, "examples/agents/mcp_calculator.py")
     with listening(*calculator) as url:
         sections["http_tools"] = mcp_tools({"url": f"{url}/mcp"})
         steps = play(tmp_path, "tiny:tools", sections)
@@ -159,9 +145,8 @@ def test_turns_of_another_library_train(tmp_path: Path, pythons: dict[str, str])
         pytest.skip(f"uv can install {', '.join(pythons)} alone")
     env, kind = "examples.agents.sums_env", {"kind": "turns"}
     play_it = "examples.agents.verifiers_env:play"
-    write_rows(
-        pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl", "--arguments", json.dumps(kind)
-    )
+    arguments = ("--arguments", json.dumps(kind))
+    write_rows(pythons["verifiers"], "verifiers_env", env, tmp_path / "verifiers.jsonl", *arguments)
     with listening(python_of(pythons["openenv"], "openenv"), "-m", "examples.agents.openenv_sums") as url:
         write_rows(pythons["openenv"], "openenv_env", url, tmp_path / "openenv.jsonl", "--num-rows", "4")
         sections = {
@@ -190,7 +175,7 @@ def test_servers_of_nemo_gym_as_they_are_train(tmp_path: Path) -> None:
             sections["agent"]["session"] = {"port": port}
             for name in sections:
                 write_lines(tmp_path / f"{name}.jsonl", rows)
-            steps = play(tmp_path, "tiny:arithmetic", sections, verifier="nemo_gym", agent="nemo_gym")
+            steps = play(tmp_path, "tiny:arithmetic", sections, dataset_name="nemo_gym")
     for row in steps:
         assert row["train/failed_sample_rate"] == 0 and row["train/reward"] > 0
         assert row["train/reward"] == (row["train/verifier/library_reward"] + row["train/agent/library_reward"]) / 2
