@@ -75,9 +75,8 @@ def save_reward_model(directory: Path) -> None:
     texts = [f"<|user|>{a}+{b}<eos><|assistant|>\\boxed{{{number}}}<eos>" for a, b, number in said]
     liked = torch.tensor([1.0 - 2.0 * (number % 2) for _, _, number in said])
     with torch.no_grad():
-        states = torch.stack(
-            [model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1] for text in texts]
-        )
+        ends_of = (model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1] for text in texts)
+        states = torch.stack(list(ends_of))
         ridge = states.T @ states + 0.1 * torch.eye(states.shape[1])
         model.score.weight.copy_(torch.linalg.solve(ridge, states.T @ liked)[None])
     model.save_pretrained(directory)
@@ -88,9 +87,7 @@ def test_the_policy_learns_what_the_reward_model_likes(tmp_path):
     save_reward_model(tmp_path / "rm")
     section = f"+env.reward_model={{model_name: {tmp_path / 'rm'}, precision: float32}}"
     data = "+data.default={env_name: reward_model, processor: conversation_processor}"
-    short = keys(
-        grpo="max_num_steps=20 val_period=10", checkpointing="enabled=false", logger="tensorboard_enabled=false"
-    )
+    short = keys(grpo="max_num_steps=20 val_period=10", checkpointing="enabled=false")
     finished = run(tmp_path, section, data, *short, "logger.tensorboard_enabled=false")
     first, last = ends(finished.steps, "train/reward")
     assert last > first + 0.2, (first, last)
