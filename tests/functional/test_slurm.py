@@ -178,12 +178,6 @@ def test_a_requeued_job_goes_on_after_its_checkpoint(slurm, tmp_path):
     assert sorted({row["step"] for row in metrics(tmp_path / "run")}) == [1, 2, 3, 4]
 
 
-def test_a_mistake_in_the_configuration_ends_the_job_with_its_message_and_status(slurm, tmp_path):
-    end, output = slurm.end(slurm.submit(grpo(tmp_path / "run", CPU_CONFIG, "grpo.max_num_stepz=3")))
-    assert end == "FAILED 2:0", output
-    assert "grpo.max_num_steps" in output and "Traceback" not in output
-
-
 def test_a_head_that_dies_ends_the_job_and_is_named(slurm):
     job = slurm.submit("sleep 300")
     wait_until(lambda: "the Ray cluster is up" in slurm.output(job), lambda: slurm.output(job))
