@@ -3,11 +3,10 @@
 A run is the real command line on the configuration of a CPU example; `on("cuda")` adds what puts it on a GPU.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.functional.cli import BARE, SMALL, Finished, exact, example
+from tests.functional.cli import BARE, SMALL, example
 
 Device = Literal["cpu", "cuda"]
 
@@ -32,6 +31,7 @@ class Scenario:
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     overrides: tuple[str, ...] = ()
     samples: bool = True
+    error: float | None = None  # at most, where not as in LARGEST_ERROR
 
     @property
     def example(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ SCENARIOS: dict[str, Scenario] = {
     "killed engine": Scenario(overrides=("grpo.max_num_steps=12",)),
     "drafts": Scenario(overrides=DRAFTS),
     "adapters": Scenario(overrides=LORA),
-    "fp8": Scenario(overrides=("policy.generation.vllm_cfg.precision=fp8",)),
+    "fp8": Scenario(overrides=("policy.generation.vllm_cfg.precision=fp8",), error=1.1),
     "resumed": Scenario(overrides=("checkpointing.enabled=true", "checkpointing.metric_name=null")),
     "megatron": Scenario(config=MEGATRON, overrides=(f"{LAYERS}=local", PACKED)),
     "transformer engine": Scenario(config=MEGATRON, overrides=(f"{LAYERS}=transformer_engine", PACKED)),
@@ -71,14 +71,3 @@ SCENARIOS: dict[str, Scenario] = {
     "sft": Scenario("sft", "sft_cpu", overrides=("sft.max_num_steps=30", "sft.val_period=15", *ROWS), samples=False),
     "dpo": Scenario("dpo", "dpo_cpu", overrides=("dpo.max_num_steps=4", "dpo.val_period=2", *ROWS), samples=False),
 }
-
-
-def agrees_at_every_step(finished: Finished, largest: float, *, num_steps: int) -> None:
-    """See `exact`; and the weights moved in every step."""
-    exact(finished.steps, num_steps, largest)
-    assert min(finished.curve("train/grad_norm")) > 0
-
-
-def falls(curve: Sequence[float], to: float) -> None:
-    """The last value is at most `to` of the first."""
-    assert curve[-1] <= to * curve[0], curve
