@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--window-size=1300,1000")
 _ANSWER_S = 60.0
 
 
@@ -25,24 +26,16 @@ class Browser:
         # Chromium reads commands from descriptor 3 and answers on 4, each message ended by a zero byte.
         command_read, self._write = os.pipe()
         self._read, answer_write = os.pipe()
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-pipe",
-            "--window-size=1300,1000",
-        ]
         redirect = f'exec {program} "$@" 3<&{command_read} 4>&{answer_write}'
         self._process = subprocess.Popen(
-            ["bash", "-c", redirect, "chromium", *flags, f"--user-data-dir={profile}", "about:blank"],
+            ["bash", "-c", redirect, "chromium", *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(command_read, answer_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         os.close(command_read)
         os.close(answer_write)
-        self._buffer = b""
-        self._number = 0
+        self._buffer, self._number = b"", 0
         self._session: str | None = None
         self.errors: list[str] = []
         targets = self._call("Target.getTargets")["targetInfos"]
