@@ -93,7 +93,6 @@ dpo & policy.sequence_packing.train_mb_tokens=64
 sft & policy.sequence_packing.train_mb_tokens=32 -> the longest sequences would fit into no micro-batch
 dpo & dpo.precompute_reference_logprobs=true & +data.train.streaming=true
     -> needs all rows before the first step; set it to fal
-sft & sft.max_steps=3 -> unknown key; the nearest valid key is sft.max_num_steps
 sft & checkpointing.metric_name=val:val_los -> produces val:val_los; did you mean val:val_loss?
 sft & checkpointing.metric_name=train:num_too_long -> no run with this configuration produces train:num_to
 dpo & checkpointing.metric_name=val:accuracy -> there are: val_loss, validation-default_accuracy,
