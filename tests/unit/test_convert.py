@@ -113,8 +113,7 @@ def test_a_checkpoint_of_adapters_points_to_the_other_converter(tmp_path):
 
 def test_weights_of_another_model_are_refused_with_the_differences(tmp_path):
     save(tmp_path, "llama", "torch_save")
-    config = json.loads((tmp_path / "policy" / "config.json").read_text())
-    (tmp_path / "policy" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    edited("policy/config.json", num_hidden_layers=3)(tmp_path)
     with pytest.raises(CheckpointError, match=r"9 missing there: model\.layers\.2\."):
         convert(tmp_path, tmp_path / "out")
 
