@@ -43,11 +43,8 @@ def compare(case: Case) -> Parity:
     trl_loss, trl_gradients = case.theirs()
     assert gradients.keys() == trl_gradients.keys(), gradients.keys() ^ trl_gradients.keys()
     mine, trl = (torch.cat([g[name].flatten().double() for name in trl_gradients]) for g in (gradients, trl_gradients))
-    return Parity(
-        loss=trl_loss,
-        loss_error=abs(loss - trl_loss) / abs(trl_loss),
-        gradient_error=float((mine - trl).norm() / trl.norm()),
-    )
+    error = float((mine - trl).norm() / trl.norm())
+    return Parity(loss=trl_loss, loss_error=abs(loss - trl_loss) / abs(trl_loss), gradient_error=error)
 
 
 def _by_trl(trainer: str, *options: Any, **more: Any) -> tuple[float, dict[str, Tensor]]:
