@@ -13,11 +13,13 @@ import argparse
 import os
 import sys
 import tempfile
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from nemo_rl.distributed.doctor import Finding, examine
+if TYPE_CHECKING:
+    from nemo_rl.distributed.doctor import Finding
 
 STYLES = {"good": "green", "bad": "bold red", "remark": "yellow"}
 
@@ -39,6 +41,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     arguments, console = parse(argv), console or Console(highlight=False)
+
+    from nemo_rl.distributed.doctor import examine  # loads Ray, which --help does not wait for
+
     folders = [os.path.abspath(folder) for folder in arguments.folder or ("logs", "results", tempfile.gettempdir())]
 
     def show(finding: Finding) -> None:

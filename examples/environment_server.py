@@ -17,9 +17,6 @@ from pathlib import Path
 
 import yaml
 
-from nemo_rl.environments.registry import new_environment
-from nemo_rl.environments.remote import check_address, serve
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve an environment over HTTP (JSON).")
@@ -36,6 +33,9 @@ def main() -> None:
     token = os.environ.get(args.token_env, "") if args.token_env else None
     if args.token_env and not token:
         parser.error(f"--token-env: the environment variable {args.token_env} is not set")
+
+    from nemo_rl.environments.registry import new_environment  # loads torch, which --help does not wait for
+    from nemo_rl.environments.remote import check_address, serve
 
     def started(port: int) -> None:
         print(f"{args.environment} at http://{args.host}:{port}", flush=True)

@@ -6,7 +6,7 @@ the name of the column that prefers neither answer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -205,6 +205,33 @@ def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list
 
 
 # -- Preferences.
+
+
+def split_preference(row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """(prompt, chosen answer, rejected answer) of a row; see `preference_processor`."""
+    chosen, rejected = (as_messages(row[column], "assistant", column) for column in ("chosen", "rejected"))
+    if chosen[0]["role"] == "assistant" and row["prompt"] is not None:  # a KeyError names what an answer lacks
+        return as_messages(row["prompt"], "user", "prompt"), chosen, rejected
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def as_messages(value: Any, role: str, column: str) -> list[dict[str, Any]]:
+    """A conversation: a list of messages, without keys that have no value, or one message of `role` from a text.
+
+    Raises ValueError, naming the column, for anything else and for an empty list.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or not all(isinstance(m, Mapping) and m.get("role") for m in value):
+        raise ValueError(
+            f"column {column!r} must hold a text or a list of messages {{role, content}}, not {str(value)[:80]!r}"
+        )
+    if not value:
+        raise ValueError(f"column {column!r} is an empty list: a conversation has at least one message")
+    return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
 
 def helpsteer3_row(row: Row) -> Row:

@@ -18,7 +18,14 @@ import numpy as np
 import xxhash
 
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
-from nemo_rl.data.datasets.examples import chat_row, columns_row, conversations_row, helpsteer3_row, squad_row
+from nemo_rl.data.datasets.examples import (
+    chat_row,
+    columns_row,
+    conversations_row,
+    helpsteer3_row,
+    split_preference,
+    squad_row,
+)
 from nemo_rl.data.datasets.files import (
     FORMATS,
     MappedRows,
@@ -32,7 +39,6 @@ from nemo_rl.data.datasets.files import (
     require_used_keys,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
-from nemo_rl.data.rows.example_processors import split_preference
 
 IMAGE_MARK = "<image>"  # where an image stands in a text
 METADATA_FILE = "metadata.jsonl"

@@ -8,7 +8,7 @@ The loss mask is made afterwards, from the roles of the messages (`ExampleMaker`
 keeps its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.images import text_of, text_or_parts
 from nemo_rl.data.chat.messages import get_formatted_message_log
+from nemo_rl.data.datasets.examples import as_messages, split_preference
 from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType
 
@@ -184,39 +185,6 @@ def _message_log(
         tools=row_tools(row, spec),
         chat_template_kwargs=row.get("chat_template_kwargs"),
     )
-
-
-Messages = list[dict[str, Any]]
-
-
-def split_preference(row: Row) -> tuple[Messages, Messages, Messages]:
-    """(prompt, chosen answer, rejected answer) of a row; see `preference_processor`."""
-    chosen = as_messages(row["chosen"], "assistant", "chosen")
-    rejected = as_messages(row["rejected"], "assistant", "rejected")
-    if chosen[0]["role"] == "assistant" and row.get("prompt") is not None:
-        return as_messages(row["prompt"], "user", "prompt"), chosen, rejected
-    if chosen[0]["role"] == "assistant":
-        row["prompt"]  # an answer needs a prompt: the KeyError names the column
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-        shared += 1
-    return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
-def as_messages(value: Any, role: str, column: str) -> Messages:
-    """A conversation: a list of messages, without keys that have no value, or one message of `role` from a text.
-
-    Raises ValueError, naming the column, for anything else and for an empty list.
-    """
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or not all(isinstance(m, Mapping) and m.get("role") for m in value):
-        raise ValueError(
-            f"column {column!r} must hold a text or a list of messages {{role, content}}, not {str(value)[:80]!r}"
-        )
-    if not value:
-        raise ValueError(f"column {column!r} is an empty list: a conversation has at least one message")
-    return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
