@@ -18,7 +18,7 @@ LIMITS = {
     "lines of check functions": 1_940,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
-    "lines of tests": 31_000,
+    "lines of tests": 31_010,
 }
 MIN_FILE_LINES = 60
 # Files below it, each with its reason.

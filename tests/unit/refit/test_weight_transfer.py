@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import replace
+from inspect import signature
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from nemo_rl.refit import layout as layouts
 from nemo_rl.refit.buffers import CudaIpcBuffer, SharedMemoryBuffer, attach_buffer, host_key
@@ -392,6 +394,16 @@ def test_a_comparison_expects_no_bucket_that_is_sent_only_after_it(version: int,
     receiver.begin(version, targets=None, load=lambda weights: None)
     receiver.receive(0, host_fingerprint(buffer.bytes.data_ptr(), 64).to_bytes(8, "little"))
     assert vars(buffer)["started"] == started
+
+
+def test_torch_rebuilds_memory_of_a_gpu_from_what_is_sent() -> None:
+    """`CudaIpcBuffer` sends some of these arguments, by their places, and adds the others."""
+    names = " ".join(signature(rebuild_cuda_tensor).parameters)
+    assert names == (
+        "tensor_cls tensor_size tensor_stride tensor_offset storage_cls dtype storage_device "
+        "storage_handle storage_size_bytes storage_offset_bytes requires_grad "
+        "ref_counter_handle ref_counter_offset event_handle event_sync_required"
+    )
 
 
 def _read_on_gpu(endpoint: dict[str, object], results: Any) -> None:
