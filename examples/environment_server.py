@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
-from pathlib import Path
 
 import yaml
+
+from nemo_rl.utils.registry import look_in_working_folder
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8100, help="port, 0 for a free one (default 8100)")
     parser.add_argument("--token-env", help="environment variable that holds the token which requests must carry")
     args = parser.parse_args()
-    sys.path.insert(0, str(Path.cwd()))  # import paths are found from the folder it is started in, as in runs
+    look_in_working_folder()
     options = yaml.safe_load(args.options)
     if not isinstance(options, dict):
         parser.error(f"--options must be a mapping, got {args.options!r}")

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from nemo_rl.config.errors import ConfigError
+from nemo_rl.utils.registry import look_in_working_folder
 
 
 def main() -> int:
-    # Datasets and processors given by import path are looked for where the command is given.
-    sys.path.insert(0, str(Path.cwd()))
+    look_in_working_folder()
     parser = argparse.ArgumentParser(
         description="Show what the model will see of a dataset: tokens, loss mask, lengths, rows that are left out.",
         usage="%(prog)s --config FILE [--num N] [--dataset train|validation] [--rows N] [section.key=value ...]",

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from torch import Tensor
 from nemo_rl.models.policy.batch.microbatches import reduce_micro_batches
 from nemo_rl.types import LossFunction, LossInputs, reduction_of
 
-InputsT = TypeVar("InputsT", bound=LossInputs)
 BAD_VALUES = (math.nan, math.inf, -math.inf)
 
 
@@ -52,7 +50,7 @@ def tensors_of(inputs: LossInputs) -> dict[str, Tensor]:
     return {field.name: getattr(inputs, field.name) for field in fields(inputs)}
 
 
-def with_fields(inputs: InputsT, **changes: Tensor) -> InputsT:
+def with_fields[InputsT: LossInputs](inputs: InputsT, **changes: Tensor) -> InputsT:
     """A copy with other tensors. The worker makes the inputs of a loss in the same way, from their names."""
     return type(inputs)(**tensors_of(inputs) | changes)
 

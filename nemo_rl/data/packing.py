@@ -13,13 +13,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from nemo_rl.config.rules import round_up
-
-Number = TypeVar("Number", float, np.ndarray)
 
 Bins = list[list[int]]
 """Positions of the sequences of each bin."""
@@ -27,7 +25,7 @@ Bins = list[list[int]]
 # -- Equal parts for data-parallel ranks.
 
 
-def sequence_cost(length: Number, *, quadratic_weight: float) -> Number:
+def sequence_cost[Number: (float, np.ndarray)](length: Number, *, quadratic_weight: float) -> Number:
     """Cost of a sequence of `length` tokens, in units of one token: length + quadratic_weight * length^2.
 
     `quadratic_weight` depends on the model: 2e-5 to 1e-4 for 7B to 0.5B parameters.

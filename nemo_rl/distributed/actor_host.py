@@ -5,9 +5,7 @@ import gc
 import inspect
 import itertools
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import ray
@@ -24,43 +21,8 @@ from ray.actor import ActorClass
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.utils.guards import end_group_after_me
 from nemo_rl.utils.registry import import_object
-
-# The processes that a worker has started (of an engine, of a verifier's sandbox) would survive if the worker is killed,
-# and keep the memory of the accelerator. A small process that Ray does not manage waits for the worker to end, and then
-# kills its process group, or removes a folder.
-_GUARD = """
-import os, select, shutil, signal, sys
-worker = os.pidfd_open(int(sys.argv[1]))
-if os.fork():
-    os._exit(0)
-os.setsid()
-select.select([worker], [], [])
-if len(sys.argv) > 2:
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
-    os._exit(0)
-try:
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
-except ProcessLookupError:
-    pass
-"""
-
-
-@cache
-def scratch_folder() -> str:
-    """A folder for temporary files of this process and its children, which disappears with this process."""
-    folder = tempfile.mkdtemp(prefix="nemo_rl_")
-    start_guard(_GUARD, folder)
-    return folder
-
-
-def start_guard(program: str, *arguments: object) -> None:
-    """Run a Python program that puts itself into the background, with the id of this process and `arguments`."""
-    # -I -S: Python reads nothing of its environment and starts in about 20 ms.
-    command = [sys.executable, "-I", "-S", "-c", program, str(os.getpid()), *map(str, arguments)]
-    null = subprocess.DEVNULL
-    subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
-
 
 _WORKER_THREAD = "worker"
 _MAX_CONCURRENT_CALLS = 4096  # of async methods; sync methods run one after another
@@ -207,7 +169,7 @@ class ActorHost:
         os.environ.update(env_vars)
         if os.getpgrp() != os.getpid():
             os.setpgrp()
-        start_guard(_GUARD)  # children that join another process group escape
+        end_group_after_me()  # children that join another process group escape
         await self._on_thread("__init__", self._construct)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

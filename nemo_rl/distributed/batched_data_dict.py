@@ -9,14 +9,13 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.utils.registry import import_object
 
-DictT = TypeVar("DictT", bound=Mapping[str, Any])
 PACKER = "nemo_rl.data.packing:get_packer"  # of the package above this one, for scripts that divide batches
 
 
@@ -28,7 +27,7 @@ class MicroBatches:
     lengths: list[list[int]] = field(default_factory=list)
 
 
-class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
+class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
     """Tensors and lists that share their batch size."""
 
     micro_batches: MicroBatches | None = None

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,9 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.actor_host import start_guard
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError
+from nemo_rl.utils.bytecode import share_bytecode
+from nemo_rl.utils.guards import end_children_after_me
 
 logger = logging.getLogger(__name__)
 
@@ -39,34 +41,8 @@ _JOIN_WAIT_S = 180.0  # for nodes that have not joined the cluster yet
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
 _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
-
-# Two agents of a local cluster outlive a killed driver by a minute, in which they look for a server that is gone. This
-# small process starts before Ray, waits for the driver's end and kills them. It knows them by their names, and by a log
-# that they inherit open: its folder is called after Ray's session, whose name ends with the driver's id.
-_GUARD = """
-import os, select, signal, sys, time
-driver = os.pidfd_open(int(sys.argv[1]))
-if os.fork():
-    os._exit(0)
-os.setsid()
-select.select([driver], [], [])
-log = "_" + sys.argv[1] + "/logs/raylet.out"
-names = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent", b"/dashboard/agent.py", b"/runtime_env/agent/main.py"
-for _ in range(3):  # one that has just begun may have neither yet
-    time.sleep(1)
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            process = os.pidfd_open(int(pid))
-            with open("/proc/" + pid + "/cmdline", "rb") as file:
-                command = file.read()
-            if any(name in command for name in names):
-                files = ["/proc/" + pid + "/fd/" + number for number in os.listdir("/proc/" + pid + "/fd")]
-                if any(log in os.readlink(file) for file in files):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-            os.close(process)
-        except OSError:  # it has ended, or belongs to another user
-            pass
-"""
+_MAX_STARTS = 4
+_LEAST_START_S, _IMPORTS_PER_START = 60.0, 30.0  # a start may take so long, and so many times an import of Ray
 
 # Becomes a worker of Python with the environment that Ray has for it. Ray's own program for this imports all of Ray
 # first, as the worker does again.
@@ -155,11 +131,12 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    start_guard(_GUARD)
-    for is_last_try in (False, True):
-        with _token_errors(), _light_node(), ExitStack() as starting:
-            starting.push(partial(_end_of_start, is_last_try))
-            ray.init(
+    end_children_after_me()  # agents of Ray outlive a killed driver by a minute
+    start: Any = ray.init  # its stubs say that arguments with the default None must not be None
+    with _token_errors(), _light_node():
+        start_under_load(
+            partial(
+                start,
                 address="local",
                 num_cpus=num_cpus if num_cpus is not None else max(os.cpu_count() or 1, _MIN_LOCAL_CPU_SLOTS),
                 object_store_memory=int(object_store_gb * 2**30),
@@ -173,8 +150,9 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
                     # Notes on every call, for `ray list tasks`: 3 kB each in Ray's own process, up to 100,000 calls.
                     "task_events_report_interval_ms": 0,
                 },
-            )
-            break
+            ),
+            measure_import=_import_of_ray_s,
+        )
     _started_here = True
 
 
@@ -222,6 +200,7 @@ def _prepare() -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    share_bytecode()  # Ray's own processes inherit it
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
@@ -261,17 +240,54 @@ def _token_errors() -> Iterator[None]:
         ) from error
 
 
-def _end_of_start(is_last_try: bool, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-    """The end of a block in which Ray starts. Its plain `Exception` is passed over, in the last try a RayLost.
+def start_under_load(
+    start: Callable[[], object],
+    *,
+    measure_import: Callable[[], float],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """`start()`, which starts Ray, up to four times in a limit that grows with the time that an import of Ray takes.
 
-    On a busy machine Ray's own processes may take longer than the 15 to 30 s that Ray waits for them.
+    Ray waits 15 to 30 s for its own processes, and no setting changes that (https://github.com/ray-project/ray/issues/65983).
+    On a busy machine their imports alone may take longer. `measure_import` returns seconds. Raises RayLost with them.
     """
-    if kind is not Exception:
+    began = clock()
+    for number in range(1, _MAX_STARTS + 1):
+        failures: list[BaseException] = []
+        with ExitStack() as trying:
+            trying.push(partial(_late_start, failures))
+            start()
+        if not failures:
+            return
+        import_s, elapsed_s = measure_import(), clock() - began
+        limit_s = _LEAST_START_S + _IMPORTS_PER_START * import_s
+        slow = (
+            f"`import ray` takes {import_s:.1f} s here now, and about 1 s on an idle machine: other processes hold its "
+            "cores, or its disk is slow"
+        )
+        if number == _MAX_STARTS or elapsed_s > limit_s:
+            raise RayLost(
+                f"Ray did not start on this machine, in {number} tries and {elapsed_s:.0f} s: {failures[0]} {slow}. "
+                "Its logs are in /tmp/ray or RAY_TMPDIR"
+            ) from failures[0]
+        logger.warning("Ray did not start and is started again (try %d): %s. Ray said: %s", number, slow, failures[0])
+
+
+def _late_start(
+    failures: list[BaseException], kind: type[BaseException] | None, error: BaseException | None, _: object
+) -> bool:
+    """The end of a block in which Ray starts: its plain `Exception`, which says that it was too slow, is noted."""
+    if kind is not Exception or error is None:
         return False
-    if not is_last_try:
-        logger.warning("Ray did not start and is started once more: %s", error)
-        return True
-    raise RayLost(f"Ray did not start on this machine: {error} Its logs are in /tmp/ray or RAY_TMPDIR") from error
+    failures.append(error)
+    return True
+
+
+def _import_of_ray_s() -> float:
+    """Seconds of a new Python that imports Ray, as each of Ray's own processes does."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import ray"], check=True)
+    return time.monotonic() - began
 
 
 @dataclass(frozen=True, kw_only=True)

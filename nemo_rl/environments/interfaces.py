@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -11,11 +11,10 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
 
-MetadataT = TypeVar("MetadataT")
 FinishedSamples = BatchedDataDict[Any]
 
 
-class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+class EnvironmentReturn[MetadataT](NamedTuple):
     """The result of `step` for a batch of B conversations; every list has length B."""
 
     # {"role": "environment", "content": ...}: the next message of each conversation. A content is a text or a list of
@@ -43,7 +42,7 @@ def _received(plain: tuple[Any, ...], dtypes: Mapping[str, torch.dtype]) -> Envi
     return result._replace(**{name: torch.tensor(getattr(result, name), dtype=dtypes[name]) for name in dtypes})
 
 
-class EnvironmentInterface(ABC, Generic[MetadataT]):
+class EnvironmentInterface[MetadataT](ABC):
     """An environment. It runs as a Ray actor, once per section of `env`, and keeps no episode: the metadata do.
 
     The constructor takes the section's own keys as one dictionary.
@@ -68,7 +67,7 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
         """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""
 
 
-def one_turn(
+def one_turn[MetadataT](
     texts: Sequence[str],
     metadata: list[MetadataT],
     rewards: torch.Tensor,

@@ -10,10 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
-
-JobT = TypeVar("JobT")
-ResultT = TypeVar("ResultT")
+from typing import Any
 
 
 class LineProcess:
@@ -56,7 +53,7 @@ class LineProcess:
         self.stdout.close()
 
 
-class LineWorker(ABC, Generic[JobT, ResultT]):
+class LineWorker[JobT, ResultT](ABC):
     """Runs jobs in a process of its own, which it starts when it needs it and replaces when it ends."""
 
     lines: LineProcess | None = None
@@ -87,7 +84,7 @@ class LineWorker(ABC, Generic[JobT, ResultT]):
             self.lines = None
 
 
-def next_job(jobs: deque[tuple[int, JobT]]) -> tuple[int, JobT] | None:
+def next_job[JobT](jobs: deque[tuple[int, JobT]]) -> tuple[int, JobT] | None:
     """Take the first of the jobs; None when there is none. Threads may call it at the same time."""
     try:
         return jobs.popleft()
@@ -95,7 +92,7 @@ def next_job(jobs: deque[tuple[int, JobT]]) -> tuple[int, JobT] | None:
         return None
 
 
-class WorkerPool(Generic[JobT, ResultT]):
+class WorkerPool[JobT, ResultT]:
     """Runs jobs in parallel on workers. May be called from several threads."""
 
     def __init__(self, workers: Sequence[LineWorker[JobT, ResultT]]) -> None:

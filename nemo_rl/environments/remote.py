@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import torch
@@ -56,8 +56,6 @@ Rewards = Annotated[
     list[Number], Field(min_length=1), BeforeValidator(lambda sent: sent if isinstance(sent, list) else [sent])
 ]
 """A number, or a list of numbers for several rewards; every entry has equally many."""
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class ProtocolError(ValueError):
@@ -119,7 +117,7 @@ class Row(_Model):
     metrics: dict[str, Number] | None
 
 
-def read(model: type[ModelT], message: Any) -> ModelT:
+def read[ModelT: BaseModel](model: type[ModelT], message: Any) -> ModelT:
     """A message as a model of this module. ProtocolError with the first problem."""
     try:
         return model.model_validate(message)

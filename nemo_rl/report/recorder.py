@@ -55,7 +55,7 @@ _PACKAGES = (
 Parameters = ParamSpec("Parameters")
 
 
-def timed(
+def timed[**Parameters](
     method: Callable[Concatenate[RunRecorder, Parameters], None],
 ) -> Callable[Concatenate[RunRecorder, Parameters], None]:
     """Count the seconds of a method as cost of the report."""

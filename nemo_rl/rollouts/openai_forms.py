@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -128,10 +128,7 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
 
-R = TypeVar("R", bound=SamplingRequest)
-
-
-def parse_request(kind: type[R], body: bytes) -> R:
+def parse_request[R: SamplingRequest](kind: type[R], body: bytes) -> R:
     """Parse a JSON body. Raises RequestError, which names every wrong parameter."""
     try:
         return kind.model_validate_json(body)

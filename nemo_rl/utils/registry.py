@@ -4,13 +4,12 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from importlib.machinery import PathFinder
+from typing import Any
 
 from nemo_rl.config.errors import did_you_mean
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -30,15 +29,31 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def look_in_working_folder() -> None:
+    """Let import paths name modules of the folder in which a command is given.
+
+    Installed packages come first: a user's `datasets.py` there must not replace the package that transformers imports.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def import_object(path: str, what: str) -> Any:
     """The object behind `package.module:name` or `package.module.name`. `what` says in an error what it is.
 
     Raises:
-        ValueError: when the path is incomplete, or the module or the name in it does not exist.
+        ValueError: when the path is incomplete, when the module or the name in it does not exist, or when the working
+            folder and another place have a module of that name.
     """
     module_name, separator, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not separator or not module_name or not name:
         raise ValueError(f"{what} {path!r} is not an import path; write package.module:name")
+    if (both := _two_places(module_name.partition(".")[0])) is not None:
+        raise ValueError(
+            f"{what} {path!r} is in two places: {both[0]} would be used, and {both[1]} in the working folder would "
+            "not: rename the one in the working folder"
+        )
     try:
         with without_collections():
             module = importlib.import_module(module_name)
@@ -50,7 +65,23 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}") from error
 
 
-def find(registry: Mapping[str, T], name: str, what: str) -> T:
+def _two_places(name: str) -> tuple[str, str] | None:
+    """The files of a top-level module, if the working folder has one and another place on `sys.path` too."""
+    here = os.path.realpath(os.getcwd())
+    others = [path for path in sys.path if os.path.realpath(path) != here]
+    there, own = _place(name, others), _place(name, [here])
+    return None if there is None or own is None or there == own else (there, own)
+
+
+def _place(name: str, folders: Sequence[str]) -> str | None:
+    """The file of a module, or the folder of a package without `__init__.py`."""
+    spec = PathFinder.find_spec(name, list(folders))
+    if spec is None:
+        return None
+    return os.path.realpath(spec.origin or next(iter(spec.submodule_search_locations or ())))
+
+
+def find[T](registry: Mapping[str, T], name: str, what: str) -> T:
     """The entry of `registry`, or the object behind an import path `package.module:name`.
 
     Raises:

@@ -22,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from nemo_rl.utils.bytecode import use_installed
 from nemo_rl.utils.files import file_lock
 
 logger = logging.getLogger(__name__)
@@ -133,14 +134,15 @@ def made_once(path: Path, stamp: Mapping[str, str], build: Callable[[], None], *
     with file_lock(path.with_name(f".{path.name}.lock")):
         text = json.dumps(stamp)
         is_made = (path / _STAMP).is_file() and (path / _STAMP).read_text() == text
-        if is_made and not force and python.exists():
-            return str(python)
-        if path.exists():
-            logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or unfinished")
-            shutil.rmtree(path)
-        logger.info("Making the environment %s, once: uv downloads and compiles what is missing, in minutes", path)
-        build()
-        (path / _STAMP).write_text(text)
+        if force or not is_made or not python.exists():
+            if path.exists():
+                why = "a rebuild is forced" if force else "it is out of date or unfinished"
+                logger.info("Removing %s: %s", path, why)
+                shutil.rmtree(path)
+            logger.info("Making the environment %s, once: uv downloads and compiles what is missing, in minutes", path)
+            build()
+            (path / _STAMP).write_text(text)
+    use_installed(*path.glob("lib/python*/site-packages"))
     return str(python)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
@@ -57,12 +57,7 @@ class Devices:
     accelerator: Accelerator
 
 
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
-InputsT = TypeVar("InputsT")
-RunInputsT = TypeVar("RunInputsT", bound=RunInputs)
-
-
-def launch(
+def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
     config: ConfigT,
     *,
     prepare: Callable[[ConfigT], RunInputsT],
@@ -125,7 +120,7 @@ def launch(
         )
 
 
-def run_command(
+def run_command[InputsT](
     prepare: Callable[[], InputsT],
     run: Callable[[InputsT, Path, RunConsole], str],
     *,

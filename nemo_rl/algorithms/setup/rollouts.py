@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.setup import preflight
@@ -30,7 +30,6 @@ from nemo_rl.types import SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
-ConfigT = TypeVar("ConfigT", bound=RolloutMasterConfig)
 # Imported in runs whose policy generates.
 SELF_GENERATION = "nemo_rl.models.generation.hf:HfGeneration"
 SELF_GENERATING = "nemo_rl.models.policy.generate:SelfGeneratingPolicy"
@@ -51,11 +50,8 @@ class RolloutInputs(RunInputs):
     sampling: SamplingParams  # in training
 
 
-InputsT = TypeVar("InputsT", bound=RolloutInputs)
-
-
 @dataclass(frozen=True, kw_only=True)
-class RolloutSetup(Generic[InputsT]):
+class RolloutSetup[InputsT: RolloutInputs]:
     """Running parts, which end with the stack, and the devices on which further worker groups can start."""
 
     stack: ExitStack
@@ -113,7 +109,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     return RolloutInputs(model=model, data=data, process=process, prompts=prompts, sampling=sampling, identity=identity)
 
 
-def run_rollouts(
+def run_rollouts[ConfigT: RolloutMasterConfig, InputsT: RolloutInputs](
     config: ConfigT,
     make_trainer: Callable[[RunTools, RolloutSetup[InputsT]], RolloutTrainer],
     prepare: Callable[[ConfigT], InputsT],
@@ -131,7 +127,9 @@ def run_rollouts(
     return launch(config, prepare=prepare, build=build)
 
 
-def build_rollouts(config: RolloutMasterConfig, stack: ExitStack, inputs: InputsT) -> RolloutSetup[InputsT]:
+def build_rollouts[InputsT: RolloutInputs](
+    config: RolloutMasterConfig, stack: ExitStack, inputs: InputsT
+) -> RolloutSetup[InputsT]:
     """Start cluster, environments, engines, policy and rollout worker. All end with the stack."""
     rollout, model, sampled = config.rollout, inputs.model, config.policy.generation
     # On each bundle that generates: engine, rollout worker and, if it is enabled, the HTTP server.

@@ -14,7 +14,7 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from operator import add, mul, sub
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,7 +31,6 @@ HELD_OUT_ONE_IN = 5
 DEFAULT_NUM_TRAIN_SAMPLES = 10_000
 SPLITS = ("train", "validation", "all")
 
-T = TypeVar("T")
 
 # -- For every generated dataset.
 
@@ -57,7 +56,7 @@ def in_split(text: str, split: str) -> bool:
     return split == "all" or (xxhash.xxh64_intdigest(text.encode()) % HELD_OUT_ONE_IN == 0) == (split == "validation")
 
 
-def sampled(cfg: TableConfig, space: Sequence[T], num_samples: int | None) -> list[T]:
+def sampled[T](cfg: TableConfig, space: Sequence[T], num_samples: int | None) -> list[T]:
     """`num_samples` items of `space`: all of them in random order, again and again.
 
     `num_samples` defaults to 10,000 for training, and otherwise to each item once.

@@ -277,7 +277,7 @@ def load_response_rows(cfg: TableConfig) -> Rows:
 # -- Options and columns, checked.
 
 
-def options_of(cfg: TableConfig, model: type[Options]) -> Options:
+def options_of[Options: StrictModel](cfg: TableConfig, model: type[Options]) -> Options:
     """The `kwargs` of a dataset. ValueError for an unknown or invalid one, naming those there are."""
     try:
         return model(**cfg.kwargs)

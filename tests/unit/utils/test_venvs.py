@@ -15,7 +15,7 @@ PYPROJECT = """\
 [project]
 name = "tiny"
 version = "0"
-requires-python = ">=3.11"
+requires-python = ">=3.12"
 dependencies = []
 [project.optional-dependencies]
 old = ["six==1.16.0"]
@@ -73,7 +73,7 @@ def test_made_once_by_three_drivers_and_again_when_the_project_changes_or_once_b
     assert python == str(project / "venvs" / "broken" / "bin" / "python") and num_calls(fake_uv) == 1
     (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
     ensure_venv("broken", project)
-    (project / ".python-version").write_text("3.11\n")
+    (project / ".python-version").write_text("3.12\n")
     ensure_venv("broken", project)
     assert num_calls(fake_uv) == 3
     (project / "venvs" / "broken" / ".nemo_rl_stamp.json").write_text("")  # the disk was full

@@ -34,6 +34,7 @@ from nemo_rl.environments.code.sandbox.program import (
     SandboxResult,
 )
 from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
+from nemo_rl.utils.bytecode import interpreter_options
 
 if TYPE_CHECKING:
     from nemo_rl.environments.section_parts import SandboxConfig
@@ -134,7 +135,8 @@ class _Server(LineWorker[Program, SandboxResult]):
             return self.lines
         Path(self.directory).mkdir(mode=0o711, exist_ok=True)
         Path(self.directory).chmod(0o711)  # whatever the umask
-        command = [sys.executable, "-s", "-S", "-P", "-c", BOOTSTRAP, json.dumps(self.config), PACKAGE_ROOT]
+        python = [sys.executable, "-s", "-S", "-P", *interpreter_options()]
+        command = [*python, "-c", BOOTSTRAP, json.dumps(self.config), PACKAGE_ROOT]
         # Nothing of this process's environment: a program might read it.
         env = {"LANG": "C.UTF-8", "PATH": os.defpath, "MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
         remedy = "its error output says why"

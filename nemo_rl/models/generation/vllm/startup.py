@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nemo_rl.distributed.actor_host import scratch_folder
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.utils.guards import scratch_folder
 from nemo_rl.utils.registry import without_collections
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from nemo_rl.types import (
     RowKey,
     reduction_of,
 )
-
-InputsT = TypeVar("InputsT", bound=LossInputs)
-
 
 # -- rows
 
@@ -104,7 +101,7 @@ def scored_sequences(
     return scored
 
 
-def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
+def loss_inputs[InputsT: LossInputs](rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
     """One micro-batch as a loss sees it, [B, longest row]. Raises ValueError if it needs a column that no row has."""
     width = max(len(row.token_ids) for row in rows)
 

@@ -1,7 +1,5 @@
 """Random micro-batches for the tests of losses."""
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
@@ -10,10 +8,8 @@ from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.types import LossFunction, LossInputs
 from tests.loss_invariance import global_counts
 
-InputsT = TypeVar("InputsT", bound=LossInputs)
 
-
-def all_valid(kind: type[InputsT], rows: int, length: int, **columns: Tensor) -> InputsT:
+def all_valid[InputsT: LossInputs](kind: type[InputsT], rows: int, length: int, **columns: Tensor) -> InputsT:
     """Inputs of rows without a prompt or padding."""
     ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length)
     return kind(input_ids=ids, token_mask=mask, sample_mask=torch.ones(rows), **columns)
