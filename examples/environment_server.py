@@ -15,7 +15,7 @@ import os
 
 import yaml
 
-from nemo_rl.utils.registry import look_in_working_folder
+from nemo_rl.config.cli import look_in_working_folder
 
 
 def main() -> None:

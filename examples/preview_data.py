@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.config.cli import look_in_working_folder
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.utils.registry import look_in_working_folder
 
 
 def main() -> int:

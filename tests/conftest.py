@@ -3,8 +3,8 @@
 The model hub is switched off before anything imports it: tests need no network.
 """
 
-import atexit
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -13,6 +13,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal
 
+from nemo_rl.utils.guards import end_children_after_me, remove_after_me
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -20,43 +22,34 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 if "RAY_TMPDIR" not in os.environ:  # a cluster that was started on this machine is not joined
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # sockets: short paths
-    atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
+    remove_after_me(os.environ["RAY_TMPDIR"])
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    end_children_after_me()  # runs, and those of the workers, however this process ends
 # Ranks are forked, which a pool of OpenMP threads does not survive.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
 from nemo_rl.utils.registry import without_collections
-from tests.lanes import Lanes
+from tests.processes import one_at_a_time
 
 LONG_S = 20.0
-NUM_LANES = pytest.StashKey[int]()
 ROOT = Path(__file__).parents[1]
 
 
 # -- processes
 
 
-def num_lanes(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two, and by default a third, because whole runs leave the cores idle while they start and wait. Slow tests are
     nearly all whole runs: three at once take longer than two and then one. None for named files or tests, whose start
     would take longer than they do, nor for those on a GPU.
     """
-    if config.option.markexpr == "gpu" or config.option.usepdb:
-        return 0
     paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    if all(path.suffix == ".py" for path in paths):
+    if config.option.markexpr == "gpu" or all(path.suffix == ".py" for path in paths):
         return 0
     has_runs = any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths)
     return 3 if has_runs and "not slow" in config.option.markexpr else 2
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """`-n` is an option of pytest-xdist, whose processes each import and collect everything: here lanes are forked."""
-    number = config.option.numprocesses
-    config.stash[NUM_LANES] = num_lanes(config) if number == "auto" else number or 0
-    config.option.numprocesses = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,38 +67,32 @@ def kind_of(file: str) -> Literal["runs", "ray", "others"]:
     return "ray" if "ray_local" in text else "others"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In lanes: whole runs one by one, what shares a Ray cluster as one unit, the others file by file."""
-    config = session.config
-    if not config.stash[NUM_LANES] or config.option.collectonly or session.testsfailed:
-        return None
-    units: dict[str, dict[str, list[int]]] = {"runs": {}, "ray": {}, "others": {}}
-    for number, item in enumerate(session.items):
-        file = item.nodeid.split("::")[0]
-        kind = kind_of(file)
-        name = {"runs": item.nodeid, "ray": "", "others": file}[kind]
-        units[kind].setdefault(name, []).append(number)
-    runs, ray, others = (list(found.values()) for found in units.values())
-    Lanes(session, runs, [*ray, *others], config.stash[NUM_LANES]).run()
-    return True
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     with without_collections():
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which xdist hands out tests: whole runs one by one, then what shares a Ray cluster, then files."""
     if config.option.markexpr != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="sees no GPU: `pytest -m gpu` does"))
     items.sort(key=lambda item: ["runs", "ray", "others"].index(kind_of(item.nodeid.split("::")[0])))
     for item in items:
+        file = item.nodeid.split("::")[0]
+        kind = kind_of(file)
+        if kind != "runs":
+            item.add_marker(pytest.mark.xdist_group("ray" if kind == "ray" else file))
         for marker in item.iter_markers("over_20s"):
             item.user_properties.append(("over_20s", marker.args[0]))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # ranks are forked: the collector touches, and thereby copies, no page that they share
 
 
 # -- times
@@ -146,7 +133,8 @@ def ray_local() -> Iterator[None]:
 
     from nemo_rl.distributed.virtual_cluster import start_local_ray
 
-    start_local_ray(num_cpus=8, object_store_gb=1.0)
+    with one_at_a_time("start"):
+        start_local_ray(num_cpus=8, object_store_gb=1.0)
     yield
     ray.shutdown()
 

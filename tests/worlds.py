@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.environments.code.sandbox.isolation import PR_SET_PDEATHSIG, prctl
+
 
 class RankDied(RuntimeError):
     """A rank ended without a result: killed, or `os._exit` was called."""
@@ -100,6 +102,7 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank waits for the others, and would wait on when its test was killed
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         gc.freeze()  # a collection would touch, and so copy, every object of the parent

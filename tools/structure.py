@@ -1,4 +1,4 @@
-"""How large and how tangled the package is: the numbers that `tests/architecture` limits.
+"""How large and how tangled the package is: sizes, imports and circles.
 
     python tools/structure.py                 # the table
     python tools/structure.py --reading       # line counts of the walks in docs/reading.md

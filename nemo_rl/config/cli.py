@@ -1,6 +1,7 @@
 """The command line of every run script: --config, --dry-run, --help and overrides."""
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +11,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, Location, Problem
-from nemo_rl.utils.bytecode import share_bytecode
-from nemo_rl.utils.registry import look_in_working_folder
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ def load_from_command_line[M: BaseModel](
     ConfigError for what this machine cannot do; --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
     and --plan, with 2 and one message when the user has to change something.
     """
-    share_bytecode()
     look_in_working_folder()
     parser = argparse.ArgumentParser(
         description=description,
@@ -100,6 +98,16 @@ def load_from_command_line[M: BaseModel](
         parser.exit(2, f"error: {error}\n")
     SOURCES.append(ConfigSource(model, file, rest))
     return config
+
+
+def look_in_working_folder() -> None:
+    """Let import paths name modules of the folder in which a command is given.
+
+    Installed packages come first: a user's `datasets.py` there must not replace the package that transformers imports.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _existing(path: str, default_config: str) -> Path:

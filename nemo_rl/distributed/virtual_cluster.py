@@ -28,7 +28,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError
-from nemo_rl.utils.bytecode import share_bytecode
 from nemo_rl.utils.guards import end_children_after_me
 
 logger = logging.getLogger(__name__)
@@ -200,7 +199,6 @@ def _prepare() -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    share_bytecode()  # Ray's own processes inherit it
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 

@@ -32,18 +32,27 @@ shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 
 # A process that is just being started may have no environment yet, and one that is killed may have started another.
+# Ray's agents write their names over their environment: they have the log of a session open whose name ends with the
+# id of the driver. Other guards end by themselves.
 _END_MARKED = """
-mark, quiet = sys.argv[2].encode(), 0
+mark, log, quiet = sys.argv[2].encode(), "_" + sys.argv[1] + "/logs/", 0
+def is_marked(folder):
+    with open(folder + "cmdline", "rb") as file:
+        if b"pidfd_open(int(sys.argv[1]))" in file.read():
+            return False
+    with open(folder + "environ", "rb") as file:
+        if mark in file.read():
+            return True
+    files = [os.readlink(folder + "fd/" + number) for number in os.listdir(folder + "fd")]
+    return any("/session_" in file and log in file for file in files)
 while quiet < 3:
     found = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             process = os.pidfd_open(int(pid))
-            with open("/proc/" + pid + "/environ", "rb") as file:
-                is_marked = mark in file.read()
             with open("/proc/" + pid + "/stat") as file:
                 is_dead = file.read().rpartition(")")[2].split()[0] in "ZX"
-            if is_marked and not is_dead and int(pid) != os.getpid():
+            if not is_dead and is_marked("/proc/" + pid + "/"):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 found += 1
             os.close(process)
@@ -65,11 +74,16 @@ def end_group_after_me() -> None:
     _start(_END_GROUP)
 
 
+def remove_after_me(folder: str) -> None:
+    """When this process ends, remove a folder."""
+    _start(_REMOVE_FOLDER, folder)
+
+
 @cache
 def scratch_folder() -> str:
     """A folder for temporary files of this process and its children, which disappears with this process."""
     folder = tempfile.mkdtemp(prefix="nemo_rl_")
-    _start(_REMOVE_FOLDER, folder)
+    remove_after_me(folder)
     return folder
 
 

@@ -29,16 +29,6 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def look_in_working_folder() -> None:
-    """Let import paths name modules of the folder in which a command is given.
-
-    Installed packages come first: a user's `datasets.py` there must not replace the package that transformers imports.
-    """
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
 def import_object(path: str, what: str) -> Any:
     """The object behind `package.module:name` or `package.module.name`. `what` says in an error what it is.
 

@@ -15,11 +15,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import one_at_a_time
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 CONFIGS = EXAMPLES / "configs"
 SCRIPT = EXAMPLES / "run_grpo_math.py"
 CPU_CONFIG = CONFIGS / "grpo_math_cpu.yaml"
+START_S = 60.0  # in which nothing else starts, if Ray has not started before
+
+RUNNING: list[subprocess.Popen[str]] = []
+"""Processes that `begin` started and no test has ended yet."""
 
 
 def keys(**sections: str) -> tuple[str, ...]:
@@ -84,9 +90,17 @@ def begin(command: Sequence[str], log: Path, **environment: str) -> subprocess.P
     """A process of a session of its own, in the folder of its log."""
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # of the tests alone
     env = {**inherited, "PYTHONPATH": str(ROOT), **environment}
-    with log.open("a") as file:
+    with log.open("a") as file, one_at_a_time("start"):
         streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=log.parent, env=env, start_new_session=True, **streams)
+        links = set(log.parent.glob("logs/*/ray"))
+        process = subprocess.Popen(command, cwd=log.parent, env=env, start_new_session=True, **streams)
+        RUNNING.append(process)
+        deadline = time.monotonic() + START_S
+        while process.poll() is None and set(log.parent.glob("logs/*/ray")) == links:  # made when Ray has started
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return process
 
 
 def run(folder: Path, *overrides: str, timeout_s: float = 400, status: int = 0, **how: Any) -> Finished:

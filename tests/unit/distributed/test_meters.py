@@ -1,7 +1,6 @@
 """Profiles of chosen workers, and the meters of all."""
 
 import gzip
-import importlib.util
 import json
 import os
 import subprocess
@@ -71,8 +70,8 @@ def test_memory_counts_children() -> None:
     assert 0.29 < run_world(on_rank, 1)[0] < 0.5 and group_memory_gb() > 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pynvml") is not None, reason="NVML's package is installed")
-def test_gpus_without_nvml_are_refused() -> None:
+def test_gpus_without_nvml_are_refused(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     with pytest.raises(ValueError, match=r"install nvidia-ml-py, or set logger\.monitor_gpus=false"):
         UsageMonitor(10.0, gpus=True)
 

@@ -34,7 +34,7 @@ part: {name: math_expression, kwargs: {math_verify_impl: hf_math}} -> did you me
 part: {name: math_expression, kwargs: {verify_timeout_s: 0}} -> verify_timeout_s: ... than 0 (got 0)
 part: {name: length, kwargs: {soft_limit: 20, hard_limit: 10}} -> below hard_limit=10
 part: {name: contains, kwargs: {texts: [1]}} -> texts: Input should be a valid string
-part: {name: length} -> missing a required argument: 'soft_limit'
+part: {name: length} -> missing a required keyword-only argument: 'soft_limit'
 part: {name: x, env: math, reward: format} -> a function or an environment
 part: {name: x, env: math, kwargs: {a: 1}} -> kwargs are for functions
 part: {name: format, weight: 0.0} -> every weight is 0

@@ -1,10 +1,17 @@
-"""Metrics in the folder of a run, and in trackers: real packages and local stores, skipped where not installed."""
+"""Metrics in the folder of a run, and in trackers: real packages and local stores.
+
+Tests with the marker `trackers` run in an environment of their own: every process that imports transformers would
+import scikit-learn too, which mlflow brings.
+"""
 
 import json
 import logging
+import shutil
 import socket
+import subprocess
 import threading
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +24,11 @@ import torch
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from nemo_rl.environments.own_python import python_of
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
 from nemo_rl.utils.logger import LogError, Logger, check_packages, get_next_experiment_dir
 from nemo_rl.utils.trackers import RETRY_S, GuardedTracker
+from nemo_rl.utils.venvs import find_project_root
 
 ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
 
@@ -121,9 +130,22 @@ def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
     return second
 
 
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+@pytest.mark.parametrize("chosen", ["trackers and not slow", pytest.param("trackers and slow", marks=pytest.mark.slow)])
+def test_packages_of_the_extra(chosen):
+    """The tests below that have the marker `trackers`."""
+    project = tomllib.loads((find_project_root() / "pyproject.toml").read_text())["project"]
+    python = python_of(project["optional-dependencies"]["trackers"], "the extra `trackers`")
+    command = [python, "-m", "pytest", "-n0", "-q", "-m", chosen, __file__]
+    done = subprocess.run(command, cwd=find_project_root(), capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.trackers
 @pytest.mark.slow  # its database is made in fifty migrations
 def test_mlflow_in_sqlite(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     cfg = LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True, mlflow=MLflowConfig(experiment_name="sums"))
     run_id = log_two_runs(cfg, tmp_path).run_ids["mlflow"]
@@ -138,8 +160,8 @@ def test_mlflow_in_sqlite(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["data"] == [[1, *ROWS[0].values()], [2, *ROWS[0].values()]]
 
 
+@pytest.mark.trackers
 def test_swanlab_offline(tmp_path):
-    pytest.importorskip("swanlab")
     cfg = LoggerConfig(swanlab_enabled=True, swanlab=SwanLabConfig(mode="offline", project="sums"))
     run_id = log_two_runs(cfg, tmp_path).run_ids["swanlab"]
     first, second = sorted(tmp_path.glob("exp_00?/swanlab/run-*"))
@@ -152,9 +174,11 @@ def test_swanlab_offline(tmp_path):
     assert len(tables) == 2 and all("assistant: 2" in table for table in tables)
 
 
+@pytest.mark.trackers
 def test_trackio_in_sqlite(tmp_path, monkeypatch):
-    trackio = pytest.importorskip("trackio")
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage as storage
+
     project = f"sums-{tmp_path.name.replace('_', '-')}"
     cfg = LoggerConfig(trackio_enabled=True, trackio={"project": project})
     run_id = log_two_runs(cfg, tmp_path).run_ids["trackio"]
@@ -219,9 +243,15 @@ def test_a_full_disk_costs_the_run_its_tensorboard_alone_and_samples_name_the_re
     assert message.startswith("tensorboard does not answer, and the run goes on without it; metrics.jsonl has every")
 
 
-@pytest.mark.parametrize("name", ["mlflow", "wandb", pytest.param("swanlab", marks=pytest.mark.slow)])  # it tries 20 s
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wandb",
+        pytest.param("mlflow", marks=pytest.mark.trackers),
+        pytest.param("swanlab", marks=[pytest.mark.trackers, pytest.mark.slow]),  # it tries 20 s
+    ],
+)
 def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch):
-    module = pytest.importorskip(name)
     with socket.socket() as taken:  # a port where nothing answers
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -230,7 +260,7 @@ def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch)
             monkeypatch.setenv(variable, value)
         if name == "wandb":
             monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")  # instead of 90
-            module.teardown()  # it reads the limit once
+            wandb.teardown()  # it reads the limit once
         cfg = LoggerConfig.model_validate({f"{name}_enabled": True, "mlflow": {"tracking_uri": uri}})
         with caplog.at_level(logging.WARNING, "nemo_rl"):
             logger = Logger(cfg, tmp_path, known := {name: 21 * "a", "trackio": "is off"})
@@ -243,8 +273,8 @@ def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.trackers
 def test_swanlab_without_a_key_says_how_to_log_in(tmp_path, monkeypatch):
-    pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_API_KEY", "")
     with pytest.raises(ValueError, match=r"logger\.swanlab: .* log in with `swanlab login`, or set mode=offline"):
         Logger(LoggerConfig(swanlab_enabled=True), tmp_path)

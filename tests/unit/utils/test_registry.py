@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.registry import import_object, look_in_working_folder, without_collections
+from nemo_rl.config.cli import look_in_working_folder
+from nemo_rl.utils.registry import import_object, without_collections
 
 
 def test_modules_load_without_collections_which_go_on_afterwards_if_they_did_before(
@@ -43,5 +44,5 @@ def test_a_module_of_the_working_folder_never_replaces_an_installed_one_and_one_
         ValueError, match=rf"is in two places: {tmp_path}/in_both.py would be used, and {tmp_path}/here/"
     ):
         import_object("in_both:WHERE", "environment")
-    program = "from nemo_rl.utils.registry import *; look_in_working_folder(); import tqdm; print(tqdm.__version__)"
+    program = "from nemo_rl.config.cli import *; look_in_working_folder(); import tqdm; print(tqdm.__version__)"
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
