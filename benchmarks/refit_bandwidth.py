@@ -2,7 +2,7 @@
 
     python benchmarks/refit_bandwidth.py [--gib 1.0] [--engine]
 
-Sender and receiver are two processes, started with the workers' environment (`host_copy_environment`); every byte is
+Sender and receiver are two processes, started with the workers' environment (`HOST_ENVIRONMENT`); every byte is
 fingerprinted on both sides; the receiver copies into its own parameters. `--engine` repeats it with vLLM as the
 receiver, a model of about that size with random weights. The last line is the ratio (1.0: as long as two memcpys one
 after the other in one process).
@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.refit import transfer as weight_transfer
-from nemo_rl.refit.buffers import attach_buffer, host_copy_environment
+from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.fingerprint import host_fingerprint
 from nemo_rl.refit.layout import PackLayout, Segment, exported
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
@@ -249,7 +250,7 @@ async def _measure_engine(folder: Path, gib: float) -> float:
 
 
 def main() -> None:
-    environment = host_copy_environment()
+    environment = HOST_ENVIRONMENT
     if not environment.items() <= os.environ.items():  # read when a process starts, so start again
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

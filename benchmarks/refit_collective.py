@@ -3,7 +3,7 @@
     python benchmarks/refit_collective.py [--gib 0.25 1.0] [--receivers 1] [--rounds 9]
 
 One process sends and `--receivers` others receive, in one process group of gloo over loopback, all in the environment
-of the workers (`host_copy_environment`). Measured in turns, in
+of the workers (`HOST_ENVIRONMENT`). Measured in turns, in
 the same processes and with the same group: a plain broadcast of the same number of bytes in buffers of the size of a
 bucket, two on their way at a time; and a whole sync: each bucket gathered from its tensors, fingerprinted, broadcast,
 checked and copied into the tensors of the receivers. The ratio is the fastest of the first over the fastest of the
@@ -27,7 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.refit_bandwidth import model_shapes
-from nemo_rl.refit.buffers import TransferBuffer, attach_buffer, host_copy_environment
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
+from nemo_rl.refit.buffers import TransferBuffer, attach_buffer
 from nemo_rl.refit.layout import NUM_HALVES, PackLayout, Rendezvous, Segment, exported
 from nemo_rl.refit.sync import OPEN_BUCKETS
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
@@ -154,7 +155,7 @@ def measure(gib: float, num_receivers: int, rounds: int) -> float:
 
 
 def main() -> None:
-    environment = host_copy_environment()
+    environment = HOST_ENVIRONMENT
     if not environment.items() <= os.environ.items():  # read when a process starts, so start again
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -134,7 +134,7 @@ def ray_local() -> Iterator[None]:
     from nemo_rl.distributed.virtual_cluster import start_local_ray
 
     with one_at_a_time("start"):
-        start_local_ray(num_cpus=8, object_store_gb=1.0)
+        start_local_ray(num_cpus=8, object_store_gb=1.0, forks_workers=True)
     yield
     ray.shutdown()
 

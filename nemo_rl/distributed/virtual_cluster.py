@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -28,6 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError
+from nemo_rl.distributed.worker_template import READ_WHEN_LOADED, WorkerTemplate
 from nemo_rl.utils.guards import end_children_after_me
 
 logger = logging.getLogger(__name__)
@@ -43,29 +45,50 @@ _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
 _MAX_STARTS = 4
 _LEAST_START_S, _IMPORTS_PER_START = 60.0, 30.0  # a start may take so long, and so many times an import of Ray
 
-# Becomes a worker of Python with the environment that Ray has for it. Ray's own program for this imports all of Ray
-# first, as the worker does again.
+# Becomes a worker of Python with the environment that Ray has for it; or has the template fork one and ends with it,
+# unless the worker has a Python of its own or loads libraries in another way. Ray's own program for this imports all of
+# Ray first, as the worker does again.
 _SETUP = r"""
-import json, os, re, shlex, sys
+import json, os, re, shlex, socket, struct, sys
+TEMPLATE = json.loads('{template}')
 KEY, LANGUAGE = "--serialized-runtime-env-context=", "--language=PYTHON"
 own = [text.removeprefix(KEY) for text in sys.argv if text.startswith(KEY)]
 context = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable} | json.loads((own + ["{}"])[0])
 for name, value in context["env_vars"].items():
     os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
-worker = [shlex.quote(text) for text in sys.argv[1:] if text != LANGUAGE and not text.startswith(KEY)]
-command = [*context["command_prefix"], "exec", context["py_executable"], *worker]
-os.execvp("bash", ["bash", "-c", " ".join(command)])
+worker = [text for text in sys.argv[1:] if text != LANGUAGE and not text.startswith(KEY)]
+python, prefix = context["py_executable"], context["command_prefix"]
+def is_like_template():
+    prefixes, known = tuple(TEMPLATE["prefixes"]), TEMPLATE["environment"]
+    own = {name: os.environ[name] for name in os.environ if name.startswith(prefixes) and name != "PYTHONPATH"}
+    return python == sys.executable and not prefix and all(known.get(name) == own[name] for name in own)
+if TEMPLATE and is_like_template():
+    with socket.socket(socket.AF_UNIX) as template:
+        try:
+            template.connect("\0" + TEMPLATE["address"])
+        except ConnectionRefusedError:  # it was killed
+            pass
+        else:
+            asked = json.dumps({"argv": worker, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+            socket.send_fds(template, [struct.pack("!I", len(asked))], [0, 1, 2])
+            template.sendall(asked)
+            template.recv(1)  # nothing, when the worker has ended
+            os._exit(0)
+quoted = [shlex.quote(python) if os.path.exists(python) else python, *map(shlex.quote, worker)]
+os.execvp("bash", ["bash", "-c", " ".join([*prefix, "exec", *quoted])])
 """
 
 _started_here = False  # this process started the cluster, so no node will join it
+_template: WorkerTemplate | None = None  # of that cluster
 
 
-def init_ray(log_dir: str | None = None) -> None:
+def init_ray(log_dir: str | None = None, *, forks_workers: bool = False) -> None:
     """Connect to Ray once: to `RAY_ADDRESS`, else to the cluster `ray start` left on this machine, else to a new one.
 
     A local cluster has no dashboard and a bounded object store, and ends with this process. `log_dir` gets a link `ray`
     to the logs of Ray and of every worker. Workers do not inherit the driver's environment: a worker group passes the
-    variables that it is given.
+    variables that it is given. `forks_workers`: those of a new cluster are forked from a `WorkerTemplate`, which is for
+    machines without GPUs.
 
     Raises:
         ValueError: if the cluster cannot be joined, with the remedy.
@@ -79,7 +102,7 @@ def init_ray(log_dir: str | None = None) -> None:
         if address not in find_gcs_addresses():
             address = None  # that cluster is gone
     if address in (None, "local"):
-        start_local_ray()
+        start_local_ray(forks_workers=forks_workers)
     elif address.startswith("ray://"):
         raise ValueError(
             f"RAY_ADDRESS={address} is the address of Ray Client, through which no tensors can be shared: start the "
@@ -115,13 +138,16 @@ def init_ray(log_dir: str | None = None) -> None:
         link.symlink_to(node.get_logs_dir_path())
 
 
-def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | None = None) -> None:
+def start_local_ray(
+    *, num_cpus: int | None = None, object_store_gb: float | None = None, forks_workers: bool = False
+) -> None:
     """Start a Ray cluster of only this machine, which ends with this process.
 
     Its CPUs are worker slots, not cores: by default at least 64, so that the bundles of a small run fit on a laptop.
     The environment variables of a worker decide how many threads it uses. All ports are on loopback.
+    `forks_workers`: as `init_ray`.
     """
-    global _started_here
+    global _started_here, _template
     _prepare()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if object_store_gb is None:
@@ -131,6 +157,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
     end_children_after_me()  # agents of Ray outlive a killed driver by a minute
+    _template = WorkerTemplate() if forks_workers else None
     start: Any = ray.init  # its stubs say that arguments with the default None must not be None
     with _token_errors(), _light_node():
         start_under_load(
@@ -176,12 +203,16 @@ def ray_loss() -> str | None:
 
 def shutdown_ray() -> None:
     """`ray.shutdown`, which would wait forever for a raylet that is stopped: kill it if it does not answer."""
+    global _template
     with ExitStack() as stack:
         if (raylet := _own_raylet()) is not None:
             killer = threading.Timer(_SHUTDOWN_S if ray_loss() is None else 0.0, raylet.kill)
             killer.start()
             stack.callback(killer.cancel)
         ray.shutdown()
+        if _template is not None:
+            _template.close()
+            _template = None
 
 
 def _own_raylet() -> subprocess.Popen[bytes] | None:
@@ -210,7 +241,12 @@ def _light_node() -> Iterator[None]:
     `include_dashboard=False` starts that process without pages, and `ray.init` waits until it answers.
     """
     program = os.memfd_create("setup_worker")  # a file that ends with this process
-    os.write(program, _SETUP.encode())
+    how = _template and {
+        "address": _template.address,
+        "environment": _template.environment,
+        "prefixes": READ_WHEN_LOADED,
+    }
+    os.write(program, _SETUP.replace("{template}", json.dumps(how)).encode())
 
     def instead(self: Any, **_: Any) -> None:
         self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"

@@ -191,7 +191,7 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
     if not left:
         return
     with ExitStack() as stack:
-        init_ray(str(samples.folder))
+        init_ray(str(samples.folder), forks_workers=not config.cluster.use_gpus)
         stack.callback(shutdown_ray)
         collector, num_engines = _start(config, stack, inputs)
         in_flight = config.generation.num_prompts_per_step

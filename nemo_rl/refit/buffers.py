@@ -46,17 +46,6 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def host_copy_environment(*malloc: str) -> dict[str, str]:
-    """Environment variables for processes that copy weights in host memory, with further tunables of glibc's `malloc`.
-
-    glibc bypasses the caches only for copies above a size that it derives from the last-level cache, hundreds of MiB on
-    a server. Below it, the processor reads each line before it writes it, which halves the speed of our chunks. glibc
-    reads the variable once, when a process starts. Other C libraries ignore it.
-    """
-    tunables = ["cpu.x86_non_temporal_threshold=524288", *(f"malloc.{tunable}" for tunable in malloc)]
-    return {"GLIBC_TUNABLES": ":".join(f"glibc.{tunable}" for tunable in tunables)}
-
-
 class TransferBuffer(Protocol):
     """`bytes` is the uint8 tensor of all halves; `key` names the location from which a reader can attach, and
     `endpoint` (JSON-able) is what it needs for that.

@@ -98,7 +98,7 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
             if config.logger.report.enabled:
                 tools.recorder = RunRecorder(config.logger.report, run_dir, console)
                 at_last.callback(tools.recorder.close)
-            init_ray(str(run_dir))
+            init_ray(str(run_dir), forks_workers=not config.cluster.use_gpus)
             stack.callback(shutdown_ray)
             if monitor is not None:
                 stack.enter_context(monitor)

@@ -12,23 +12,16 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
-from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 
 T = TypeVar("T")
-
-# Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
-# speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
-CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
-# glibc keeps the memory that a micro-batch frees for the next one. It would return it to the system, and each page that
-# comes back costs a fault: a tenth of a step of 18M parameters. Further arenas it empties whatever the threshold.
-KEPT_MEMORY = ("arena_max=1", f"mmap_threshold={2**30}", f"trim_threshold={2**32}")
 
 DRAFTING_WORKER = "nemo_rl.models.policy.dtensor.draft.DraftingPolicyWorker"
 
@@ -89,7 +82,7 @@ class Policy:
         self.data_parallel_size = sizes.data_parallel
         # The data-parallel coordinate of each worker is the number of its `RankPlan`.
         self.data_coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
-        host_environment = {} if settings.use_gpu else CPU_ENVIRONMENT | host_copy_environment(*KEPT_MEMORY)
+        host_environment = {} if settings.use_gpu else HOST_ENVIRONMENT
         has_draft = isinstance(config, RolloutPolicyConfig) and config.draft.enabled
         worker = DRAFTING_WORKER if has_draft else self.workers[config.backend_key]
         self._start = partial(

@@ -16,10 +16,9 @@ from nemo_rl.algorithms.setup import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import tiny_model_config
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.models.policy.dtensor.draft import DraftHead, PredictionHead, draft_config
-from nemo_rl.models.policy.lm_policy import KEPT_MEMORY
 from nemo_rl.models.policy.memory import Machine, ModelShape, describe_memory, predict_memory
-from nemo_rl.refit.buffers import host_copy_environment
 from tests.unit.config.run_configs import CONFIGS, MASTERS
 from tests.unit.policy.families import family_config
 
@@ -198,7 +197,7 @@ for _ in range(2):
 
 
 def test_a_step_has_the_memory_of_the_one_before_without_page_faults():
-    environment = {**os.environ, **host_copy_environment(*KEPT_MEMORY)}
+    environment = {**os.environ, **HOST_ENVIRONMENT}
     out = subprocess.run([sys.executable, "-c", TWO_STEPS], check=True, env=environment, capture_output=True, text=True)
     first, second = map(int, out.stdout.split())
     assert first > 10_000 > 100 > second

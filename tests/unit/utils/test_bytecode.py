@@ -27,8 +27,8 @@ def play(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         folder.mkdir(parents=True, exist_ok=True)
     (sources / "users_module.py").write_text("NAME = 'users'\n")
     (packages / "package" / "__init__.py").write_text("NAME = 'package'\n")
-    subprocess.run([sys.executable, "-m", "compileall", "-q", packages], check=True)  # as an installation does
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([sys.executable, "-m", "compileall", "-q", packages], env=own, check=True)  # as an installation does
     paths = {"ENVIRONMENT": str(tmp_path / "environment"), "SOURCES": str(sources), "PACKAGES": str(packages)}
     env = {**own, **paths, "PYTHONPATH": os.pathsep.join([str(ROOT), str(sources), str(packages)]), **variables}
     return subprocess.run([sys.executable, "-c", PARENT], env=env, capture_output=True, text=True, check=True)

@@ -11,9 +11,9 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
-from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for
 
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
 WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
-# Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
-CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
 
 class VllmGeneration(GenerationInterface):
@@ -101,7 +99,7 @@ class VllmGeneration(GenerationInterface):
     def _start_replica(self, index: int) -> RayWorkerGroup:
         nodes = self._bundle_groups[index]
         on_gpus, own = self._cluster.use_gpus, self._settings.cfg.vllm_cfg.env_vars
-        env_vars = own if on_gpus else CPU_ENVIRONMENT | host_copy_environment() | own | ENGINE_ENVIRONMENT
+        env_vars = own if on_gpus else HOST_ENVIRONMENT | own | ENGINE_ENVIRONMENT
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),

@@ -55,6 +55,7 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     # Killed engines leave their sockets behind. What torch compiled stays where the next run finds it.
+    import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
@@ -64,7 +65,10 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
     if device == "cpu":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
+        # Compiling helpers takes longer than a short run. A forked worker has the module already, other processes read
+        # the variable.
+        torch._dynamo.config.disable = True
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
         # An engine of one rank computes in the thread of its scheduler, which is one of the worker (`in_process`).
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
