@@ -1,9 +1,10 @@
-"""Compiled Python files where PYTHONDONTWRITEBYTECODE is set, as in many container images.
+"""The cache folder, and compiled Python files where PYTHONDONTWRITEBYTECODE is set, as in many container images.
 
 Without bytecode every process of a run would compile all its imports again: a minute of CPU in each of a dozen. So a
 run keeps bytecode where nobody has sources: inside the Python environment, or else in the cache folder. There it also
 has what the installation compiled, because Python looks for bytecode in one place only
-(https://docs.python.org/3/using/cmdline.html#envvar-PYTHONPYCACHEPREFIX).
+(https://docs.python.org/3/using/cmdline.html#envvar-PYTHONPYCACHEPREFIX). Standard library only: the package imports
+this file first.
 """
 
 import os
@@ -12,6 +13,11 @@ import sysconfig
 from pathlib import Path
 
 _NO_BYTECODE, _FOLDER = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
+
+
+def cache_root() -> Path:
+    """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
+    return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
 
 
 def share_bytecode() -> None:
@@ -55,8 +61,6 @@ def _own_folder() -> Path | None:
     """A folder that only this user writes: anybody else who could write there could run code in every process."""
     if sys.prefix != sys.base_prefix and (folder := _writable(Path(sys.prefix))) is not None:
         return folder
-    from nemo_rl.utils.files import cache_root  # it imports numpy, whose bytecode would not be shared yet
-
     return _writable(cache_root())
 
 

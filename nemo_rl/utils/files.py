@@ -1,4 +1,4 @@
-"""Files: the cache folder, strict JSON, locks, and directories on a disk that may be full or shared.
+"""Files: strict JSON, locks, and directories on a disk that may be full or shared.
 
 Strict JSON is JSON that any parser accepts. Python writes the bare words `NaN` and `Infinity`, which are not JSON. Here
 they become the strings "NaN", "Infinity" and "-Infinity", which `float()` reads back. Finite floats keep every digit.
@@ -28,11 +28,6 @@ RUN, GROUPS, TIMELINE, SAMPLES = "run.json", "groups.jsonl", "timeline.jsonl", "
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BELOW_BYTES = 1 << 20  # torch.save reports a full disk as an error about a position in its file
-
-
-def cache_root() -> Path:
-    """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
-    return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
 
 
 def to_plain(value: Any) -> Any:

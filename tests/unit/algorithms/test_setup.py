@@ -225,7 +225,7 @@ def test_a_file_of_no_algorithm_is_refused(tmp_path):
 def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch):
     now, module = 0.0, "nemo_rl.algorithms.setup.launch"
     monkeypatch.setattr(f"{module}.TimeoutChecker", partial(TimeoutChecker, clock=lambda: now))
-    monkeypatch.setattr(f"{module}.init_ray", lambda folder: None)
+    monkeypatch.setattr(f"{module}.init_ray", lambda folder, **_: None)
     monkeypatch.setattr(f"{module}.shutdown_ray", lambda: None)
 
     def slow_prepare(_: Any) -> RunInputs:

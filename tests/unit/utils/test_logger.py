@@ -1,12 +1,11 @@
 """Metrics in the folder of a run, and in trackers: real packages and local stores.
 
-Tests with the marker `trackers` run in an environment of their own: every process that imports transformers would
-import scikit-learn too, which mlflow brings.
+Tests with the marker `mlflow` run in an environment of their own: every process that imports transformers would import
+scikit-learn too, which mlflow brings.
 """
 
 import json
 import logging
-import shutil
 import socket
 import subprocess
 import threading
@@ -130,19 +129,17 @@ def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
     return second
 
 
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
-@pytest.mark.parametrize("chosen", ["trackers and not slow", pytest.param("trackers and slow", marks=pytest.mark.slow)])
-def test_packages_of_the_extra(chosen):
-    """The tests below that have the marker `trackers`."""
+@pytest.mark.slow  # compiles 7,600 files of packages
+def test_mlflow_beside_the_other_packages():
+    """The tests below that have the marker `mlflow`."""
     project = tomllib.loads((find_project_root() / "pyproject.toml").read_text())["project"]
     python = python_of(project["optional-dependencies"]["trackers"], "the extra `trackers`")
-    command = [python, "-m", "pytest", "-n0", "-q", "-m", chosen, __file__]
+    command = [python, "-m", "pytest", "-n0", "-q", "-m", "mlflow", __file__]
     done = subprocess.run(command, cwd=find_project_root(), capture_output=True, text=True)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.trackers
-@pytest.mark.slow  # its database is made in fifty migrations
+@pytest.mark.mlflow
 def test_mlflow_in_sqlite(tmp_path, monkeypatch):
     import mlflow
 
@@ -160,7 +157,6 @@ def test_mlflow_in_sqlite(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["data"] == [[1, *ROWS[0].values()], [2, *ROWS[0].values()]]
 
 
-@pytest.mark.trackers
 def test_swanlab_offline(tmp_path):
     cfg = LoggerConfig(swanlab_enabled=True, swanlab=SwanLabConfig(mode="offline", project="sums"))
     run_id = log_two_runs(cfg, tmp_path).run_ids["swanlab"]
@@ -174,7 +170,6 @@ def test_swanlab_offline(tmp_path):
     assert len(tables) == 2 and all("assistant: 2" in table for table in tables)
 
 
-@pytest.mark.trackers
 def test_trackio_in_sqlite(tmp_path, monkeypatch):
     import trackio
     from trackio.sqlite_storage import SQLiteStorage as storage
@@ -247,8 +242,8 @@ def test_a_full_disk_costs_the_run_its_tensorboard_alone_and_samples_name_the_re
     "name",
     [
         "wandb",
-        pytest.param("mlflow", marks=pytest.mark.trackers),
-        pytest.param("swanlab", marks=[pytest.mark.trackers, pytest.mark.slow]),  # it tries 20 s
+        pytest.param("mlflow", marks=pytest.mark.mlflow),
+        pytest.param("swanlab", marks=pytest.mark.slow),  # it tries 20 s
     ],
 )
 def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch):
@@ -273,7 +268,6 @@ def test_a_server_that_is_gone_stops_no_run(name, tmp_path, caplog, monkeypatch)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.trackers
 def test_swanlab_without_a_key_says_how_to_log_in(tmp_path, monkeypatch):
     monkeypatch.setenv("SWANLAB_API_KEY", "")
     with pytest.raises(ValueError, match=r"logger\.swanlab: .* log in with `swanlab login`, or set mode=offline"):
