@@ -219,11 +219,12 @@ class ActorHost:
         if gpu_ids:
             import pynvml
 
-            pynvml.nvmlInit()
-            by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+            nvml: Any = pynvml  # its functions return structures of C
+            nvml.nvmlInit()
+            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
             handles = [by_index(int(gpu)) if gpu.isdigit() else by_uuid(gpu) for gpu in gpu_ids]
-            found["gpu_memory_gb"] = max(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
-            loads = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
+            found["gpu_memory_gb"] = max(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
+            loads = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
             found["gpu_utilization"] = sum(loads) / len(loads)
         return found
 

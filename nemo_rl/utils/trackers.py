@@ -270,6 +270,7 @@ class SwanLab(Tracker):
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import requests
         import swanlab
+        import swanlab.exceptions
 
         of = cfg.swanlab
         self._swanlab = swanlab
@@ -330,7 +331,8 @@ class Trackio(Tracker):
         self._run.log({name: self._trackio.Histogram(list(values))}, step=step)
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        return self._trackio.Table(data=[dict(row) for row in rows])
+        table: Any = self._trackio.Table  # it takes rows as mappings too, which its annotation does not say
+        return table(data=[dict(row) for row in rows])
 
 
 TRACKERS: dict[str, type[Tracker]] = {

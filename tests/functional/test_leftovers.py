@@ -1,14 +1,15 @@
 """No process that a test run started is alive 10 s after the test run has ended, however it ended."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from tests.functional.cli import ROOT
 from tests.processes import one_at_a_time
@@ -35,37 +36,46 @@ def take_interruptions() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(
-    ("tests", "ready", "lanes", "number"),
-    [
-        ("test_a_cluster or test_a_world", {"cluster", "rank0", "rank1"}, "2", signal.SIGKILL),
-        ("limit", {"process"}, "0", signal.SIGKILL),
-        ("limit", {"process"}, "0", signal.SIGINT),
-        ("limit", {"process"}, "0", signal.SIGTERM),
-        ("test_a_process and not limit", {"process"}, "0", None),
-    ],
-    ids=["lanes-kill", "kill", "interrupt", "terminate", "limit of a test"],
-)
-def test_nothing_is_left_of_a_test_run(tmp_path: Path, tests: str, ready: set[str], lanes: str, number: int | None):
-    command = [sys.executable, "-m", "pytest", "-n", lanes, "-q", "-p", "no:cacheprovider", "-k", tests, str(LEFTOVERS)]
-    temporary = Path("/tmp", f"left_{os.getpid()}_{time.monotonic_ns()}")  # sockets: short paths
-    temporary.mkdir()
+# Tests of leftovers.py, what they tell when they wait, lanes, and the signal that pytest gets.
+ENDS: list[tuple[str, set[str], str, int | None]] = [
+    ("test_a_cluster or test_a_world", {"cluster", "rank0", "rank1"}, "2", signal.SIGKILL),
+    ("without_a_limit", {"process"}, "0", signal.SIGINT),
+    ("without_a_limit", {"process"}, "0", signal.SIGTERM),
+    ("test_a_process and not without_a_limit", {"process"}, "0", None),
+]
+
+
+def begin(tests: str, lanes: str) -> tuple[Path, subprocess.Popen[bytes]]:
+    """A test run, and the folder in which it tells that it waits."""
+    folder = Path(tempfile.mkdtemp(prefix="left_", dir="/tmp"))  # sockets: short paths
+    options = ("-q", "-p", "no:cacheprovider", "-p", "xdist", "-p", "timeout", "-n", lanes, "-k", tests)
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**own, "LEFTOVERS": str(temporary), "RAY_TMPDIR": str(temporary)}
-    with one_at_a_time("start"), (tmp_path / "out.log").open("w") as log:
-        how = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True, "preexec_fn": take_interruptions}
-        run = subprocess.Popen(command, cwd=ROOT, env=environment, **how)
+    own |= {"LEFTOVERS": str(folder), "RAY_TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with (folder / "out.log").open("w") as log:
+        how: dict[str, Any] = {"cwd": ROOT, "env": own, "stdout": log, "stderr": subprocess.STDOUT}
+        command = [sys.executable, "-m", "pytest", *options, str(LEFTOVERS)]
+        return folder, subprocess.Popen(command, start_new_session=True, preexec_fn=take_interruptions, **how)
+
+
+def test_nothing_is_left_of_a_test_run_however_it_ends() -> None:
+    """Killed with its lanes, with a cluster and a world; interrupted; terminated; at the limit of a test."""
+    with one_at_a_time("start"), ExitStack() as stack:
+        runs = [begin(tests, lanes) for tests, _, lanes, _ in ENDS]
+        for folder, run in runs:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.callback(run.kill)
         deadline = time.monotonic() + 240
-        while not ready <= {file.name for file in temporary.iterdir()}:
-            assert time.monotonic() < deadline and run.poll() is None, (tmp_path / "out.log").read_text()
-            time.sleep(0.1)
-    assert len(processes_of(temporary)) >= 1 + len(ready)
-    if number is not None:
-        os.kill(run.pid, number)
-    status = run.wait(60)
-    ended = time.monotonic()
-    while left := processes_of(temporary):
-        assert time.monotonic() < ended + 10, left
-        time.sleep(0.2)
-    assert status == {None: 1, signal.SIGINT: 2}.get(number, -(number or 0))
-    subprocess.run(["rm", "-r", str(temporary)], check=True)
+        for (folder, run), (_, ready, _, number) in zip(runs, ENDS, strict=True):
+            while not ready <= {file.name for file in folder.iterdir()}:
+                assert time.monotonic() < deadline and run.poll() in (None, 1), (folder / "out.log").read_text()
+                time.sleep(0.1)
+            if number is not None:
+                assert len(processes_of(folder)) >= 1 + len(ready)
+                os.kill(run.pid, number)
+        for (folder, run), (tests, _, _, number) in zip(runs, ENDS, strict=True):
+            status = run.wait(60)
+            ended = time.monotonic()
+            while left := processes_of(folder):
+                assert time.monotonic() < ended + 10, (tests, number, left)
+                time.sleep(0.2)
+            assert status == {None: 1, signal.SIGINT: 2}.get(number, -(number or 0)), (folder / "out.log").read_text()
