@@ -46,6 +46,7 @@ def fingerprints(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """uint8 [N] each -> int64 [number of parts] on their device, with the bits of the unsigned fingerprints."""
     if parts and not parts[0].is_cpu:
         return torch.stack([word_fingerprint(part) for part in parts])
+    assert all(part.is_contiguous() for part in parts), "bytes are read by their address"
     values = [host_fingerprint(part.data_ptr(), part.numel()) for part in parts]
     return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
 

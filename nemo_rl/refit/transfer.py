@@ -167,7 +167,9 @@ class WeightSender(Sender):
                 before = time.perf_counter()
                 self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor])
                 gather_s += time.perf_counter() - before
-                assert self._current.shape == self.layout.tensors[piece.tensor].shape
+                meta = self.layout.tensors[piece.tensor]
+                assert self._current.shape == meta.shape, meta.name
+                assert self._current.is_contiguous(), f"{meta.name}: bytes are read by their address"
             if self._buffer is None:
                 continue
             if half.is_cpu:

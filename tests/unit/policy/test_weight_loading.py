@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.unit.policy.models import edit_json, save_model
 from tests.unit.policy.steps import make_worker, policy_config, whole_weights
@@ -32,3 +33,29 @@ def test_names_of_the_base_model_are_found_and_what_is_missing_or_does_not_fit_i
     save_file(others, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight; it is not the mod"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", [2, 4])
+def test_a_tensor_with_a_row_for_each_rank_is_sent_as_it_is(tmp_path: Path, head_dim: int):
+    """Norms of heads, which the ranks gather together. With as many rows as ranks each rank has one."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=64, num_hidden_layers=2, head_dim=head_dim, tie_word_embeddings=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+
+    def sent(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        worker = make_worker(tmp_path, policy_config())
+        worker.prepare_refit({"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 1 << 20})
+        layout, found = worker.sender.layout, {}
+        for number, bucket in enumerate(layout.buckets):
+            worker.pack(number)
+            for piece in bucket if rank == 0 else ():
+                meta, begin = layout.tensors[piece.tensor], layout.half_offset(number) + piece.offset
+                data = worker.sender._buffer.bytes[begin : begin + piece.nbytes].clone()
+                found[meta.name] = data.view(torch.float32).view(meta.shape)
+        return found
+
+    torch.testing.assert_close(run_world(sent, 2)[0], dict(model.state_dict()), rtol=0, atol=0)

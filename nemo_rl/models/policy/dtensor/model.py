@@ -310,7 +310,8 @@ class _SmallTensors:
             ranks = own.new_empty(group.size() * len(own))
             dist.all_gather_single(ranks, own, group=group)
             parts = ranks.view(group.size(), -1).split([shard.numel() for shard in shards], dim=1)
-            self._whole = {i: rows.reshape(-1, *shards[i].shape[1:]) for i, rows in enumerate(parts)}
+            # Contiguous: with one row a rank a reshape alone would be a strided view of the columns.
+            self._whole = {i: rows.contiguous().view(-1, *shards[i].shape[1:]) for i, rows in enumerate(parts)}
         return self._whole.pop(number)
 
 
