@@ -81,9 +81,8 @@ class WorkerTemplate:
         self._process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
 
     def close(self) -> None:
-        """End it; workers that it has forked go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """End it, whatever it does; workers that it has forked go on."""
+        self._process.kill()
         self._process.wait()
 
 

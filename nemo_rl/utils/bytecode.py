@@ -43,11 +43,14 @@ def use_installed(*folders: str | Path) -> None:
         return
     for folder in dict.fromkeys(map(str, folders)):
         links = Path(sys.pycache_prefix, *Path(folder).parts[1:])
-        stamp, installed = links / ".linked", str(os.stat(folder).st_mtime_ns)  # changes with each package
-        if not stamp.is_file() or stamp.read_text() != installed:
-            links.mkdir(parents=True, exist_ok=True)
-            _link(folder, str(links))
-            stamp.write_text(installed)
+        try:
+            stamp, installed = links / ".linked", str(os.stat(folder).st_mtime_ns)  # changes with each package
+            if not stamp.is_file() or stamp.read_text() != installed:
+                links.mkdir(parents=True, exist_ok=True)
+                _link(folder, str(links))
+                stamp.write_text(installed)
+        except OSError:  # a full disk, or a folder that this user cannot read: the files are compiled once more
+            continue
 
 
 def interpreter_options() -> list[str]:

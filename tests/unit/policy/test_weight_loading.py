@@ -1,5 +1,6 @@
 """Weights on disk under other names, and nothing drawn at random in silence. test_reward_model.py has torch files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_a_tensor_with_a_row_for_each_rank_is_sent_as_it_is(tmp_path: Path, head
     model.save_pretrained(tmp_path)
 
     def sent(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        os.environ["LOCAL_RANK"] = str(rank)
         worker = make_worker(tmp_path, policy_config())
         worker.prepare_refit({"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 1 << 20})
         layout, found = worker.sender.layout, {}
