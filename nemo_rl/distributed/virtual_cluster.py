@@ -50,7 +50,7 @@ _LEAST_START_S, _IMPORTS_PER_START = 60.0, 30.0  # a start may take so long, and
 # Ray first, as the worker does again.
 _SETUP = r"""
 import json, os, re, shlex, socket, struct, sys
-TEMPLATE = json.loads('{template}')
+TEMPLATE = json.loads({template})
 KEY, LANGUAGE = "--serialized-runtime-env-context=", "--language=PYTHON"
 own = [text.removeprefix(KEY) for text in sys.argv if text.startswith(KEY)]
 context = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable} | json.loads((own + ["{}"])[0])
@@ -246,7 +246,7 @@ def _light_node() -> Iterator[None]:
         "environment": _template.environment,
         "prefixes": READ_WHEN_LOADED,
     }
-    os.write(program, _SETUP.replace("{template}", json.dumps(how)).encode())
+    os.write(program, _SETUP.replace("{template}", repr(json.dumps(how))).encode())
 
     def instead(self: Any, **_: Any) -> None:
         self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"

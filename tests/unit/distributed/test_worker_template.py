@@ -67,6 +67,7 @@ class Worker:
         return os.getpid(), os.getppid()
 first = ray.remote(Worker).remote()
 pid, template = ray.get(first.pids.remote())
+assert template == virtual_cluster._template._process.pid
 os.kill(template, 9)
 second = ray.remote(Worker).remote()
 assert ray.get(second.pids.remote())[1] != template, "the template was killed"
@@ -77,8 +78,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_workers_outlive_a_killed_template_and_end_with_the_driver():
+    odd = {**os.environ, "HF_ODD": """it's "5" \\n {template}"""}  # Ray's program for a worker holds it
     with one_at_a_time("start"):
-        done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, env=odd, stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL
     ended = time.monotonic()
     while Path("/proc", done.stdout.strip()).exists():
