@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray import _raylet
+from ray._private import node as node_of_ray
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.services import find_bootstrap_address, find_gcs_addresses
 from ray._private.state import available_resources_per_node
@@ -42,6 +44,8 @@ _JOIN_WAIT_S = 180.0  # for nodes that have not joined the cluster yet
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
 _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
+_NOT_IN_USE = -1  # the port of a service of Ray that is not there
+_AGENT_MS = 600_000  # in which Ray's process that prepares workers' environments answers
 _MAX_STARTS = 4
 _LEAST_START_S, _IMPORTS_PER_START = 60.0, 30.0  # a start may take so long, and so many times an import of Ray
 
@@ -175,6 +179,7 @@ def start_local_ray(
                     "enable_worker_prestart": False,
                     # Notes on every call, for `ray list tasks`: 3 kB each in Ray's own process, up to 100,000 calls.
                     "task_events_report_interval_ms": 0,
+                    "agent_register_timeout_ms": _AGENT_MS,
                 },
             ),
             measure_import=_import_of_ray_s,
@@ -234,29 +239,63 @@ def _prepare() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 
+class _LightNode(Node):
+    """A node of Ray for a run on one machine: it waits for no process of Python, and starts workers by `_SETUP`.
+
+    Ray's own has three more: the dashboard, its agent and the autoscaler's monitor, which serve other machines or
+    pages that `include_dashboard=False` refuses; it waits for the first two, 15 s for the agents of the raylet, which a
+    busy machine exceeds by importing them (https://github.com/ray-project/ray/issues/65983). No setting says so.
+    """
+
+    def start_head_processes(self) -> None:
+        self._ray_params.no_monitor = True
+        program = os.memfd_create("setup_worker")  # a file that ends with this process
+        how = _template and {
+            "address": _template.address,
+            "environment": _template.environment,
+            "prefixes": READ_WHEN_LOADED,
+        }
+        os.write(program, _SETUP.replace("{template}", repr(json.dumps(how))).encode())
+        self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
+        super().start_head_processes()
+
+    def start_api_server(self, **_: Any) -> None:
+        """No dashboard."""
+
+    def start_ray_processes(self) -> None:
+        # The raylet waits for a file with each port of an agent, unless it is told the port.
+        core: Any = _raylet  # its names are unknown to type checkers
+        unused = (core.METRICS_AGENT_PORT_NAME, core.METRICS_EXPORT_PORT_NAME, core.DASHBOARD_AGENT_LISTEN_PORT_NAME)
+        for name in unused:
+            core.persist_port(self.get_session_dir_path(), self.node_id, name, _NOT_IN_USE)
+        # Bound as long as this node lives: the agent can bind it too, and listens; nobody else is given it.
+        self._agent_port = socket.socket()
+        self._agent_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._agent_port.bind(("127.0.0.1", 0))
+        self._ray_params.runtime_env_agent_port = self._agent_port.getsockname()[1]
+        build: Any = services._build_python_executable_command_memory_profileable
+        services._build_python_executable_command_memory_profileable = partial(_command_of_ray, build)
+        try:
+            super().start_ray_processes()
+        finally:
+            services._build_python_executable_command_memory_profileable = build
+
+
+def _command_of_ray(build: Callable[..., list[str]], component: str, *arguments: Any, **named: Any) -> list[str]:
+    """The command of one of Ray's own processes: for the dashboard's agent, without which the raylet ends, a sleep."""
+    if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+        return ["/bin/sh", "-c", "exec sleep infinity"]
+    return build(component, *arguments, **named)
+
+
 @contextmanager
 def _light_node() -> Iterator[None]:
-    """A node that starts inside has no process for the dashboard and starts workers by `_SETUP`. No setting says so.
-
-    `include_dashboard=False` starts that process without pages, and `ray.init` waits until it answers.
-    """
-    program = os.memfd_create("setup_worker")  # a file that ends with this process
-    how = _template and {
-        "address": _template.address,
-        "environment": _template.environment,
-        "prefixes": READ_WHEN_LOADED,
-    }
-    os.write(program, _SETUP.replace("{template}", repr(json.dumps(how))).encode())
-
-    def instead(self: Any, **_: Any) -> None:
-        self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
-
-    start: Any = Node.start_api_server
-    Node.start_api_server = instead
+    """`ray.init` inside starts a `_LightNode`."""
+    node_of_ray.Node = _LightNode
     try:
         yield
     finally:
-        Node.start_api_server = start
+        node_of_ray.Node = Node
 
 
 @contextmanager
@@ -282,8 +321,8 @@ def start_under_load(
 ) -> None:
     """`start()`, which starts Ray, up to four times in a limit that grows with the time that an import of Ray takes.
 
-    Ray waits 15 to 30 s for its own processes, and no setting changes that (https://github.com/ray-project/ray/issues/65983).
-    On a busy machine their imports alone may take longer. `measure_import` returns seconds. Raises RayLost with them.
+    Ray waits 15 to 30 s for its own processes, and no setting changes that. A busy machine may take longer.
+    `measure_import` returns seconds. Raises RayLost with them.
     """
     began = clock()
     for number in range(1, _MAX_STARTS + 1):

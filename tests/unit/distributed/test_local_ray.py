@@ -21,8 +21,14 @@ ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
+# Ray's process that prepares the environments of workers is slow: it waits for the end of the start.
+SLOW_AGENT = """
+import os, sys, time
+while "--runtime-env-agent-port=" in str(sys.orig_argv) and not os.path.exists("{}"):
+    time.sleep(0.01)
+"""
 LISTENERS = """
-import os, ray, signal, sys, time
+import os, pathlib, ray, signal, sys, time
 from ray._private.node import Node
 from ray._private.worker import global_worker
 from nemo_rl.distributed.virtual_cluster import ray_loss, shutdown_ray, start_local_ray
@@ -34,8 +40,11 @@ def start(node):
 Node.start_ray_processes = start
 start_local_ray(num_cpus=2, object_store_gb=0.2)
 assert not too_late
-place = os.getcwd(), sys.executable
-assert ray.get(ray.remote(lambda: (os.getcwd(), sys.executable)).remote()) == place, "Ray started a copy of the project"
+pathlib.Path("started").touch()
+place = os.getcwd(), sys.executable, "here"
+where = ray.remote(lambda: (os.getcwd(), sys.executable, os.environ["WORD"]))
+found = ray.get(where.options(runtime_env={"env_vars": {"WORD": "here"}}).remote())
+assert found == place, "Ray started a copy of the project"
 assert_out_of_reach(os.getsid(0))
 assert ray_loss() is None
 [raylet] = global_worker.node.all_processes["raylet"]
@@ -149,10 +158,12 @@ def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker
     launcher.symlink_to("/bin/sh")
     (tmp_path / "run").write_text(f'"{sys.executable}" listeners.py; exit $?')
     (tmp_path / "listeners.py").write_text(LISTENERS)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT.format(tmp_path / "started"))
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     how: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280, "start_new_session": True}
     with ExitStack() as taken:
         for port in FIXED_PORTS:
             with suppress(OSError):  # taken already: as good
                 taken.enter_context(socket.create_server(("127.0.0.1", port)))
-        done = subprocess.run([str(launcher), "run"], env=ENVIRONMENT, **how)
+        done = subprocess.run([str(launcher), "run"], env=environment, **how)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -72,7 +72,7 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     wheels = [f"./{wheel(folder, *of_package).name}" for of_package in made]
     section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": wheels}
     actor = create_env("mine", EnvironmentConfig.model_validate(section))
-    wait_for_envs({"mine": [actor]}, 60)
+    wait_for_envs({"mine": [actor]}, 240)
     asked = [actor.step.remote([[user("1")]], [{}]), actor.global_post_process_and_metrics.remote({})]
     returned, (_, metrics) = ray.get(asked, timeout=240)
     assert returned.observations[0]["content"] == "Environment: found 99.1"
