@@ -270,6 +270,7 @@ def _build(
         logger=Logger(config.logger, folder),
         console=console,
         checkpointing=config.checkpointing,
+        checkpointer=None,
         deadline=TimeoutChecker(None),
         resolved_config_yaml="",
         identity={},

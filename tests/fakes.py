@@ -12,6 +12,7 @@ from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, RowKey, SampleMeta, SampleStatus, TrainResult
+from nemo_rl.utils.checkpoint.manager import CheckpointManager
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
@@ -157,6 +158,7 @@ def run_tools(
         logger=logger,
         console=console,
         checkpointing=checkpointing,
+        checkpointer=CheckpointManager(checkpointing) if checkpointing.enabled else None,
         deadline=TimeoutChecker(checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
         resolved_config_yaml=config,
         identity=identity,

@@ -31,6 +31,9 @@ MOVED = {
 }
 """Key -> its name today, in the same section."""
 
+MOVED_OUT = {"model.megatron_cfg.scheduler.override_opt_param_scheduler": 2}
+"""Key -> how many sections around it it has left; its name is the same."""
+
 NULL_IS_THE_DEFAULT = (
     *("loop.max_val_samples", "loop.val_batch_size", "data.max_input_seq_length", "model.hf_config_overrides"),
     *("model.megatron_cfg", "model.megatron_cfg.recompute_modules", "model.megatron_cfg.fp8_cfg"),
@@ -304,7 +307,6 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys(f"{_MEGATRON}.track_moe_metrics", f"{_VLLM}.use_tqdm", f"{_VLLM}.enable_vllm_metrics_logger"),
         *_keys("logger.tensorboard", neutral=one_of({}, None)),
     ),
-    "a resumed run has the schedule of its configuration": _keys(f"{_MEGATRON}.scheduler.override_opt_param_scheduler"),
     "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
     "an engine splits experts like its other layers": _keys(f"{_VLLM}.enable_expert_parallel"),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),

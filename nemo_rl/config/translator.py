@@ -82,7 +82,7 @@ class Translator:
         """Whether the table has a key, or a section around it."""
         tables = (table.WITHOUT_MEANING, *table.IGNORED.values(), *table.FEATURES.values())
         flat = (f"data.{key}" for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES))
-        patterns = (*table.MOVED, *flat, *(row.key for rows in tables for row in rows))
+        patterns = (*table.MOVED, *table.MOVED_OUT, *flat, *(row.key for rows in tables for row in rows))
         for parts in ([*section, *key] for pattern in patterns for section, key in _split(pattern)):
             pairs = zip(parts, path, strict=False)
             same = all(part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs)
@@ -105,6 +105,10 @@ class Translator:
         for pattern, name in table.MOVED.items():
             for _, path in places(pattern, values):
                 self._move(path, (*path[:-1], name), f"{name} today")
+        for pattern, levels in table.MOVED_OUT.items():
+            for _, path in places(pattern, values):
+                new = (*path[: -1 - levels], path[-1])
+                self._move(path, new, f"{dotted(new)} today")
         for pattern in table.NULL_IS_THE_DEFAULT:
             for _, path in places(pattern, values):
                 if self.tree.get(path) is None:

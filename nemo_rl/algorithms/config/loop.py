@@ -2,8 +2,8 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
-from typing import Annotated, ClassVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field
 
@@ -13,6 +13,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
 from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig, PerformanceConfig
+from nemo_rl.utils.files import flatten_dict
 
 Problems = Iterator[tuple[str, str]]
 """(dotted key, message); the message says which values would work."""
@@ -85,6 +86,7 @@ class RunConfig(StrictModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     section: ClassVar[str]
+    trained: ClassVar[tuple[str, ...]] = ("policy",)  # the sections of the models that have an optimizer
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"  # for machines without a GPU
 
     logger: LoggerConfig = LoggerConfig()
@@ -124,6 +126,33 @@ class RunConfig(StrictModel):
         return frozenset(
             {f"train/{name}" for name in self.train_metrics} | {f"validation/{name}" for name in self.val_metrics}
         )
+
+    def continuing(self, saved: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """The configuration of a run that continues one of the configuration `saved`, and a line for each difference.
+
+        The hyperparameters of an optimizer and its schedule are those of the checkpoint, unless the model's
+        `override_opt_param_scheduler` is true. A loss, and everything else that a step computes, is this run's.
+        """
+        own, lines = self.model_dump(), []
+        before, after = flatten_dict(saved), flatten_dict(own)
+        for name in self.trained:
+            prefixes = _hyperparameters(name, is_megatron=own[name]["megatron_cfg"]["enabled"])
+            key = f"{name}.override_opt_param_scheduler"
+            for changed in _changed(before, after, prefixes):
+                was, now = (written(tree[changed]) if changed in tree else "default" for tree in (before, after))
+                if own[name]["override_opt_param_scheduler"]:
+                    lines.append(f"{changed}: {now} applies and not the checkpoint's {was}, as {key}=true says")
+                    continue
+                lines.append(f"{changed}: the checkpoint's {was} applies and not {now}, unless {key}=true")
+                section, _, last = changed.rpartition(".")
+                if changed in before:
+                    value_of(own, section)[last] = before[changed]
+                else:
+                    del value_of(own, section)[last]
+        of_step = [f"{self.section}.{key}" for key in own[self.section] if key not in LoopConfig.model_fields]
+        for changed in _changed(before, after, [*of_step, "loss_fn", "value_loss_fn"]):
+            lines.append(f"{changed}: {written(after[changed])} applies; it was {written(before[changed])} before")
+        return type(self).model_validate(own), lines
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -177,6 +206,22 @@ class RunConfig(StrictModel):
                     f"between validations have no {metric} that could rank them; for val_period use "
                     f"{divisors(saves.save_period, near=val_period)}",
                 )
+
+
+def _hyperparameters(name: str, *, is_megatron: bool) -> list[str]:
+    """Beginnings of the keys of the optimizer and the schedule of model `name`."""
+    parts = ("megatron_cfg.optimizer", "megatron_cfg.scheduler") if is_megatron else ("optimizer.kwargs", "scheduler")
+    return [f"{name}.{part}" for part in (*parts, "scheduler_step_per")]
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefixes: Sequence[str]) -> list[str]:
+    """Keys, equal to one of `prefixes` or below it, whose values differ.
+
+    Of the keys that only one has, those of an optimizer's arguments count: others belong to another version.
+    """
+    keys = [key for key in {**before, **after} if any(key == p or key.startswith(f"{p}.") for p in prefixes)]
+    found = [key for key in keys if key in before and key in after and before[key] != after[key]]
+    return found + [key for key in keys if ".kwargs." in key and (key in before) != (key in after)]
 
 
 # Checks of one model of a run. `key` is the name of its section: `policy`, `value`, `teacher`.

@@ -95,6 +95,7 @@ class PPOMasterConfig(RolloutMasterConfig):
     """A whole PPO run."""
 
     section: ClassVar = "ppo"
+    trained: ClassVar[tuple[str, ...]] = ("policy", "value")
     cpu_config: ClassVar[str] = "examples/configs/ppo_math_cpu.yaml"
 
     rules: ClassVar = {

@@ -24,6 +24,7 @@ from nemo_rl.refit.layout import RefitError
 from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.alarms import LearningAlarms
+from nemo_rl.utils.checkpoint.lock import FolderLost, FolderTaken
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
@@ -32,8 +33,8 @@ from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.timer import TimeoutChecker
 from nemo_rl.utils.venvs import VenvBuildError
 
-USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
-RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
+USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError, FolderTaken)
+RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError, FolderLost)
 
 MONITOR = "nemo_rl.distributed.meters:UsageMonitor"  # imported when it is needed
 
@@ -58,7 +59,7 @@ class Devices:
 
 
 def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
-    config: ConfigT,
+    checked: ConfigT,
     *,
     prepare: Callable[[ConfigT], RunInputsT],
     build: Callable[[ConfigT, ExitStack, RunTools, RunInputsT], Trainer],
@@ -66,25 +67,33 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
     """Train: prepare, start everything, run the loop, shut everything down. Returns the exit status.
 
     Args:
+        checked: the configuration; a run that resumes has the hyperparameters of its checkpoint instead.
         prepare: loads the parts that need no worker; raises one of `USER_ERRORS` for a mistake of the user.
         build: returns a trainer that is ready to run, resumed if there is a checkpoint. It registers the workers that
             it starts with the stack.
     """
-    deadline = TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
+    deadline = TimeoutChecker(checked.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
     def train(inputs: RunInputsT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
+            config, checkpointer, info = checked, None, {}
+            if config.checkpointing.enabled:
+                manager = CheckpointManager(config.checkpointing, known_metrics=config.known_metrics)
+                checkpointer = stack.enter_context(manager.held(run_dir))
+                if (latest := manager.latest_finished()) is not None:
+                    info = manager.load_training_info(latest) or {}
+                    config, differences = config.continuing(manager.load_config(latest))
+                    for difference in differences:
+                        console.warn(difference)
             monitor = None
             if config.logger.monitor_gpus:  # ValueError if NVML is not installed
                 interval = config.logger.gpu_monitoring.collection_interval
                 monitor = import_object(MONITOR, "logger.monitor_gpus")(interval, gpus=config.cluster.use_gpus)
-            saves = config.checkpointing
-            latest = CheckpointManager(saves).latest_finished() if saves.enabled else None
-            info = CheckpointManager.load_training_info(latest) or {}
             tools = RunTools(
                 logger=Logger(config.logger, run_dir, info.get(TRACKER_RUNS, {})),  # a run that resumes goes on there
                 console=console,
-                checkpointing=saves,
+                checkpointing=config.checkpointing,
+                checkpointer=checkpointer,
                 deadline=deadline,
                 resolved_config_yaml=dump_config(config),
                 identity=inputs.identity,
@@ -106,15 +115,16 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
             if tools.recorder is not None:
                 tools.recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
             gc.freeze()  # what is there now stays: without this every collection would look at it
+            end = trainer.describe_end()
             trainer.train()
-        return f"done; metrics and configuration are in {run_dir}"
+        return f"{end}; metrics and configuration are in {run_dir}"
 
     with ExitStack() as at_last:  # the page also says how the run ended
         return run_command(
-            lambda: prepare(config),
+            lambda: prepare(checked),
             train,
-            folder=lambda _: get_next_experiment_dir(config.logger.log_dir),
-            num_steps=config.loop.max_num_steps,
+            folder=lambda _: get_next_experiment_dir(checked.logger.log_dir),
+            num_steps=checked.loop.max_num_steps,
             files="the run's files are",
             again="resumes from the last checkpoint, if there is one",
         )

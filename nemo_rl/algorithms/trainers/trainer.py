@@ -68,6 +68,7 @@ class RunTools:
     logger: Logger
     console: RunConsole
     checkpointing: CheckpointingConfig
+    checkpointer: CheckpointManager | None  # None: nothing is saved
     deadline: TimeoutChecker  # counts from the start of the run, setup included
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
@@ -119,9 +120,7 @@ class Trainer(ABC):
         self.timer = Timer()
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
         self.validated_at = -1  # step after which the last validation ran
-        self.checkpointer: CheckpointManager | None = None
-        if tools.checkpointing.enabled:
-            self.checkpointer = CheckpointManager(tools.checkpointing, known_metrics=tools.known_metrics)
+        self.checkpointer = tools.checkpointer
         self.pending_save: PendingSave | None = None
 
     @abstractmethod
@@ -133,6 +132,12 @@ class Trainer(ABC):
         """Metrics of a validation, by name without prefix."""
 
     # -- the loop
+
+    def describe_end(self) -> str:
+        """The first words about a run that ends without an error, asked before `train`."""
+        if self._is_last_step():
+            return f"nothing left to train: step {self.state.total_steps} of {self.num_steps}"
+        return "done"
 
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""

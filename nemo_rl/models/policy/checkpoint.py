@@ -179,8 +179,12 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler | None,
     directory: Path,
-) -> None:
+    *,
+    with_schedule: bool,
+) -> int:
     """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
+
+    `with_schedule=False` leaves the scheduler alone. Returns the number of its steps until the checkpoint.
 
     Raises:
         CheckpointError: another kind of optimizer or schedule saved them.
@@ -194,7 +198,9 @@ def load_optimizer(
         if not isinstance(value, torch.Tensor):
             name, _, key = full_name.rpartition(".")
             optimizer.state[tensors[name]][key] = type(value)(loaded[full_name].item())
-    _load_settings(torch.load(folder / SETTINGS_NAME, weights_only=True), optimizer, scheduler)
+    settings = torch.load(folder / SETTINGS_NAME, weights_only=True)
+    _load_settings(settings, optimizer, scheduler, with_schedule=with_schedule)
+    return 0 if scheduler is None else settings["scheduler"]["last_epoch"]
 
 
 # -- the state of an optimizer by parameter name
@@ -254,7 +260,11 @@ def _allocate_saved(
 
 
 def _load_settings(
-    settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
+    settings: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    *,
+    with_schedule: bool,
 ) -> None:
     """Restore `PolicyState.settings`. CheckpointError if they are of another optimizer or schedule."""
     # Compared by name, because Adam and AdamW, for example, keep the same state.
@@ -277,7 +287,7 @@ def _load_settings(
                 group[key].copy_(value)
             else:
                 group[key] = value
-    if scheduler is not None:
+    if scheduler is not None and with_schedule:
         scheduler.load_state_dict(settings["scheduler"])
 
 

@@ -333,6 +333,10 @@ class PolicyConfig(StrictModel):
     scheduler_step_per: Literal["optimizer_step", "train_call"] = "optimizer_step"
     """When the scheduler steps. Configurations of NeMo RL expect `train_call`: once per training step."""
 
+    override_opt_param_scheduler: bool = False
+    """Whose hyperparameters of the optimizer and whose schedule a resumed run has where the two differ: true for those
+    of its configuration, false for those of the checkpoint."""
+
     refit_buffer_size_gb: float = Field(default=1.0, gt=0)
     """GiB of the buffer through which weights pass on their way to generation."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import time
@@ -25,10 +24,11 @@ from typing import Any
 import yaml
 
 from nemo_rl.utils import files as strict_json
+from nemo_rl.utils.checkpoint.lock import FolderLock, FolderTaken
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_sizes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, chosen_metric, logged_metric
-from nemo_rl.utils.files import is_disk_full, remove_tree, size_text, try_lock
+from nemo_rl.utils.files import is_disk_full, remove_tree, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,8 @@ class DiskFullError(CheckpointError):
 class CheckpointManager:
     """Saves, finds and removes the checkpoints of one run under `cfg.checkpoint_dir`.
 
-    Construction repairs what a dead run left unfinished: its `tmp_step_*` are removed, and a checkpoint that was being
-    replaced comes back. `free_bytes` returns the space left on the disk of a path. `chosen_metric` says
-    what `known_metrics` are.
+    A run holds the folder (`held`) while it writes there. `free_bytes` returns the space left on the disk of a path.
+    `chosen_metric` says what `known_metrics` are.
     """
 
     def __init__(
@@ -77,9 +76,24 @@ class CheckpointManager:
         self._free_bytes = free_bytes
         self._known_metrics = known_metrics
         self._damaged_steps: set[int] = set()  # kept on disk for inspection, otherwise ignored
-        self._tmp_lock_fds: dict[Path, int] = {}
-        if self.checkpoint_dir.is_dir():
+        self._lock: FolderLock | None = None
+        self._unfinished: set[Path] = set()
+
+    @contextmanager
+    def held(self, log_dir: Path | str) -> Iterator[CheckpointManager]:
+        """Hold the folder for the run that logs to `log_dir`, and repair what a dead run left unfinished.
+
+        Its `tmp_step_*` are removed, and a checkpoint that was being replaced comes back. FolderTaken if another run
+        holds the folder.
+        """
+        self._lock = FolderLock(self.checkpoint_dir, str(log_dir))
+        self._lock.take()
+        try:
             self._recover_from_dead_runs()
+            yield self
+        finally:
+            self._lock.release()
+            self._lock = None
 
     # -- saving
 
@@ -100,7 +114,9 @@ class CheckpointManager:
 
         Raises:
             DiskFullError: less space is free than the newest checkpoint takes, or the disk became full.
+            FolderLost: another run has taken the folder.
         """
+        self._check_lock()
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         with self.discarded_on_failure(step):
@@ -115,22 +131,15 @@ class CheckpointManager:
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | str | None = None
     ) -> Path:
-        """Create `tmp_step_N` with training_info.json, locked until it is finalized.
+        """Create `tmp_step_N` with training_info.json, in place of one that a dead process left.
 
         `run_config`, as YAML or as a mapping, becomes config.yaml.
         """
         tmp_path = self._tmp_path(step)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        if tmp_path.exists():
-            self._remove_if_dead(tmp_path)
-        if tmp_path.exists():
-            raise CheckpointError(
-                f"{tmp_path} is being written by another process: two runs share one directory; {_START_ANEW}"
-            )
+        remove_tree(tmp_path)
         tmp_path.mkdir()
-        lock_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-        try_lock(lock_fd)
-        self._tmp_lock_fds[tmp_path] = lock_fd
+        self._unfinished.add(tmp_path)
         (tmp_path / TRAINING_INFO_NAME).write_text(strict_json.dumps(training_info, indent=1) + "\n", encoding="utf-8")
         if run_config is not None:
             is_yaml = isinstance(run_config, str)
@@ -150,6 +159,7 @@ class CheckpointManager:
         An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
         in between.
         """
+        self._check_lock()
         path = self.checkpoint_dir / tmp_path.name.removeprefix("tmp_")
         old_path = self.checkpoint_dir / f"old_{path.name}"
         if path.exists():
@@ -158,7 +168,7 @@ class CheckpointManager:
             sync_directory(self.checkpoint_dir)
         tmp_path.rename(path)
         sync_directory(self.checkpoint_dir)
-        os.close(self._tmp_lock_fds.pop(tmp_path))
+        self._unfinished.discard(tmp_path)
         self._damaged_steps.discard(int(path.name.removeprefix("step_")))
         remove_tree(old_path)
         logger.info("saved %s (%s)", path, size_text(num_bytes))
@@ -224,6 +234,11 @@ class CheckpointManager:
         if path is None:
             return None
         return json.loads((Path(path) / TRAINING_INFO_NAME).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def load_config(path: Path) -> dict[str, Any]:
+        """The configuration of the run that saved a checkpoint."""
+        return yaml.safe_load((path / CONFIG_NAME).read_text(encoding="utf-8"))
 
     @staticmethod
     def get_resume_paths(path: Path | str | None) -> tuple[Path | None, Path | None]:
@@ -299,10 +314,10 @@ class CheckpointManager:
         except BaseException as error:
             written = 0
             free = self._free_bytes(self.checkpoint_dir)
-            if tmp_path in self._tmp_lock_fds:  # else it was not begun, or is another process's
+            if tmp_path in self._unfinished:  # else it was not begun, or is another run's
                 written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
                 self.remove_tmp_checkpoint(tmp_path)
-            if not isinstance(error, CheckpointError) and is_disk_full(error, free):
+            if not isinstance(error, CheckpointError | FolderTaken) and is_disk_full(error, free):
                 what = f"the disk was full after {size_text(written)}, with {size_text(free)} free"
                 raise DiskFullError(self._disk_full_text(step, what)) from error
             raise
@@ -310,11 +325,16 @@ class CheckpointManager:
     def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
         """Remove an unfinished checkpoint of this process."""
         remove_tree(tmp_path)
-        os.close(self._tmp_lock_fds.pop(tmp_path))
+        self._unfinished.discard(tmp_path)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _recover_from_dead_runs(self) -> None:
         for tmp_path in sorted(self.checkpoint_dir.glob("tmp_step_*")):
-            self._remove_if_dead(tmp_path)
+            logger.warning("removing %s, which a process left behind when it died", tmp_path)
+            remove_tree(tmp_path)
         for old_path in sorted(self.checkpoint_dir.glob("old_step_*")):
             path = self.checkpoint_dir / old_path.name.removeprefix("old_")
             if path.exists():
@@ -323,17 +343,6 @@ class CheckpointManager:
                 logger.warning("%s comes back: the process that was replacing it died", path)
                 old_path.rename(path)
         sync_directory(self.checkpoint_dir)
-
-    def _remove_if_dead(self, tmp_path: Path) -> None:
-        fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if try_lock(fd):
-                logger.warning("removing %s, which a process left behind when it died", tmp_path)
-                remove_tree(tmp_path)
-            else:
-                logger.warning("%s is being written by another process and is left alone", tmp_path)
-        finally:
-            os.close(fd)
 
 
 @dataclass(eq=False)

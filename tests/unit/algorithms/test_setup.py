@@ -23,7 +23,7 @@ from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import FINE, cases, lines, pattern
-from tests.unit.config.run_configs import CONFIGS, build
+from tests.unit.config.run_configs import CONFIGS, MEGATRON, build
 from tests.unit.rollouts.test_openai_server import settings
 
 MISSING = """
@@ -239,3 +239,38 @@ def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch
     config = build("checkpointing.checkpoint_must_save_by=00:00:20:00", f"logger.log_dir={tmp_path}")
     launch(config, prepare=slow_prepare, build=build_and_stop)
     assert "late: True" in (tmp_path / "exp_000" / "events.jsonl").read_text()
+
+
+CHANGED = {
+    "policy.optimizer.kwargs.lr=0.1": "policy.optimizer.kwargs.lr: the checkpoint's 5e-06 applies and not 0.1, unless {}",
+    "policy.scheduler_step_per=train_call": (
+        "policy.scheduler_step_per: the checkpoint's optimizer_step applies and not train_call, unless {}"
+    ),
+    "~policy.optimizer.kwargs.eps": (
+        "policy.optimizer.kwargs.eps: the checkpoint's 1e-08 applies and not default, unless {}"
+    ),
+    "+policy.optimizer.kwargs.foreach=true": (
+        "policy.optimizer.kwargs.foreach: the checkpoint's default applies and not true, unless {}"
+    ),
+    "loss_fn.ratio_clip_max=0.3": "loss_fn.ratio_clip_max: 0.3 applies; it was 0.2 before",
+    "grpo.overlong_filtering=true": "grpo.overlong_filtering: true applies; it was false before",
+    "grpo.max_num_steps=7": None,
+    "logger.log_dir=elsewhere": None,
+}
+
+
+def test_a_changed_hyperparameter_of_a_resumed_run_is_told_with_the_value_that_applies():
+    key, first = "policy.override_opt_param_scheduler=true", build()
+    changed = build(*CHANGED)
+    config, told = changed.continuing(first.model_dump())
+    assert sorted(told) == sorted(line.format(key) for line in CHANGED.values() if line)
+    assert config.policy == first.policy and config.loss_fn == changed.loss_fn and config.grpo == changed.grpo
+
+    changed = build("policy.optimizer.kwargs.lr=0.1", key)
+    config, told = changed.continuing(first.model_dump())
+    assert config == changed
+    assert told == [f"policy.optimizer.kwargs.lr: 0.1 applies and not the checkpoint's 5e-06, as {key} says"]
+
+    megatron = build(*MEGATRON)
+    config, [line] = build(*MEGATRON, "policy.megatron_cfg.optimizer.lr=0.1").continuing(megatron.model_dump())
+    assert config == megatron and line.startswith("policy.megatron_cfg.optimizer.lr: the checkpoint's 5e-06 applies")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.models.policy.checkpoint import PolicyState, policy_tensors, save_model_files
 from nemo_rl.models.policy.config import LoRAConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
+from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, own_schedule
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.checkpoint.save import SaveRequest
@@ -198,3 +200,24 @@ def test_adapters_are_merged_into_their_base_model(tmp_path, llama):
     assert json.loads((found.model / "config.json").read_text()) == config, "with the overrides it was trained under"
     assert (found.model / "generation_config.json").read_bytes() == (llama / "generation_config.json").read_bytes()
     assert (found.model / "tokenizer_config.json").read_text() == "{}", "the tokenizer is the checkpoint's"
+
+
+def test_a_resumed_run_takes_the_hyperparameters_and_the_schedule_of_its_configuration_when_told_to():
+    def run(kwargs: dict[str, Any], steps: int) -> tuple[PolicyConfig, torch.optim.Optimizer]:
+        config = policy_config(optimizer=OptimizerConfig(kwargs=kwargs), scheduler=SCHEDULE)
+        optimizer = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])
+        scheduler = build_scheduler(config, optimizer)
+        assert scheduler is not None
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return config, optimizer
+
+    _, saved = run({"lr": 0.01, "weight_decay": 0.1}, 2)
+    config, want = run({"lr": 0.05}, 2)
+    _, got = run({"lr": 0.05}, 7)
+    for _ in range(2):  # it may happen again in one process
+        got.param_groups[0] |= {key: value for key, value in saved.param_groups[0].items() if key != "params"}
+        own_schedule(config, got, steps=2)
+        rest = [{key: value for key, value in o.param_groups[0].items() if key != "params"} for o in (got, want)]
+        assert rest[0] == rest[1] and rest[0]["weight_decay"] == 0.01

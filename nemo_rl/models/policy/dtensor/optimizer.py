@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,26 @@ def build_scheduler(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     if len(parts) > 1:
         return SequentialLR(optimizer, parts, milestones=list(milestones[0]))
     return parts[0] if parts else None
+
+
+def own_schedule(config: PolicyConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler | None:
+    """The schedule of `config.scheduler` after `steps` steps, over the hyperparameters of `config.optimizer`.
+
+    `optimizer` has the hyperparameters of a checkpoint, and gets those that it was constructed with.
+    """
+    arguments = inspect.signature(type(optimizer)).parameters
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            if name in arguments and value is not None:  # None: chosen by torch, or by `build_optimizer`
+                group[name] = value
+        group.pop("initial_lr", None)  # the scheduler notes it
+    scheduler = build_scheduler(config, optimizer)
+    if scheduler is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer has made these steps before the checkpoint
+            for _ in range(steps):
+                scheduler.step()
+    return scheduler
 
 
 def _construct(path: str, base: type, key: str, *args: Any, **kwargs: Any) -> Any:

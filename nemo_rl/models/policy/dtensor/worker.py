@@ -21,7 +21,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import build_stages, export_weights, row_layout, trainable
-from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, clip_grad_norm
+from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, clip_grad_norm, own_schedule
 from nemo_rl.models.policy.dtensor.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import scalar_config
@@ -162,7 +162,10 @@ class DTensorPolicyWorker(PolicyWorker):
         load_tensors(tensors, directory / "weights")
         if load_optimizer:
             assert self.optimizer is not None
-            checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory)
+            own = self.config.override_opt_param_scheduler
+            steps = checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory, with_schedule=not own)
+            if own:
+                self.scheduler = own_schedule(self.config, self.optimizer, steps)
 
     # -- refit and residency
 
