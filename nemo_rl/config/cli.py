@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.utils.interruption import quit_before_the_run
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def load_from_command_line[M: BaseModel](
     ConfigError for what this machine cannot do; --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
     and --plan, with 2 and one message when the user has to change something.
     """
+    if argv is None:
+        quit_before_the_run()
     look_in_working_folder()
     parser = argparse.ArgumentParser(
         description=description,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def init_ray(log_dir: str | None = None, *, forks_workers: bool = False) -> None
         try:
             if port.isdigit():  # Ray itself would try for minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            with _token_errors():
+            with _token_errors(), _own_sigterm():
                 context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         except OSError as error:
             reason = f"it does not answer ({error})"
@@ -163,7 +164,7 @@ def start_local_ray(
     end_children_after_me()  # agents of Ray outlive a killed driver by a minute
     _template = WorkerTemplate() if forks_workers else None
     start: Any = ray.init  # its stubs say that arguments with the default None must not be None
-    with _token_errors(), _light_node():
+    with _token_errors(), _light_node(), _own_sigterm():
         start_under_load(
             partial(
                 start,
@@ -296,6 +297,17 @@ def _light_node() -> Iterator[None]:
         yield
     finally:
         node_of_ray.Node = Node
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Give SIGTERM back to this process after `ray.init`, whose handler prints addresses and aborts."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python sets no handlers
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.files import digest
+from nemo_rl.utils.interruption import Interruption
 from nemo_rl.utils.seeds import sample_seed, seed_everything
 from nemo_rl.utils.tokenizer import get_tokenizer
 
@@ -89,6 +90,7 @@ def run_eval(config: EvalMasterConfig) -> int:
         num_steps=1,
         files="the samples so far are",
         again="continues",
+        interruption=Interruption(),
     )
 
 

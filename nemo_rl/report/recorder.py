@@ -84,9 +84,10 @@ class RunRecorder:
         self._page: subprocess.Popen[bytes] | None = None
         self._page_at = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, limit_s: float = LAST_PAGE_S) -> None:
+        """Make the last page, in `limit_s` seconds at most."""
         if (self.folder / METRICS_NAME).is_file():
-            self._make_page(wait=True)
+            self._make_page(limit_s)
 
     # -- from the loop
 
@@ -172,7 +173,7 @@ class RunRecorder:
         """Write the times, and begin a new page if it is time for one."""
         self._note_times(step, wait_s=0.0)
         if time.monotonic() - self._page_at > max(self.cfg.every_s, self._page_s() / MAX_PAGE_SHARE):
-            self._make_page(wait=False)
+            self._make_page()
 
     def finish(self, step: int, policy: Policy) -> None:
         """The last samples and times, while the workers still live."""
@@ -205,11 +206,12 @@ class RunRecorder:
 
     # -- the page
 
-    def _make_page(self, *, wait: bool) -> None:
+    def _make_page(self, wait_s: float | None = None) -> None:
+        """Begin a page, unless one is being made, and with `wait_s` wait for it."""
         if self._page is not None:
-            if not wait and self._page.poll() is None:
+            if wait_s is None and self._page.poll() is None:
                 return
-            self._end_page(self._page)
+            self._end_page(self._page, wait_s or LAST_PAGE_S)
         self._page_at = time.monotonic()
         if REPORT in self._given_up:
             return
@@ -221,17 +223,17 @@ class RunRecorder:
                 )
         except OSError as error:
             return self._give_up(REPORT, str(error))
-        if wait:
-            self._end_page(self._page)
+        if wait_s is not None:
+            self._end_page(self._page, wait_s)
 
     def _page_s(self) -> float:
         """What the last page cost, in seconds of a processor; 0.0 before there is one."""
         lines = _lines(self.folder / LOG)
         return float(lines[-1]) if lines and lines[-1].replace(".", "").isdigit() else 0.0
 
-    def _end_page(self, page: subprocess.Popen[bytes]) -> None:
+    def _end_page(self, page: subprocess.Popen[bytes], limit_s: float) -> None:
         try:
-            page.wait(LAST_PAGE_S)
+            page.wait(limit_s)
         except subprocess.TimeoutExpired:
             page.kill()
         if page.wait() != 0:

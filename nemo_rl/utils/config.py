@@ -28,6 +28,10 @@ class ClusterConfig(MachinesConfig):
     worker_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
 
+    grace_s: float = Field(8.0, ge=0)
+    """Seconds from SIGTERM or Ctrl-C to the end: the step is finished and saved if that fits. `docker stop` waits 10
+    seconds."""
+
     @property
     def use_gpus(self) -> bool:
         return self.gpus_per_node > 0

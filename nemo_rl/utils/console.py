@@ -77,6 +77,7 @@ class RunConsole:
         self._failure: tuple[BaseException, str] | None = None  # the last error in a phase, and the phases
         self._last_phase = ""  # that ended
         self._runs = False  # steps have begun
+        self.has_ended = False
         self._remarks: list[str] = []  # for the line of the next step
         self._step_ends: deque[float] = deque(maxlen=_NUM_STEPS_FOR_TIME_LEFT + 1)
         self._progress = Progress(
@@ -138,6 +139,7 @@ class RunConsole:
     def end(self, status: int) -> int:
         """Note the end of the run, with its exit status, which is returned."""
         self.note("end", "", status=status)
+        self.has_ended = True
         self._events = None
         if self._handler is not None:
             logging.getLogger().removeHandler(self._handler)

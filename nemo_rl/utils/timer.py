@@ -145,7 +145,7 @@ class TimeoutChecker:
         self._iteration_started: float | None = None
         self._iterations_s: list[float] = []  # of finished iterations
         self._fit_last_save_time = fit_last_save_time
-        self._longest_save_s = 0.0
+        self.longest_save_s = 0.0
 
     def start_iterations(self) -> None:
         """Start the first iteration. Time before this call (setup) belongs to no iteration."""
@@ -161,11 +161,11 @@ class TimeoutChecker:
     def note_save(self, seconds: float) -> None:
         """Report the duration of a checkpoint, from the first byte to the last."""
         if self._fit_last_save_time:
-            self._longest_save_s = max(self._longest_save_s, seconds)
+            self.longest_save_s = max(self.longest_save_s, seconds)
 
     def check_save(self) -> bool:
         mean_s = sum(self._iterations_s) / len(self._iterations_s) if self._iterations_s else 0.0
-        return self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
+        return self._clock() - self._born + mean_s + self.longest_save_s >= self._limit_s
 
 
 def parse_duration_s(text: str) -> float:

@@ -28,6 +28,7 @@ from nemo_rl.utils.checkpoint.lock import FolderLost, FolderTaken
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption, command_line
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.timer import TimeoutChecker
@@ -35,6 +36,8 @@ from nemo_rl.utils.venvs import VenvBuildError
 
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError, FolderTaken)
 RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError, FolderLost)
+
+SHUTDOWN_S = 5.0  # for the workers of a run that was told to end; what is left ends with this process
 
 MONITOR = "nemo_rl.distributed.meters:UsageMonitor"  # imported when it is needed
 
@@ -100,6 +103,7 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
                 known_metrics=config.known_metrics,
                 profile=config.performance.profile,
                 monitor=monitor,
+                interruption=interruption,
                 alarms=LearningAlarms(config.logger.alarms),
             )
             tools.logger.log_hyperparams(config.model_dump())
@@ -116,9 +120,21 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
                 tools.recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
             gc.freeze()  # what is there now stays: without this every collection would look at it
             end = trainer.describe_end()
-            trainer.train()
+            try:
+                trainer.train()
+            except (KeyboardInterrupt, *RUN_ERRORS) as error:
+                if interruption.signal is None:
+                    raise
+                # Told, and with its page, before the workers end, which takes seconds.
+                console.warn(f"{trainer.describe_interruption()}: {command_line()}")
+                console.end(interruption.status)
+                if tools.recorder is not None:
+                    tools.recorder.close(max(LAST_WORDS_S, interruption.left_s()))
+                at_last.enter_context(interruption.exit_after(SHUTDOWN_S))
+                raise KeyboardInterrupt from error
         return f"{end}; metrics and configuration are in {run_dir}"
 
+    interruption = Interruption(checked.cluster.grace_s)
     with ExitStack() as at_last:  # the page also says how the run ended
         return run_command(
             lambda: prepare(checked),
@@ -127,6 +143,7 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
             num_steps=checked.loop.max_num_steps,
             files="the run's files are",
             again="resumes from the last checkpoint, if there is one",
+            interruption=interruption,
         )
 
 
@@ -138,10 +155,12 @@ def run_command[InputsT](
     num_steps: int,
     files: str,
     again: str,
+    interruption: Interruption,
 ) -> int:
     """Prepare and run, and print errors as messages. Returns the exit status.
 
-    The status is 0 for success, 1 for a failure, 2 for a mistake that the user has to mend, 130 for an interruption.
+    The status is 0 for success, 1 for a failure, 2 for a mistake that the user has to mend, 130 and 143 for SIGINT and
+    SIGTERM.
 
     Args:
         run: gets the result of `prepare` and the `folder` of the run; returns the last message.
@@ -150,25 +169,28 @@ def run_command[InputsT](
     console = RunConsole(num_steps=num_steps)
     console.configure_logging()
     path: Path | None = None
-    try:
-        inputs = prepare()
-        path = folder(inputs)
-        console.keep_events(path)
-        console.info(run(inputs, path, console))
-    except RUN_ERRORS as error:
-        text = f"{console.where(error)}: {type(error).__name__}: {error}"
-        console.error(f"{text}\n{files} in {path}; the same command {again}")
-        return console.end(1)
-    except USER_ERRORS as error:
-        console.error(str(error))
-        return console.end(2)
-    except KeyboardInterrupt:
-        console.warn(f"interrupted; the same command {again}")
-        return console.end(130)
-    except BaseException as error:
-        console.note("error", f"{type(error).__name__}: {error}")
-        console.end(1)
-        raise
+    with interruption.listening():
+        try:
+            inputs = prepare()
+            path = folder(inputs)
+            console.keep_events(path)
+            console.info(run(inputs, path, console))
+        except RUN_ERRORS as error:
+            text = f"{console.where(error)}: {type(error).__name__}: {error}"
+            console.error(f"{text}\n{files} in {path}; the same command {again}")
+            return console.end(1)
+        except USER_ERRORS as error:
+            console.error(str(error))
+            return console.end(2)
+        except KeyboardInterrupt:
+            if not console.has_ended:
+                console.warn(f"{interruption.name}: the command ends; the same one {again}: {command_line()}")
+                console.end(interruption.status)
+            return interruption.status
+        except BaseException as error:
+            console.note("error", f"{type(error).__name__}: {error}")
+            console.end(1)
+            raise
     return console.end(0)
 
 

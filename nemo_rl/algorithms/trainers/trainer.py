@@ -29,6 +29,7 @@ from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, che
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig, chosen_metric
 from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
@@ -58,6 +59,7 @@ class TrainerState:
     total_valid_tokens: int = 0
     best_validation: float | None = None  # best value of the metric that early stopping watches
     validations_without_best: int = 0  # since then
+    owes_validation: bool = False  # a signal ended the run before the validation of its last step
     stopped_early: bool = False
 
 
@@ -76,6 +78,7 @@ class RunTools:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     monitor: Any = None  # a `distributed.meters.UsageMonitor`, if the run has one
     recorder: RunRecorder | None = None
+    interruption: Interruption = field(default_factory=Interruption)
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
 
@@ -133,6 +136,17 @@ class Trainer(ABC):
 
     # -- the loop
 
+    def describe_interruption(self) -> str:
+        """Where a run that was told to end stands, and from where the same command continues it."""
+        latest = None if self.checkpointer is None else self.checkpointer.get_latest_checkpoint_path()
+        if latest is None:
+            again = "nothing was saved, and the same command begins anew"
+        elif latest.name == f"step_{self.state.total_steps}":
+            again = "it is saved, and the same command resumes after it"
+        else:
+            again = f"the same command resumes after {latest.name.replace('_', ' ')}, the last one saved"
+        return f"{self.tools.interruption.name}: the run ends after step {self.state.total_steps}; {again}"
+
     def describe_end(self) -> str:
         """The first words about a run that ends without an error, asked before `train`."""
         if self._is_last_step():
@@ -143,18 +157,20 @@ class Trainer(ABC):
         """Run until the steps, the data or the time are used up."""
         if self.num_steps is not None:
             self.tools.console.set_num_steps(self.num_steps)
-        with self.tools.console:
+        with self.tools.console, self.tools.interruption.steps():
             try:
                 self._run_steps()
             except BaseException as error:
                 self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
                 raise
+        if self.tools.interruption.signal is not None:
+            raise KeyboardInterrupt
         if self.tools.recorder is not None:
             self.tools.recorder.finish(self.state.total_steps, self.policies[0])
 
     def _run_steps(self) -> None:
         num_recoveries, failed_at = 0, -1
-        if self.loop.val_at_start and self.state.total_steps == 0:
+        if self.state.owes_validation or (self.loop.val_at_start and self.state.total_steps == 0):
             self._validate()
             self._log()
             self._announce_early_stop()
@@ -164,6 +180,8 @@ class Trainer(ABC):
                 if self._run_step():
                     return
             except WorkerDied as error:
+                if self.tools.interruption.signal is not None:
+                    raise KeyboardInterrupt from error  # the workers were told to end, too
                 num_recoveries = num_recoveries + 1 if failed_at == self.state.total_steps else 1
                 failed_at = self.state.total_steps
                 if num_recoveries > MAX_RECOVERIES_AT_ONE_STEP:
@@ -188,10 +206,15 @@ class Trainer(ABC):
         self._advance_save(wait=False)
         period = self.loop.val_period
         is_periodic = period > 0 and self.state.total_steps % period == 0
-        if is_periodic or (self.loop.val_at_end and self._is_last_step()):
+        is_told = self.tools.interruption.signal is not None
+        self.state.owes_validation = is_periodic or (self.loop.val_at_end and self._is_last_step())
+        if self.state.owes_validation and not is_told:
             self._validate()
         out_of_time = self.tools.deadline.check_save()
-        ends = out_of_time or self.state.stopped_early
+        is_told = self.tools.interruption.signal is not None
+        ends = out_of_time or self.state.stopped_early or is_told
+        if is_told and self.tools.deadline.longest_save_s > self.tools.interruption.left_s(keep_s=LAST_WORDS_S):
+            return True
         if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
             self._save_checkpoint()
         if ends or self._is_last_step():
@@ -199,7 +222,7 @@ class Trainer(ABC):
         self._log()
         self.tools.deadline.mark_iteration()
         self._announce_early_stop()
-        if out_of_time and not self.state.stopped_early:
+        if out_of_time and not self.state.stopped_early and not is_told:
             saved = "saved, and the run ends; the same command resumes it"
             if self.checkpointer is None:
                 saved = "the run ends, and nothing is saved, because checkpointing.enabled=false"
@@ -233,6 +256,7 @@ class Trainer(ABC):
             metrics = self.validate()
         self.record("validation", metrics)
         self.validated_at = self.state.total_steps
+        self.state.owes_validation = False
         self._update_early_stopping()
         self.record("timing/validation", {"total_validation_time": self.timer.get_elapsed("validation")[-1]})
 

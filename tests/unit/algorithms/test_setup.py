@@ -242,7 +242,9 @@ def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch
 
 
 CHANGED = {
-    "policy.optimizer.kwargs.lr=0.1": "policy.optimizer.kwargs.lr: the checkpoint's 5e-06 applies and not 0.1, unless {}",
+    "policy.optimizer.kwargs.lr=0.1": (
+        "policy.optimizer.kwargs.lr: the checkpoint's 5e-06 applies and not 0.1, unless {}"
+    ),
     "policy.scheduler_step_per=train_call": (
         "policy.scheduler_step_per: the checkpoint's optimizer_step applies and not train_call, unless {}"
     ),
