@@ -104,7 +104,7 @@ class Interruption:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         self._until = self._clock() + self._grace_s
-        if not self._in_steps:
+        if not self._in_steps or self._grace_s == 0:
             raise KeyboardInterrupt
         self._timer = threading.Timer(self._grace_s - min(LAST_WORDS_S, self._grace_s / 4), self._spend)
         self._timer.daemon = True

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite
+from nemo_rl.utils.interruption import Interruption
 from tests.fakes import FakePolicy, checkpoints_in, result, run_tools
 
 NEVER = LoopConfig(val_period=0)
@@ -299,3 +301,57 @@ def test_the_end_of_the_time_says_whether_there_is_a_checkpoint(tmp_path, enable
     trainer = FakeTrainer(tmp_path, enabled=enabled, checkpoint_must_save_by="00:00:00:00")
     trainer.train()
     assert trainer.state.total_steps == 1 and told in " ".join(trainer.text.getvalue().split())
+
+
+# -- a run that is told to end
+
+
+def told(folder: Path, *, at_step: int, grace_s: float = 60.0) -> FakeTrainer:
+    """A run that validates after every second step, to which SIGTERM comes in a step."""
+    how: Any = {"loop": LoopConfig(val_period=2), "values": [0.0] * 9, "policies": [FakePolicy()], "save_period": 3}
+    trainer = FakeTrainer(folder, **how)
+    trainer.tools.interruption = Interruption(grace_s)
+    trainer.at_step = lambda step: signal.raise_signal(signal.SIGTERM) if step == at_step else None
+    return trainer
+
+
+def end(trainer: FakeTrainer) -> str:
+    with pytest.raises(KeyboardInterrupt), trainer.tools.interruption.listening():
+        trainer.train()
+    return trainer.describe_interruption()
+
+
+def test_a_run_that_is_told_to_end_finishes_its_step_and_saves_and_the_next_one_validates_first(tmp_path):
+    trainer = told(tmp_path, at_step=2)
+    saved = "SIGTERM: the run ends after step 2; it is saved, and the same command resumes after it"
+    assert end(trainer) == saved and trainer.rows()[-1]["step"] == 2
+    assert not any("validation/val_loss" in row for row in trainer.rows())
+    resumed = told(tmp_path, at_step=0)
+    assert resumed.resume() and resumed.state.total_steps == 2
+    resumed.train()
+    assert resumed.position.taken == 6
+    assert [row["step"] for row in trainer.rows() if "validation/val_loss" in row] == [2, 4, 6]
+
+
+def test_a_run_that_has_no_time_to_save_says_from_where_it_continues(tmp_path):
+    trainer = told(tmp_path / "short", at_step=5)
+    trainer.tools.deadline.longest_save_s = 59.0
+    ended = "SIGTERM: the run ends after step 5; the same command resumes after step 3, the last one saved"
+    assert end(trainer) == ended and trainer.position.taken == 5
+    trainer = told(tmp_path / "none", at_step=2, grace_s=0.0)
+    trainer.errors = {3: AssertionError("no other step begins")}
+    ended = "SIGTERM: the run ends after step 1; nothing was saved, and the same command begins anew"
+    assert end(trainer) == ended
+
+
+def test_workers_that_were_told_to_end_too_are_not_replaced(tmp_path):
+    trainer = told(tmp_path, at_step=4)
+    trainer.replacements = {"policy": lambda: pytest.fail("it is replaced")}
+
+    def both(step: int) -> None:
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+            raise died("policy-0")
+
+    trainer.at_step = both
+    assert end(trainer).endswith("after step 3; it is saved, and the same command resumes after it")
