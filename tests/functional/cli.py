@@ -201,9 +201,10 @@ def continues_bit_for_bit(
     killed_in: int = 5,
     save_period: int = 2,
     models: Sequence[str] = ("policy",),
+    number: signal.Signals = signal.SIGKILL,
     **how: Any,
 ) -> tuple[list[dict[str, Any]], Finished]:
-    """kill -9 of the driver in a step; the newest checkpoint is put aside; then the same command.
+    """A signal to the driver in a step; the newest checkpoint is put aside; then the same command.
 
     No other machine reaches the run. It goes on from the checkpoint before. The steps that it takes again and the
     models of the newest checkpoint equal the first run's, to the bit. Returns the rows of the steps that were not
@@ -212,19 +213,26 @@ def continues_bit_for_bit(
     overrides = (*overrides, "++checkpointing.save_consolidated=true", "checkpointing.keep_top_k=null")
     process = run_until(folder, f"step {killed_in}/", *overrides, **how)
     assert_out_of_reach(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, number)
+    status = process.wait()
     before = Finished("", folder).metrics
-    newest = killed_in // save_period * save_period
-    start = newest - save_period
-    (put_aside,) = folder.glob(f"results/*/step_{newest}")
+    saved = {int(path.name.removeprefix("step_")): path for path in folder.glob("results/*/step_*")}
+    start, newest = sorted(saved)[-2:]
+    put_aside = saved[newest]
+    if number == signal.SIGKILL:
+        assert (status, newest, start) == (-number, killed_in // save_period * save_period, newest - save_period)
+    else:
+        assert status == 128 + number and newest == before[-1]["step"] > killed_in, "the step is finished and saved"
     want = {model: weights_of(put_aside, model) for model in models}
     put_aside.rename(folder / "put_aside")
     again = run(folder, *overrides, **how)
     assert f"step_{start} after step {start}" in again.output
     repeated = [row for row in before if row["step"] > start]
-    assert len(repeated) > save_period
-    assert comparable(again.metrics)[: len(repeated)] == comparable(repeated)
+    assert repeated[-1]["step"] >= newest
+    first, second = comparable(repeated), comparable(again.metrics)[: len(repeated)]
+    if number != signal.SIGKILL:  # it had no time for the validation of its last step
+        second[-1] = {key: value for key, value in second[-1].items() if key in first[-1] or "validation/" not in key}
+    assert second == first
     got = {model: weights_of(put_aside, model) for model in models}
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     return before[: len(before) - len(repeated)], again

@@ -1,6 +1,7 @@
 """Whole runs of SFT, DPO and reward models on the real command line: learning, resuming, more ranks, streams."""
 
 import math
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ def test_a_reward_model_learns_and_scores_alike_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_adapters_continues_bit_for_bit(tmp_path):
+def test_a_run_of_adapters_that_is_told_to_end_continues_bit_for_bit(tmp_path):
     """With reference log-probabilities from before the first step."""
     ahead = ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")
-    continues_bit_for_bit(tmp_path, *small("dpo"), "dpo.max_num_steps=6", *ahead, **example("dpo"))
+    how = {"number": signal.SIGTERM, "killed_in": 3} | example("dpo")
+    continues_bit_for_bit(tmp_path, *small("dpo"), "dpo.max_num_steps=6", *ahead, **how)
