@@ -3,15 +3,16 @@
 import argparse
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, Location, Problem
-from nemo_rl.utils.interruption import quit_before_the_run
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def load_from_command_line[M: BaseModel](
     and --plan, with 2 and one message when the user has to change something.
     """
     if argv is None:
-        quit_before_the_run()
+        _quit_at_a_signal()
     look_in_working_folder()
     parser = argparse.ArgumentParser(
         description=description,
@@ -101,6 +102,18 @@ def load_from_command_line[M: BaseModel](
         parser.exit(2, f"error: {error}\n")
     SOURCES.append(ConfigSource(model, file, rest))
     return config
+
+
+def _quit_at_a_signal() -> None:
+    """Until the run begins, SIGTERM and Ctrl-C end this process with one sentence: there is nothing to save."""
+
+    def quit_now(number: int, _: FrameType | None) -> None:
+        sys.stderr.write(f"{signal.Signals(number).name}: the command ends before the run has begun\n")
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, quit_now)
 
 
 def look_in_working_folder() -> None:

@@ -17,18 +17,6 @@ LAST_WORDS_S = 2.0  # of the grace, for the report
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def quit_before_the_run() -> None:
-    """From now on SIGTERM and SIGINT end this process with one sentence: it has not begun to write anything."""
-
-    def quit_now(number: int, _: FrameType | None) -> None:
-        sys.stderr.write(f"{signal.Signals(number).name}: the command ends before the run has begun\n")
-        sys.stderr.flush()
-        os._exit(128 + number)
-
-    for number in _SIGNALS:
-        signal.signal(number, quit_now)
-
-
 def command_line() -> str:
     """The command of this process, as a shell takes it."""
     return shlex.join([sys.executable, *sys.argv])

@@ -55,6 +55,16 @@ def test_a_wrong_key_ends_within_three_seconds_with_status_2_and_no_traceback() 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
 
 
+def test_a_signal_before_the_run_ends_the_command_with_a_sentence() -> None:
+    program = (
+        "import runpy, signal, sys; from nemo_rl.config import loader\n"
+        "loader.load_config = lambda *_: signal.raise_signal(signal.SIGTERM)\n"
+        f"runpy.run_path({str(DRIVER)!r})"
+    )
+    done = cpu_of([sys.executable, "-c", program])[0]
+    assert (done.returncode, done.stderr) == (143, "SIGTERM: the command ends before the run has begun\n")
+
+
 def test_a_correct_command_line_loads_and_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     done = run(*CPU, "policy.model_name=mine")
     assert (done.returncode, done.stdout, done.stderr) == (0, "loaded mine\n", "")

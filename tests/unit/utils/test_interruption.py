@@ -19,12 +19,6 @@ with interruption.listening(), interruption.steps():
     print(interruption.name, flush=True)
     signal.raise_signal(signal.SIGTERM)
 """
-EARLY = """
-import signal
-from nemo_rl.utils.interruption import quit_before_the_run
-quit_before_the_run()
-signal.raise_signal(signal.SIGTERM)
-"""
 
 
 @BOTH
@@ -50,11 +44,9 @@ def test_the_loop_has_the_time_of_grace_less_the_last_words():
     assert 0.3 <= time.monotonic() - began < 30 and interruption.status == 143
 
 
-def test_a_second_signal_ends_the_process_and_one_before_the_run_says_so():
+def test_a_second_signal_ends_the_process():
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (143, "SIGINT\n")
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (143, "SIGTERM: the command ends before the run has begun\n")
 
 
 def test_an_end_that_waits_for_what_is_gone_is_cut_off():
