@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.errors import visible
+
 if TYPE_CHECKING:
     from nemo_rl.distributed.doctor import Finding
 
@@ -47,12 +49,12 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     folders = [os.path.abspath(folder) for folder in arguments.folder or ("logs", "results", tempfile.gettempdir())]
 
     def show(finding: Finding) -> None:
-        console.print(Text(str(finding), style=STYLES[finding.level]), soft_wrap=True)
+        console.print(Text(visible(str(finding)), style=STYLES[finding.level]), soft_wrap=True)
 
     try:
         is_well = examine(arguments.num_nodes, arguments.gpus_per_node, folders, show)
     except ValueError as error:  # the cluster of RAY_ADDRESS, or its token
-        console.print(Text(str(error), style=STYLES["bad"]), soft_wrap=True)
+        console.print(Text(visible(str(error)), style=STYLES["bad"]), soft_wrap=True)
         return 2
     console.print(Text("nothing is bad" if is_well else "what is bad stops a run or makes it crawl", style="bold"))
     return 0 if is_well else 1

@@ -16,6 +16,7 @@ import os
 import yaml
 
 from nemo_rl.config.cli import look_in_working_folder
+from nemo_rl.config.errors import visible
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
             serve(environment, name=args.environment, host=args.host, port=args.port, token=token, on_start=started)
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(visible(f"error: {error}")) from error
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.config.cli import look_in_working_folder
-from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.errors import ConfigError, visible
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
         inputs = preview_inputs(config, arguments.dataset, max(arguments.rows, arguments.num))
         show_rows(Console(highlight=False), inputs, arguments.num)
     except (ConfigError, ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 2
     return 0
 

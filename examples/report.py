@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.errors import visible
 from nemo_rl.report.page import REPORT, write_report
 from nemo_rl.report.run_files import find_run
 
@@ -32,9 +33,9 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     try:
         path = write_report([find_run(folder) for folder in arguments.folders], arguments.out)
     except OSError as error:
-        Console(stderr=True).print(Text(f"error: {error}"))
+        Console(stderr=True).print(Text(visible(f"error: {error}")))
         return 2
-    console.print(Text(str(path)), soft_wrap=True)
+    console.print(Text(visible(str(path))), soft_wrap=True)
     return 0
 
 

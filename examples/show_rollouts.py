@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.errors import visible
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.rollouts.show_records import (
     FILTER_FIELDS,
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
         found = find_group(groups, arguments.group, worst=arguments.worst)
         console.print(show_group(found, arguments.sample, decoder(arguments.tokenizer) if arguments.tokens else None))
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(Text(f"error: {error}"))
+        Console(stderr=True).print(Text(visible(f"error: {error}")))
         return 2
     return 0
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from nemo_rl.config.errors import visible
 from nemo_rl.report.run_files import find_run
 from nemo_rl.report.watch import Watch
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     try:
         watch = Watch(find_run(arguments.folder))
     except FileNotFoundError as error:
-        Console(stderr=True).print(Text(f"error: {error}"))
+        Console(stderr=True).print(Text(visible(f"error: {error}")))
         return 2
     watch.update()
     if arguments.once or not console.is_terminal:

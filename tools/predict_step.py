@@ -23,6 +23,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.errors import visible
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.flops import (
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.metrics is not None:
             columns["measured"] = measured_in(arguments.metrics, list(columns["ideal"]))
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 2
     expected = columns["predicted"]
     training_s = sum(expected.values()) - expected[GENERATION] - expected[SYNC]

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.async_grpo import GroupOrder, ReplayBuffer
+from nemo_rl.config.errors import visible
 from nemo_rl.rollouts.records import meta_from, read_index, recorded_steps, step_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams
@@ -367,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         measured = measured_from(arguments)
     except (ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 2
     engines = Engines(lone_speedup=arguments.lone_speedup, spare_capacity=arguments.spare_capacity)
     found = [Simulation(measured, engines, each).run() for each in schedules(arguments.devices, arguments.ages)]

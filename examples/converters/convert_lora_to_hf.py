@@ -17,6 +17,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.config.errors import visible
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             convert_adapter(adapter, base, resolve_model(base), given.out)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 2
     return 0
 

@@ -13,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.config.errors import visible
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
             tokenizer = tokenizer_of_run(given.config)
         convert_checkpoint(given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
     except (ValueError, OSError, CheckpointError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 2
     return 0
 

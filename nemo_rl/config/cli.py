@@ -12,7 +12,7 @@ from types import FrameType
 
 from pydantic import BaseModel
 
-from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.errors import ConfigError, Location, Problem, visible
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def load_from_command_line[M: BaseModel](
         file = _existing(arguments.config, default_config)
         config = load_config(model, file, rest)
         if arguments.dry_run:
-            sys.stdout.write(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n")
+            sys.stdout.write(visible(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n"))
             parser.exit(0)
         if plan is not None and arguments.plan is not None:
-            sys.stdout.write(f"{pkgutil.resolve_name(plan)(config, arguments.plan)}\n")
+            sys.stdout.write(visible(f"{pkgutil.resolve_name(plan)(config, arguments.plan)}\n"))
             parser.exit(0)
         if check is not None:
             check(config)

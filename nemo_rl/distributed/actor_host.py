@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from ray.actor import ActorClass
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.utils.console import VisibleFormatter
 from nemo_rl.utils.guards import end_group_after_me
 from nemo_rl.utils.registry import import_object
 
@@ -170,6 +172,8 @@ class ActorHost:
         if os.getpgrp() != os.getpid():
             os.setpgrp()
         end_group_after_me()  # children that join another process group escape
+        assert logging.lastResort is not None
+        logging.lastResort.setFormatter(VisibleFormatter())  # Ray prints the warnings of workers as they are
         await self._on_thread("__init__", self._construct)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

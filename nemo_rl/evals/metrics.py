@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nemo_rl.algorithms.trainers.metrics import pass_at_k
 from nemo_rl.types import SampleStatus
@@ -176,7 +177,8 @@ def _mean_or_none(values: Sequence[float]) -> float | None:
 def show_results(results: Mapping[str, Any], file: TextIO | None = None) -> None:
     """Print a table: one line for each dataset and, if there are several, one over all prompts."""
     num = results["config"]["eval"]["num_tests_per_prompt"]
-    table = Table(title=f"{visible(results['model'])}, {num} sample{'s' if num > 1 else ''} of each prompt")
+    title = visible(f"{results['model']}, {num} sample{'s' if num > 1 else ''} of each prompt")
+    table = Table(title=Text(title, style="table.title"))
     headings = ("dataset", "prompts", results["metric"], "95%", "mean reward", "95%", "tokens", "truncated", "failed")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "dataset" else "right", no_wrap=True)
@@ -185,7 +187,7 @@ def show_results(results: Mapping[str, Any], file: TextIO | None = None) -> None
         rows["all"] = results["overall"]
     for name, row in rows.items():
         table.add_row(
-            visible(name),
+            Text(visible(name)),
             f"{row['num_prompts']:,}",
             _number(row["score"], ".4f"),
             _interval(row["score_ci95"]),

@@ -69,9 +69,9 @@ class Watch:
     def _head(self, now: float | None) -> RenderableType:
         run, status = self.run, status_of(self.run, now)
         total = run.num_steps
-        line = Text(str(run.folder), style="bold").append(f"  {run.algorithm}", style="dim")
+        line = Text(visible(str(run.folder)), style="bold").append(f"  {run.algorithm}", style="dim")
         steps = Text(f"step {run.last_step}" + (f" of {total}" if total else "") + ", ")
-        steps.append(status.text, style=_STYLES.get(status.kind, "yellow"))
+        steps.append(visible(status.text), style=_STYLES.get(status.kind, "yellow"))
         seconds = [row[STEP_TIME] for row in self._latest_rows(20) if STEP_TIME in row]
         if status.kind == "running" and total and seconds:
             steps.append(f", about {duration(statistics.fmean(seconds) * (total - run.last_step))} left", style="dim")
@@ -108,7 +108,7 @@ class Watch:
         for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
             if total > 0 and value >= 0.005 * total:
                 table.add_row(
-                    Text(name, style="dim"),
+                    Text(visible(name), style="dim"),
                     Text(f"{value:.2f} s"),
                     Text("█" * max(1, round(value / total * max(10, width - 60))), style="magenta"),
                     Text(f"{value / total:.0%}", style="dim"),
@@ -122,7 +122,7 @@ class Watch:
         lines = [
             Text.assemble(
                 (time.strftime("%H:%M:%S ", time.localtime(event["time"])), "dim"),
-                (f"step {event['step']}  ", "dim"),
+                (visible(f"step {event['step']}  "), "dim"),
                 (visible(str(event["text"]))[:_MAX_CHARS], _EVENT_STYLES[event["kind"]]),
             )
             for event in events
@@ -141,7 +141,7 @@ def sample_text(sample: dict[str, Any]) -> Text:
     """Messages of a sample, or its tokens where it has none; long texts are cut in the middle."""
     facts = [f"step {sample['step']}", str(sample["id"])]
     facts += [f"{name} {sample[name]:.7g}" for name in ("reward", "error") if isinstance(sample.get(name), int | float)]
-    text = Text(", ".join(facts) + "\n", style="dim")
+    text = Text(visible(", ".join(facts)) + "\n", style="dim")
     messages = sample.get("messages") or [{"role": "tokens", "content": "".join(sample["texts"])}]
     half = _MAX_CHARS // 2
     for message in messages:

@@ -21,6 +21,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from nemo_rl.config.errors import visible
+
 EVENTS_NAME = "events.jsonl"
 
 _DISAGREEMENT = "train/token_mult_prob_error"
@@ -206,7 +208,7 @@ class RunConsole:
     ) -> None:
         """Show rollouts: messages ("role", "content") coloured by role, and the reward."""
         for number, (messages, reward) in enumerate(zip(message_logs, rewards, strict=True), start=1):
-            heading = f"{title}, sample {number}, reward {reward:.4f}"
+            heading = visible(f"{title}, sample {number}, reward {reward:.4f}")
             body = Text()
             for message in messages:
                 body.append_text(message_text(message))
@@ -221,10 +223,10 @@ class RunConsole:
         handler: logging.Handler
         if self.is_live:
             handler = RichHandler(console=self._console, show_path=False, markup=False, rich_tracebacks=False)
-            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            handler.setFormatter(VisibleFormatter("%(name)s: %(message)s"))
         else:
             handler = logging.StreamHandler(self._console.file)
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+            handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
         root = logging.getLogger()
         root.handlers[:] = [handler]
         root.setLevel(logging.INFO)
@@ -233,6 +235,13 @@ class RunConsole:
         # With soft_wrap, lines of a log file are not folded.
         self._console.print(text, soft_wrap=not self.is_live)
         self._console.file.flush()
+
+
+class VisibleFormatter(logging.Formatter):
+    """Log records whose text cannot control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class _EventHandler(logging.Handler):
@@ -253,7 +262,7 @@ class _EventHandler(logging.Handler):
 def message_text(message: Mapping[str, Any]) -> Text:
     """A message ("role", "content") and a line break, coloured by role."""
     style = ROLE_STYLES.get(message["role"], "white")
-    text = Text().append(f"{message['role']}: ", style=f"bold {style}")
+    text = Text().append(f"{visible(str(message['role']))}: ", style=f"bold {style}")
     return text.append(visible(str(message["content"])) + "\n", style=style)
 
 
@@ -315,11 +324,6 @@ def alarms(metrics: Mapping[str, float], max_disagreement: float | None) -> list
     if (num_skipped := metrics.get("train/num_skipped_steps", 0.0)) > 0:
         found.append(f"{num_skipped:.0f} optimizer steps were skipped: loss or gradient was not finite")
     return found
-
-
-def visible(text: str) -> str:
-    """Escape every control character but newline and tab, so that model output cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_duration(seconds: float) -> str:

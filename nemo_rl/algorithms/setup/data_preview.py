@@ -26,7 +26,7 @@ from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.setup.preflight import image_reader, spread_rows
 from nemo_rl.algorithms.setup.supervised import example_maker
-from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.errors import ConfigError, Location, Problem, visible
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.rows.dataloader import PromptDataset
@@ -176,7 +176,7 @@ def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured
     for position, (piece, number, learned) in enumerate(
         zip(token_texts(tokenizer, ids), ids, example.token_mask.tolist(), strict=True)
     ):
-        shown = piece.replace("\n", "↵\n")
+        shown = visible(piece).replace("\n", "↵\n")
         if coloured:
             style = (LOSS_STYLES if learned else CONTEXT_STYLES)[position % 2]
             text.append(shown, style + SPECIAL_STYLE * (number in special))
@@ -215,7 +215,7 @@ def show_summary(console: Console, metas: Sequence[ExampleMeta], total: int | No
     console.print(Text(f"{len(bad)} rows are left out" + (":" if bad else "")))
     first = {meta.problem_kind: meta.problem for meta in reversed(bad)}
     for kind, number in Counter(meta.problem_kind for meta in bad).most_common():
-        console.print(Text(f"  {number} {kind}, e.g. {first[kind]}", style="yellow"), soft_wrap=True)
+        console.print(Text(visible(f"  {number} {kind}, e.g. {first[kind]}"), style="yellow"), soft_wrap=True)
 
 
 def show_rows(console: Console, inputs: PreviewInputs, num_shown: int) -> None:
@@ -230,15 +230,17 @@ def show_rows(console: Console, inputs: PreviewInputs, num_shown: int) -> None:
         metas.append(meta)
         if number >= num_shown:
             continue
-        console.rule(Text(f"row {meta.prompt_id}"))
+        console.rule(Text(visible(f"row {meta.prompt_id}")))
         if meta.problem is not None:
-            console.print(Text(f"left out ({meta.problem_kind}): {meta.problem}", style="yellow"), soft_wrap=True)
+            reason = visible(f"left out ({meta.problem_kind}): {meta.problem}")
+            console.print(Text(reason, style="yellow"), soft_wrap=True)
             continue
         for example in examples:
             counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
             margin = f", margin {example.margin:g}" if example.margin else ""
             images = f", images: {len(example.images)}" if example.images else ""
-            console.print(Text(f"{example.sample_id}: {counts}{margin}{images}", style="bold"), soft_wrap=True)
+            heading = visible(f"{example.sample_id}: {counts}{margin}{images}")
+            console.print(Text(heading, style="bold"), soft_wrap=True)
             for pixels in example.pixels.values() if console.is_terminal else ():
                 console.print(picture(pixels[PREVIEW]))
             console.print(token_text(example, inputs.tokenizer, coloured=console.is_terminal), soft_wrap=True)

@@ -79,8 +79,8 @@ def test_log_records_go_to_the_console(monkeypatch):
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
     RunConsole(num_steps=1, file=file).configure_logging()
-    logging.getLogger("nemo_rl.x").warning("step_%d is refused", 3)
-    assert file.getvalue().rstrip().endswith("WARNING nemo_rl.x: step_3 is refused")
+    logging.getLogger("nemo_rl.x").warning("step_%d is refused: %s", 3, "\x1b[2J")
+    assert file.getvalue().endswith("WARNING nemo_rl.x: step_3 is refused: \\x1b[2J\n")
 
 
 def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
