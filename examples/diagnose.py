@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 def main() -> int:
     arguments = sys.argv[1:]
-    if arguments[:1] == ["--help"]:
+    if arguments[:1] in (["--help"], ["-h"]):
         sys.stdout.write(str(__doc__))
         return 0
     if not arguments or arguments[0].startswith("-"):

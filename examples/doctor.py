@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ STYLES = {"good": "green", "bad": "bold red", "remark": "yellow"}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes of the run [1]")
     parser.add_argument("--gpus-per-node", type=int, default=0, help="GPUs of each; 0: CPU only [0]")
     parser.add_argument(

@@ -9,18 +9,17 @@ protocol, which uses only JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 
 import yaml
 
-from nemo_rl.config.cli import look_in_working_folder
+from nemo_rl.config.cli import Parser, look_in_working_folder
 from nemo_rl.config.errors import visible
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve an environment over HTTP (JSON).")
+    parser = Parser(description="Serve an environment over HTTP (JSON).")
     parser.add_argument("--environment", required=True, help="registry name, or import path: my_package.envs:MyEnv")
     parser.add_argument("--options", default="{}", help="keys of its section, as YAML or JSON: '{num_workers: 1}'")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")

@@ -6,17 +6,16 @@ uv run --extra cpu examples/preview_data.py --config examples/configs/dpo.yaml -
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.config.cli import look_in_working_folder
+from nemo_rl.config.cli import Parser, look_in_working_folder
 from nemo_rl.config.errors import ConfigError, visible
 
 
 def main() -> int:
     look_in_working_folder()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Show what the model will see of a dataset: tokens, loss mask, lengths, rows that are left out.",
         usage="%(prog)s --config FILE [--num N] [--dataset train|validation] [--rows N] [section.key=value ...]",
         allow_abbrev=False,

@@ -16,13 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 from nemo_rl.report.page import REPORT, write_report
 from nemo_rl.report.run_files import find_run
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="LOG_DIR", help="the log folder of a run, or of runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page [{REPORT} in the first folder]")
     return parser.parse_args(argv)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+import sys
+
+from run_grpo_math import main
 
 if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).with_name("run_grpo_math.py")), run_name="__main__")
+    sys.exit(main())

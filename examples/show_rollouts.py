@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.rollouts.show_records import (
@@ -30,7 +31,7 @@ from nemo_rl.rollouts.show_records import (
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="rollout_record.save_dir of a run")
     parser.add_argument("--list", action="store_true", help="a table of the groups instead of one of them")
     parser.add_argument("--group", metavar="ID", help="the group to show; default: the first")

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 from nemo_rl.report.run_files import find_run
 from nemo_rl.report.watch import Watch
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="LOG_DIR", help="the log folder of a run, or of runs")
     parser.add_argument("--once", action="store_true", help="print the present state and end")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks [1]")

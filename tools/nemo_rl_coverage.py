@@ -10,6 +10,7 @@ the estimate takes keys of one missing feature to be in the same.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import re
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from config_cli import MODELS
 
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
 from nemo_rl.config.translations import PICTURE_ENVIRONMENTS
 from nemo_rl.utils.registry import import_object
-from tools.config_cli import MODELS
 
 POLICY = {"model_name": "m", "train_global_batch_size": 32, "generation_batch_size": 32}
 SAMPLED: dict[str, Any] = {
@@ -236,5 +237,8 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", metavar="TABLES.md")
+    tables = parser.parse_args().tables
     logging.disable(logging.WARNING)
-    main(sys.argv[1])
+    main(tables)

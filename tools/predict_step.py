@@ -23,6 +23,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
@@ -44,7 +45,7 @@ SPREAD = 0.6
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="of a run of GRPO")
     parser.add_argument("--gpu", required=True, help=f"a name that begins like one of {', '.join(GPUS)}")
     parser.add_argument("--model-config", type=Path, help="folder with the model's config.json")

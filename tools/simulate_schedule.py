@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.async_grpo import GroupOrder, ReplayBuffer
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 from nemo_rl.rollouts.records import meta_from, read_index, recorded_steps, step_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
@@ -293,7 +294,7 @@ def read_group_times(root: Path) -> tuple[tuple[float, ...], int]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metrics", type=Path, help="metrics.jsonl of a run, for the seconds of its phases")
     parser.add_argument("--record", type=Path, help="rollout_record.save_dir of a run, for the seconds of its groups")
     parser.add_argument("--generation-s", type=float, help="of a step's groups; in place of --metrics")

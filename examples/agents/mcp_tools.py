@@ -12,6 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.loader import resolve
 from nemo_rl.config.sources import load_tree
 from nemo_rl.environments.config import McpEnvironmentConfig
@@ -19,7 +20,7 @@ from nemo_rl.environments.mcp import Servers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--environment", required=True)
     parser.add_argument("--output", required=True)

@@ -5,8 +5,8 @@ uv run --with-requirements requirements/agents/openenv.txt python -m examples.ag
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from typing import Any
 
 import uvicorn
@@ -50,6 +50,9 @@ class Sums(Environment[Answer, Question, State]):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    arguments = parser.parse_args()
     app = create_fastapi_app(Sums, Answer, Question, max_concurrent_envs=MAX_EPISODES)
     # It logs an error for each client that leaves first.
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")
+    uvicorn.run(app, host="127.0.0.1", port=arguments.port, log_level="critical")

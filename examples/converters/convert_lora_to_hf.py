@@ -17,11 +17,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--adapter", "--adapter-ckpt", type=Path, required=True, help="a step_N, or a directory in PEFT's format"
     )

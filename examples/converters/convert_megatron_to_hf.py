@@ -13,11 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.config.cli import Parser
 from nemo_rl.config.errors import visible
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config.yaml of the run")
     parser.add_argument("--megatron-ckpt-path", "--checkpoint", type=Path, required=True, help="a step_N directory")
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="directory to write")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,6 +23,33 @@ class ConfigSource:
     model: type[BaseModel]
     file: Path
     overrides: Sequence[str]
+
+
+class _Once(argparse.Action):
+    """Stores the value of an option. The action `store` of argparse keeps the last value of several in silence."""
+
+    _stored_in: argparse.Namespace | None = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if namespace is self._stored_in:
+            raise argparse.ArgumentError(self, f"got {getattr(namespace, self.dest)} and {values}; give it once")
+        self._stored_in = namespace
+        setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of argparse that refuses an option which is given twice, unless its action collects values."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for action in (None, "store"):
+            self.register("action", action, _Once)
 
 
 SOURCES: list[ConfigSource] = []
@@ -60,7 +88,7 @@ def load_from_command_line[M: BaseModel](
     if argv is None:
         _quit_at_a_signal()
     look_in_working_folder()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=description,
         usage="%(prog)s [--config FILE] [--dry-run] [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.config.cli import Parser, load_from_command_line
 from tests.unit.config.run_configs import ROOT
 
 DRIVER = Path(__file__).parent / "fixtures" / "driver.py"
@@ -69,7 +69,26 @@ def test_a_correct_command_line_loads_and_mistakes_are_told(capsys: pytest.Captu
     done = run(*CPU, "policy.model_name=mine")
     assert (done.returncode, done.stdout, done.stderr) == (0, "loaded mine\n", "")
     how = {"description": "", "default_config": CPU[1], "placement": ""}
-    for argument, message in (("--config=nothing.yaml", CPU[1]), ("--dryrun", "unknown option --dryrun")):
+    for arguments, message in (
+        (["--config=nothing.yaml"], CPU[1]),
+        (["--dryrun"], "unknown option --dryrun"),
+        (["--config", "a.yaml", "x=1", "--config=b.yaml"], "--config: got a.yaml and b.yaml; give it once"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            load_from_command_line(GRPOMasterConfig, argv=[argument], **how)
+            load_from_command_line(GRPOMasterConfig, argv=arguments, **how)
         assert message in capsys.readouterr().err
+
+
+def test_a_parser_stores_an_option_once_and_collects_what_is_to_be_collected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = Parser()
+    parser.add_argument("folder")
+    parser.add_argument("--every", "-e", type=float, default=1.0)
+    parser.add_argument("--filter", action="append")
+    for _ in range(2):
+        given = parser.parse_args(["a", "--every", "1.0", "--filter", "b", "--filter", "c"])
+        assert (given.folder, given.every, given.filter) == ("a", 1.0, ["b", "c"])
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["a", "--every", "1.0", "-e", "1.0"])
+    assert "argument --every/-e: got 1.0 and 1.0; give it once" in capsys.readouterr().err

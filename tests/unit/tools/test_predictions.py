@@ -23,21 +23,23 @@ def predicted(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 def test_it_prints_phases_beside_the_ideal_and_the_measurement_or_says_what_it_does_not_know(tmp_path, capsys):
     MODELS["Qwen/Qwen2.5-7B-Instruct"].save_pretrained(tmp_path / "model")
-    common = ("--config", f"{RECIPE}", "--gpu", "NVIDIA H100", "--model-config", f"{tmp_path}/model")
+    common = ("--config", f"{RECIPE}", "--model-config", f"{tmp_path}/model")
+    gpu = ("--gpu", "NVIDIA H100")
     batch = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=16")
     whole = ("policy.train_global_batch_size=2048", "policy.max_total_sequence_length=4096")
-    phases = predicted(capsys, *common, *batch, *whole)
+    phases = predicted(capsys, *common, *gpu, *batch, *whole)
     assert list(phases) == ["generation", "policy_and_reference_logprobs", "policy_training", "weight_sync", "step"]
     assert all(expected > ideal for expected, ideal in phases.values())
     # 2,048 samples of 1,000 tokens on eight H100: below a minute and a half, and not below the 11 s of the operations.
     assert 30 < phases["step"][0] < 90 and phases["policy_training"][1] > 11
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps({f"timing/train/{phase}": 2.0 for phase in phases}) + "\n")
-    compared = predicted(capsys, *common, "--metrics", f"{metrics}")
+    compared = predicted(capsys, *common, *gpu, "--metrics", f"{metrics}")
     assert [values[2] for values in compared.values()] == [2.0] * 4 + [8.0]
     metrics.write_text('{"step": 1}\n')
-    for given, said in (("--gpu=Abacus", "known are NVIDIA A100"), (f"--metrics={metrics}", "no step with generation")):
-        assert main([*common, given]) == 2 and said in capsys.readouterr().err
+    of_no_step = (*gpu, f"--metrics={metrics}")
+    for given, said in ((("--gpu=Abacus",), "known are NVIDIA A100"), (of_no_step, "no step with generation")):
+        assert main([*common, *given]) == 2 and said in capsys.readouterr().err
 
 
 # -- schedules, against what can be said on paper
