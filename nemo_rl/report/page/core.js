@@ -48,6 +48,13 @@ function format(value, digits = 4) {
   return String(Number(value.toPrecision(digits + (size > 0.99 && size < 1.01 ? 3 : 0))));
 }
 
+/** The largest of the numbers. As arguments of one call, 200,000 of them would overflow the stack. */
+function largest(numbers, atLeast = -Infinity) {
+  let most = atLeast;
+  for (const number of numbers) if (number > most) most = number;
+  return most;
+}
+
 function clock(seconds) { return new Date(seconds * 1000).toLocaleString("sv"); }
 
 function span(seconds) {

@@ -137,7 +137,7 @@ function scaleOf(sample) {
   const { train, generation } = numbersOf(sample);
   let most = 0;
   if (browse.colour === "difference" && train && generation) train.forEach((value, i) => { if (sample.mask[i] === "1") most = Math.max(most, Math.abs(value - generation[i])); });
-  if (browse.colour === "advantage") most = typeof sample.advantages === "number" ? Math.abs(sample.advantages) : Math.max(0, ...(sample.advantages || []).map(Math.abs));
+  if (browse.colour === "advantage") most = typeof sample.advantages === "number" ? Math.abs(sample.advantages) : largest((sample.advantages || []).map(Math.abs), 0);
   return browse.colour === "difference" ? Math.max(most, 0.02) : Math.max(most, 1e-6);
 }
 

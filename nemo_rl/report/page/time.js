@@ -35,8 +35,9 @@ function drawTime(body, run) {
   body.replaceChildren(el("h2", { text: "Phases of a step" }));
   body.append(el("div", { class: "bar legendbar" }, totals.filter(([, values]) => sum(values) > whole / 500).map(([name]) => el("span", { class: "soft" }, swatch(phaseColour(name)), ` ${name}`))));
   const bars = svg("svg", { height: 200, class: "bars" });
-  body.append(el("div", { class: "card" }, bars));
-  requestAnimationFrame(() => drawBars(bars, run, totals.map(([name]) => name)));
+  const note = el("p", { class: "note", hidden: true, text: "▲ marks a bar that is longer than the axis; its tooltip has the seconds." });
+  body.append(el("div", { class: "card" }, bars), note);
+  requestAnimationFrame(() => { note.hidden = !drawBars(bars, run, totals.map(([name]) => name)); });
   // Of runs on GPUs whose rates are known: what a model of the step and the hardware itself would take.
   const told = (kind, name) => (run.metrics[`performance/${kind}_s/${name}`] || []).filter((value) => typeof value === "number");
   const models = ["predicted", "ideal"].filter((kind) => totals.some(([name]) => told(kind, name).length)).map((kind) => (
@@ -47,7 +48,7 @@ function drawTime(body, run) {
     { title: "share", n: true, key: ([, values]) => sum(values), of: ([, values]) => `${((100 * sum(values)) / whole).toFixed(1)} %` },
     { title: "median", n: true, key: ([, values]) => median(values), of: ([, values]) => span(median(values)) },
     ...models,
-    { title: "largest", n: true, key: ([, values]) => Math.max(...values), of: ([, values]) => span(Math.max(...values)) },
+    { title: "largest", n: true, key: ([, values]) => largest(values), of: ([, values]) => span(largest(values)) },
     { title: "steps", n: true, of: ([, values]) => values.length },
   ], totals));
   if (!run.timeline.length) { body.append(el("div", { class: "empty", text: "This run kept no times of its workers (logger.report.enabled)." })); return; }
@@ -61,12 +62,12 @@ function drawTime(body, run) {
 
 function median(values) { const sorted = [...values].sort((a, b) => a - b); return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0; }
 
-/** Stacked bars; several steps share a bar if there are more steps than pixels. */
+/** Stacked bars; several steps share a bar if there are more steps than pixels. Says whether the axis ends below one. */
 function drawBars(plot, run, names) {
   const width = Math.max(300, plot.clientWidth || 900), height = 200, left = 52, bottom = 20, top = 8;
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const kept = run.steps.map((step, i) => [step, i]).filter(([, i]) => names.some((name) => typeof run.metrics[`timing/train/${name}`][i] === "number"));
-  if (!kept.length) return;
+  if (!kept.length) return false;
   const per = Math.max(1, Math.ceil(kept.length / ((width - left) / 4)));
   const bars = [];
   for (let i = 0; i < kept.length; i += per) {
@@ -89,6 +90,7 @@ function drawBars(plot, run, names) {
       column.append(svg("rect", { x: left + i * w + 0.5, width: Math.max(1, w - 1), y: to, height: Math.max(0, from - to), style: { fill: phaseColour(name) } }));
       below += bar.parts[k];
     });
+    if (total(bar) > high) column.append(svg("text", { class: "cut", x: left + (i + 0.5) * w, y: top + 2, "text-anchor": "middle", text: "▲" }));
     column.addEventListener("pointermove", (event) => showTip(event, el("div", { class: "soft", text: per > 1 ? `steps ${bar.step} to ${bar.step + per - 1}, mean` : `step ${bar.step}` }),
       names.map((name, k) => [name, bar.parts[k]]).filter(([, s]) => s > 0.0005).sort((a, b) => b[1] - a[1]).map(([name, s]) => el("div", { class: "row" }, swatch(phaseColour(name)), name, el("b", { text: span(s) }))), el("div", { class: "row" }, "in all", el("b", { text: span(total(bar)) }))));
     column.addEventListener("pointerleave", hideTip);
@@ -96,6 +98,7 @@ function drawBars(plot, run, names) {
   });
   for (const step of ticks(0, bars.length - 1 || 1, 8).filter((i) => Number.isInteger(i) && i < bars.length)) nodes.push(svg("text", { x: left + (step + 0.5) * w, y: height - 5, "text-anchor": "middle", text: bars[step].step }));
   plot.replaceChildren(...nodes);
+  return bars.some((bar) => total(bar) > high);
 }
 
 // -- the timeline
@@ -166,7 +169,8 @@ function drawLanes(plot, lanes, origin) {
       if (b - a > what.length * 6.2 + 8) nodes.push(svg("text", { x: a + 5, y: y + 14, class: "inside", text: what }));
     }
   });
-  plot.replaceChildren(...nodes);
+  plot.replaceChildren();
+  for (const node of nodes) plot.append(node);
 }
 
 function listenLanes(plot, lanes, whole, draw) {
@@ -208,7 +212,7 @@ function drawWaits(place, lanes) {
     return { worker, busy, idle, share: busy / (to - from) };
   });
   const ends = phases.map(([name, start, end]) => {
-    const last = workers.map((worker) => [worker, Math.max(-Infinity, ...lanes.get(worker).filter(([, s, e]) => e <= end + 0.02 && s >= start - 0.02).map(([, , e]) => e))]).filter(([, e]) => e > -Infinity).sort((a, b) => b[1] - a[1]);
+    const last = workers.map((worker) => [worker, largest(lanes.get(worker).filter(([, s, e]) => e <= end + 0.02 && s >= start - 0.02).map(([, , e]) => e))]).filter(([, e]) => e > -Infinity).sort((a, b) => b[1] - a[1]);
     if (!last.length) return null;
     const peers = last.filter(([worker]) => worker.replace(/-\d+$/, "") === last[0][0].replace(/-\d+$/, ""));
     return { name, start, seconds: end - start, last: last[0][0], waited: peers.slice(1).reduce((sum, [, e]) => sum + peers[0][1] - e, 0), peers: peers.length };

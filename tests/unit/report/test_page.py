@@ -187,6 +187,7 @@ def test_the_timeline_says_who_waited_for_whom(run, browser: Browser):
     rows = browser.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
     assert next(row for row in rows if row[0] == "phase")[3:6] == ["median", "predicted", "ideal"]
     assert next(row for row in rows if "weight_sync" in row[0])[4:6] == ["1.50 s", "500 ms"]
+    assert browser.texts(".bars .cut") == [] and browser.evaluate("document.querySelector('p.note').hidden")
     shown = browser.texts(".lanes .inside")
     assert {"prefill", "decode", "asleep", "refit"} <= set(shown) and "drain" not in shown, shown
     assert next(row for row in rows if row[0] == "generation-0")[1] == "72 %", "asleep is idle"
@@ -194,6 +195,23 @@ def test_the_timeline_says_who_waited_for_whom(run, browser: Browser):
     assert last[2:] == ["policy-1", "200 ms"]
     idle = next(row for row in rows if row[0] == "policy-0")
     assert idle[3].startswith("generation 1.50 s, policy_training 600 ms"), text
+
+
+def test_two_hundred_thousand_steps_are_shown_and_a_bar_beyond_the_axis_is_marked(tmp_path, browser: Browser):
+    folder, num_steps = tmp_path / "exp_000", 200_000
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, num_steps + 1):
+            seconds = 1e6 if step == num_steps // 2 else 0.5
+            file.write(f'{{"step": {step}, "train/loss": 0.5, "timing/train/generation": {seconds}}}\n')
+    path = write_report([folder])
+    browser.open(path, "#time")
+    browser.wait("document.querySelectorAll('.bars g').length > 100")
+    assert browser.texts("tbody tr:first-child > *")[-2:] == ["277.8 h", "200,000"]
+    assert browser.texts(".bars .cut") == ["▲"]
+    assert browser.evaluate("document.querySelector('p.note').hidden") is False
+    browser.click("#tab-curves")
+    browser.wait("document.querySelectorAll('#main-curves svg path.curve').length === 1")
 
 
 def test_two_runs_side_by_side(tmp_path, browser: Browser):
