@@ -93,6 +93,10 @@ class RunConsole:
         )
         self._task = self._progress.add_task("", total=num_steps, completed=0, phase="", speed="", left="")
 
+    @property
+    def _current_step(self) -> int:
+        return min(self._step + 1, self._num_steps)  # after the last step no other one is in progress
+
     def set_num_steps(self, num_steps: int) -> None:
         """Set the number of steps once it is known: the data may end before `max_num_steps`."""
         self._num_steps = num_steps
@@ -119,8 +123,9 @@ class RunConsole:
     def keep_events(self, folder: Path) -> None:
         """From now on, also write messages, and warnings of the log, to `events.jsonl` in the folder of the run.
 
-        {"time": 1764000000.1, "step": 3, "kind": "warning", "text": "..."}: seconds since 1970, the step in progress;
-        kind is info, warning, error, log or, once at the end and with the exit `status`, end.
+        {"time": 1764000000.1, "step": 3, "kind": "warning", "text": "..."}: seconds since 1970; the step in progress,
+        or the last step after its end; kind is info, warning, error, log or, once at the end and with the exit
+        `status`, end.
         """
         self._events = folder / EVENTS_NAME
         self._handler = _EventHandler(self)
@@ -130,10 +135,10 @@ class RunConsole:
         """Write an event to the file alone."""
         if self._events is None:
             return
-        line = json.dumps({"time": round(time.time(), 3), "step": self._step + 1, "kind": kind, "text": text, **more})
+        event = {"time": round(time.time(), 3), "step": self._current_step, "kind": kind, "text": text, **more}
         try:
             with self._events.open("a", encoding="ascii") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(event) + "\n")
         except OSError as error:
             path, self._events = self._events, None
             self.warn(f"events cannot be written to {path}: {error.strerror}; the run goes on without the file")
@@ -177,9 +182,9 @@ class RunConsole:
     def where(self, error: BaseException) -> str:
         """Where `error` was raised: "step 7, weight_sync", "step 7, after weight_sync" or "start"."""
         if self._failure is not None and self._failure[0] is error:
-            return f"step {self._step + 1}, {self._failure[1]}"
+            return f"step {self._current_step}, {self._failure[1]}"
         after = f", after {self._last_phase}" if self._last_phase else ""
-        return f"step {self._step + 1}{after}" if self._runs else "start"
+        return f"step {self._current_step}{after}" if self._runs else "start"
 
     # ---- steps
 

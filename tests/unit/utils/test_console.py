@@ -119,3 +119,5 @@ def test_an_error_is_told_with_its_step_and_phase():
                 raise error
         assert console.where(late) == "step 3, validation > generation"
         assert console.where(other) == "step 3, after validation"
+        console.finish_step(4, {})
+        assert console.where(other) == "step 4, after validation", "of 4"
