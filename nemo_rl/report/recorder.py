@@ -1,6 +1,6 @@
 """What a run writes for its report while it trains, and when the page is made.
 
-    run.json         command, machine, versions, difference from the parent configuration; once
+    run.json         command, machine, versions, difference from the parent configuration; nodes, once they are known
     groups.jsonl     a line per step: rewards, advantages and lengths of every group, from metadata
     timeline.jsonl   every few seconds: when each phase of the controller and each worker was busy
     samples/         written by the policy's workers (`nemo_rl/models/policy/batch/samples.py`)
@@ -70,12 +70,16 @@ def timed[**Parameters](
 
 
 class RunRecorder:
-    """Writes the files above into `folder`. `close` makes the last page, after the run has said how it ended."""
+    """Writes the files above into `folder`.
+
+    `open` makes the first page, and `close` the last one, after the run has said how it ended.
+    """
 
     def __init__(self, cfg: ReportConfig, folder: Path, console: RunConsole) -> None:
         self.cfg = cfg
         self.folder = folder
         self._console = console
+        self._facts: dict[str, Any] = {}  # of run.json
         self._given_up: set[str] = set()
         self._phases: list[tuple[str, float, float]] = []
         self._asked: dict[str, ray.ObjectRef] = {}  # workers' names -> their times
@@ -84,6 +88,16 @@ class RunRecorder:
         self._page: subprocess.Popen[bytes] | None = None
         self._page_at = time.monotonic()
 
+    def open(self, config: Mapping[str, Any]) -> None:
+        """Write `run.json`, and begin the first page: a run that dies before its first step has both.
+
+        `config` is the resolved configuration.
+        """
+        self._facts = {**machine(), **origin(config)}
+        self._write_facts()
+        self._make_page()
+        self._page_at = -math.inf  # the first step is due for the next one
+
     def close(self, limit_s: float = LAST_PAGE_S) -> None:
         """Make the last page, in `limit_s` seconds at most."""
         if (self.folder / METRICS_NAME).is_file():
@@ -91,19 +105,19 @@ class RunRecorder:
 
     # -- from the loop
 
-    def start(self, config: Mapping[str, Any], num_steps: int | None, policy: Policy) -> None:
-        """Write `run.json`, and make the workers of `policy` keep samples. `config` is the resolved configuration."""
+    def start(self, num_steps: int | None, policy: Policy) -> None:
+        """Add what is known once the workers run to `run.json`, and make those of `policy` keep samples."""
         if self.cfg.samples_per_step > 0:
             policy.keep_samples(self.folder.absolute() / SAMPLES, self.cfg.tokens_per_sample)
-        facts = {"num_steps": num_steps, **machine(), **origin(config)}
+        self._facts["num_steps"] = num_steps
         if ray.is_initialized():
-            facts["nodes"] = [
+            self._facts["nodes"] = [
                 {"address": node["NodeManagerAddress"]}
                 | {name: amount for name, amount in node["Resources"].items() if not name.startswith("node:")}
                 for node in ray.nodes()
                 if node["Alive"]
             ]
-        self._write(RUN, json.dumps(files.to_plain(facts), indent=1), "w")
+        self._write_facts()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -240,6 +254,9 @@ class RunRecorder:
             self._give_up(REPORT, f"see {LOG}; `examples/report.py {self.folder}` makes it")
 
     # -- files
+
+    def _write_facts(self) -> None:
+        self._write(RUN, json.dumps(files.to_plain(self._facts), indent=1), "w")
 
     def _write(self, name: str, text: str, mode: str = "a") -> None:
         if name in self._given_up:

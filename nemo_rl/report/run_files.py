@@ -76,7 +76,7 @@ class Run:
     folder: Path
     rows: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, ascending
     config: dict[str, Any] = field(default_factory=dict)  # by dotted key; empty if there is none yet
-    facts: dict[str, Any] = field(default_factory=dict)  # of run.json; empty if there is none yet, or half of it
+    facts: dict[str, Any] = field(default_factory=dict)  # of run.json; empty if there is none yet
     events: list[dict[str, Any]] = field(default_factory=list)
     written_at: float = 0.0  # when the newest line of metrics was written, in seconds since 1970
     _ends: dict[str, int] = field(default_factory=dict)  # of the lines that were read, by file
@@ -94,7 +94,7 @@ class Run:
         if not self.config and (self.folder / CONFIG).is_file():
             loaded = yaml.load((self.folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
             self.config = flatten_dict(loaded or {})
-        if not self.facts:
+        if "num_steps" not in self.facts:  # the last of them to be known
             with suppress(FileNotFoundError, ValueError):
                 self.facts = json.loads((self.folder / RUN).read_text(encoding="utf-8"))
         metrics = self.folder / METRICS_NAME
@@ -140,20 +140,25 @@ MAX_START_S = 3600.0  # a run that says nothing of itself for so long may be dea
 
 def status_of(run: Run, now: float | None = None) -> Status:
     """Whether the run goes on, by its own last words, else by its process, else by the age of its last line."""
-    age = max(0.0, (time.time() if now is None else now) - run.written_at)
+    now = time.time() if now is None else now
+    age = max(0.0, now - run.written_at)
     end = next((event for event in reversed(run.events) if event.get("kind") == "end"), None)
     if end is not None:
         kind = {0: "finished", 130: "interrupted"}.get(int(end["status"]), "failed")
         return Status(kind=kind, text=f"{kind} after step {run.last_step}")
-    if not run.facts and not run.rows and age < MAX_START_S:
-        return Status(kind="starting", text=f"starting for {duration(age)}: no step is finished yet")
+    is_here = run.facts.get("host") == socket.gethostname()
+    if is_here:
+        started = run.facts.get("pid_started")
+        if started is None or process_start(run.facts["pid"]) != started:  # the id may be another process's
+            last = f"last line {duration(age)} ago" if run.rows else "no step is finished"
+            return Status(kind="dead", text=f"dead: its process is gone; {last}")
+    if not run.rows and (is_here or age < MAX_START_S):
+        since = duration(max(0.0, now - run.facts.get("started", run.written_at)))
+        return Status(kind="starting", text=f"starting for {since}: no step is finished yet")
+    if is_here:
+        return Status(kind="running", text=f"running, last line {duration(age)} ago")
     if not run.facts:
         return Status(kind="unknown", text=f"last line {duration(age)} ago")
-    if run.facts.get("host") == socket.gethostname():
-        started = run.facts.get("pid_started")
-        if started is not None and process_start(run.facts["pid"]) == started:  # else the id is another process's
-            return Status(kind="running", text=f"running, last line {duration(age)} ago")
-        return Status(kind="dead", text=f"dead: its process is gone; last line {duration(age)} ago")
     seconds = [row[STEP_TIME] for row in run.rows.values() if STEP_TIME in row]
     if age > 5 * (statistics.median_high(seconds) if seconds else 600.0) + 60:
         return Status(kind="unknown", text=f"silent for {duration(age)} on {run.facts.get('host')}")

@@ -168,7 +168,7 @@ class ReportConfig(StrictModel):
     """Make the report. Rewards of all groups, times of all workers and some samples are kept beside `metrics.jsonl`."""
 
     every_s: float = Field(default=60.0, gt=0)
-    """Seconds from one version of the page to the next, which a process of low priority makes."""
+    """Seconds from one version of the page to the next, from the first step on. A process of low priority makes it."""
 
     samples_per_step: int = Field(default=16, ge=0)
     """Samples of each step that are kept with their tokens: of as many groups as possible the best and the worst."""

@@ -111,13 +111,14 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
             if config.logger.report.enabled:
                 tools.recorder = RunRecorder(config.logger.report, run_dir, console)
                 at_last.callback(tools.recorder.close)
+                tools.recorder.open(config.model_dump())
             init_ray(str(run_dir), forks_workers=not config.cluster.use_gpus)
             stack.callback(shutdown_ray)
             if monitor is not None:
                 stack.enter_context(monitor)
             trainer = build(config, stack, tools, inputs)
             if tools.recorder is not None:
-                tools.recorder.start(config.model_dump(), trainer.num_steps, trainer.policies[0])
+                tools.recorder.start(trainer.num_steps, trainer.policies[0])
             gc.freeze()  # what is there now stays: without this every collection would look at it
             end = trainer.describe_end()
             try:

@@ -61,7 +61,7 @@ function renderOverview(main) {
 
 function elapsed(run) {
   const times = run.metrics["timing/train/total_step_time"];
-  if (run.facts.started) return run.written_at - run.facts.started;
+  if (run.facts.started) return Math.max(0, run.written_at - run.facts.started);  // the file is made before the run starts
   return times ? times.reduce((sum, value) => sum + (typeof value === "number" ? value : 0), 0) : 0;
 }
 

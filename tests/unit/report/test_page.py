@@ -240,6 +240,7 @@ def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, m
     folder = tmp_path / "exp_000"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
+    (folder / "run.json").write_text(json.dumps({"host": "elsewhere", "started": time.time() + 600}))
     for step in (1, 2) if metrics else ():
         append(folder / "metrics.jsonl", step=step, **metrics)
     append(folder / "events.jsonl", time=1.0, step=1, kind="error", text="disk full")
@@ -248,3 +249,5 @@ def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, m
         browser.open(path, f"#{tab}")
         assert browser.evaluate(f"document.getElementById('tab-{tab}').getAttribute('aria-selected')") == "true"
     assert browser.texts("#main")[0].count("disk full") == 1
+    browser.open(path, "#overview")
+    assert browser.texts("tbody tr:first-child > *")[5] == "", "no time before it started"

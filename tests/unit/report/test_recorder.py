@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ class FullDisk:
     """A policy whose workers cannot write samples."""
 
     num_writes = 0
+
+    def keep_samples(self, folder: Path, max_tokens: int) -> None:
+        pass
 
     def write_samples(self, step: int) -> None:
         self.num_writes += 1
@@ -82,6 +86,19 @@ def test_a_file_that_cannot_be_written_is_given_up_with_one_warning(tmp_path):
     assert text.getvalue().count("the report goes without groups.jsonl") == 1
 
 
+def test_a_page_is_made_before_the_first_step_and_after_it(tmp_path):
+    """A run that is killed in its first minute has a report."""
+    own, text = recorder(tmp_path)
+    own.open({"grpo": {"max_num_steps": 3}})
+    for step, said in ((0, "starting for"), (1, "running, last line")):
+        if step:
+            own.start(3, FullDisk())
+            append(tmp_path / "metrics.jsonl", step=step, loss=1.0)
+            own.finish_step(step)
+        assert own._page.wait(60) == 0 and said in (tmp_path / "report.html").read_text()
+    assert Run(tmp_path).facts["pid"] == os.getpid() and Run(tmp_path).num_steps == 3 and text.getvalue() == ""
+
+
 def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     run = write_run(tmp_path / "exp_000")
     own, text = recorder(run)
@@ -105,18 +122,20 @@ def test_groups_are_summed_by_task_and_of_a_step_that_ran_twice_the_later_counts
 
 
 @pytest.mark.parametrize(
-    ("facts", "end", "age", "expected"),
+    ("facts", "end", "age", "expected", "before_a_step"),
     [
-        ({}, None, 5.0, "unknown"),
-        ({"host": "elsewhere"}, None, 5.0, "running"),
-        ({"host": "elsewhere"}, None, 5000.0, "unknown"),
-        (machine(), None, 5000.0, "running"),
-        ({**machine(), "pid_started": "1"}, 0, 5.0, "finished"),
-        ({"host": "elsewhere"}, 1, 5.0, "failed"),
-        ({"host": "elsewhere"}, 130, 5.0, "interrupted"),
+        ({}, None, 5.0, "unknown", "starting"),
+        ({}, None, 5000.0, "unknown", "unknown"),
+        ({"host": "elsewhere"}, None, 5.0, "running", "starting"),
+        ({"host": "elsewhere"}, None, 5000.0, "unknown", "unknown"),
+        (machine(), None, 5000.0, "running", "starting"),
+        ({**machine(), "pid_started": "1"}, None, 5.0, "dead", "dead"),
+        ({**machine(), "pid_started": "1"}, 0, 5.0, "finished", "finished"),
+        ({"host": "elsewhere"}, 1, 5.0, "failed", "failed"),
+        ({"host": "elsewhere"}, 130, 5.0, "interrupted", "interrupted"),
     ],
 )
-def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected):
+def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected, before_a_step):
     folder = write_run(tmp_path / "exp_000")
     if facts:
         (folder / "run.json").write_text(json.dumps(facts))
@@ -124,5 +143,4 @@ def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected):
         append(folder / "events.jsonl", time=1.0, step=3, kind="end", text="", status=end)
     run = Run(folder)
     assert status_of(run, now=run.written_at + age).kind == expected
-    if not facts:
-        assert status_of(replace(run, rows={}), now=run.written_at + age).kind == "starting"
+    assert status_of(replace(run, rows={}), now=run.written_at + age).kind == before_a_step
