@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.doctor import Finding

@@ -15,7 +15,7 @@ import os
 import yaml
 
 from nemo_rl.config.cli import Parser, look_in_working_folder
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from nemo_rl.config.cli import Parser, look_in_working_folder
-from nemo_rl.config.errors import ConfigError, visible
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.terminal import visible
 
 
 def main() -> int:

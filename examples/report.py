@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 from nemo_rl.report.page import REPORT, write_report
 from nemo_rl.report.run_files import find_run
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.rollouts.show_records import (
     FILTER_FIELDS,

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 from nemo_rl.report.run_files import find_run
 from nemo_rl.report.watch import Watch
 

@@ -24,8 +24,8 @@ from transformers import AutoConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
 from nemo_rl.config.loader import load_config
+from nemo_rl.config.terminal import visible
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.flops import (
     EXPECTED,

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.async_grpo import GroupOrder, ReplayBuffer
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 from nemo_rl.rollouts.records import meta_from, read_index, recorded_steps, step_folder
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.config.cli import Parser
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import visible
 
 
 def main(arguments: list[str] | None = None) -> int:

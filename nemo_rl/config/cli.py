@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_rl.config.errors import ConfigError, Location, Problem, visible
+from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.terminal import visible
 
 
 @dataclass(frozen=True)

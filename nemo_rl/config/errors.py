@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config.terminal import visible
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -52,11 +54,6 @@ class ConfigError(ValueError):
         else:
             text = "\n".join([f"{len(self.problems)} problems:", *(f"  {problem}" for problem in self.problems)])
         super().__init__(visible(text))
-
-
-def visible(text: str) -> str:
-    """Escape every control character but newline and tab: what a file or a model says cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def dotted(path: Iterable[str | int]) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 import ray
 from ray.actor import ActorClass
 
+from nemo_rl.config.terminal import VisibleFormatter
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
-from nemo_rl.utils.console import VisibleFormatter
 from nemo_rl.utils.guards import end_group_after_me
 from nemo_rl.utils.registry import import_object
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl.algorithms.trainers.metrics import pass_at_k
+from nemo_rl.config.terminal import visible
 from nemo_rl.types import SampleStatus
-from nemo_rl.utils.console import visible
 
 SUCCESS_REWARD = 1.0
 Z_95 = 1.959963984540054  # 0.975 quantile of the standard normal distribution

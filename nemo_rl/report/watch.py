@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.config.terminal import visible
 from nemo_rl.report.run_files import (
     SAMPLES,
     STEP_TIME,
@@ -21,7 +22,7 @@ from nemo_rl.report.run_files import (
     read_block,
     status_of,
 )
-from nemo_rl.utils.console import message_text, phase_seconds, visible
+from nemo_rl.utils.console import message_text, phase_seconds
 
 CURVES = (  # title, metric
     ("reward", "train/reward"),

@@ -14,9 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.config.terminal import visible
 from nemo_rl.rollouts.records import read_groups, read_index, recorded_steps, step_folder
 from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus
-from nemo_rl.utils.console import message_text, visible
+from nemo_rl.utils.console import message_text
 
 Decode = Callable[[Sequence[int]], str]
 LIKELY, UNLIKELY = 0.5, 0.05

@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from nemo_rl.config.errors import visible
+from nemo_rl.config.terminal import VisibleFormatter, visible
 
 EVENTS_NAME = "events.jsonl"
 
@@ -240,13 +240,6 @@ class RunConsole:
         # With soft_wrap, lines of a log file are not folded.
         self._console.print(text, soft_wrap=not self.is_live)
         self._console.file.flush()
-
-
-class VisibleFormatter(logging.Formatter):
-    """Log records whose text cannot control the terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
 
 
 class _EventHandler(logging.Handler):

@@ -26,9 +26,10 @@ from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.setup.preflight import image_reader, spread_rows
 from nemo_rl.algorithms.setup.supervised import example_maker
-from nemo_rl.config.errors import ConfigError, Location, Problem, visible
+from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
+from nemo_rl.config.terminal import visible
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import PromptProcessor, StreamedRows, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
