@@ -144,7 +144,7 @@ def status_of(run: Run, now: float | None = None) -> Status:
     age = max(0.0, now - run.written_at)
     end = next((event for event in reversed(run.events) if event.get("kind") == "end"), None)
     if end is not None:
-        kind = {0: "finished", 130: "interrupted"}.get(int(end["status"]), "failed")
+        kind = {0: "finished", 130: "interrupted", 143: "interrupted"}.get(int(end["status"]), "failed")
         return Status(kind=kind, text=f"{kind} after step {run.last_step}")
     is_here = run.facts.get("host") == socket.gethostname()
     if is_here:

@@ -133,6 +133,7 @@ def test_groups_are_summed_by_task_and_of_a_step_that_ran_twice_the_later_counts
         ({**machine(), "pid_started": "1"}, 0, 5.0, "finished", "finished"),
         ({"host": "elsewhere"}, 1, 5.0, "failed", "failed"),
         ({"host": "elsewhere"}, 130, 5.0, "interrupted", "interrupted"),
+        ({"host": "elsewhere"}, 143, 5.0, "interrupted", "interrupted"),
     ],
 )
 def test_whether_a_run_goes_on(tmp_path, facts, end, age, expected, before_a_step):
