@@ -87,6 +87,7 @@ class RunRecorder:
         self._seconds = 0.0  # of the controller, since the last `take_seconds`
         self._page: subprocess.Popen[bytes] | None = None
         self._page_at = time.monotonic()
+        self._is_closed = False
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Write `run.json`, and begin the first page: a run that dies before its first step has both.
@@ -99,9 +100,10 @@ class RunRecorder:
         self._page_at = -math.inf  # the first step is due for the next one
 
     def close(self, limit_s: float = LAST_PAGE_S) -> None:
-        """Make the last page, in `limit_s` seconds at most."""
-        if (self.folder / METRICS_NAME).is_file():
+        """Make the last page, in `limit_s` seconds at most. Once."""
+        if not self._is_closed and (self.folder / METRICS_NAME).is_file():
             self._make_page(limit_s)
+        self._is_closed = True
 
     # -- from the loop
 
