@@ -39,7 +39,8 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
     apply wherever it is used, including saved checkpoints. A missing pad token becomes the end-of-sequence token.
 
     Raises:
-        ValueError: the tokenizer does not exist, is not a fast one, or lacks an end-of-sequence token or template.
+        ValueError: the tokenizer does not exist, is not a fast one, or lacks a vocabulary, an end-of-sequence token or
+            a template.
         FileNotFoundError: a missing `.jinja` file.
     """
     from transformers import AutoTokenizer  # loads every model's configuration: not in processes that get a tokenizer
@@ -51,6 +52,12 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"tokenizer {cfg.name!r} has no fast version ({type(tokenizer).__name__}), which is needed here"
+        )
+    if tokenizer.vocab_size <= len(tokenizer.all_special_tokens):  # transformers makes one without its files, too
+        files = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
+        raise ValueError(
+            f"{cfg.key('name')}: {cfg.name!r} has no vocabulary ({files}); copy the tokenizer's files there, or name "
+            "the model that has them"
         )
     if tokenizer.eos_token is None:
         raise ValueError(f"tokenizer {cfg.name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -58,6 +59,7 @@ grpo & data.train={dataset_name: arithmetic, kwargs: {samples: 3}} -> num_sample
 grpo & data.default.processor=math_processor -> did you mean math_data_processor
 grpo & +env.mine={type: nowhere.envs:MyEnv} & data.default.env_name=mine -> no module 'nowhere' can be imported
 grpo & policy.model_name=tiny:arithmetics -> did you mean tiny:arithmetic
+grpo & policy.model_name=./taken -> './taken' is no model directory: it is a file. Expected are config.json
 grpo & policy.model_name=./no/such -> policy.model_name: directory './no/such' does not exist
 grpo & policy.max_total_sequence_length=4096 -> the 2048 positions ... policy.max_total_sequence_length=2048 or
 grpo & cluster.cpu_workers_per_node=8 & policy.train_micro_batch_size=32
@@ -157,6 +159,33 @@ def norm_missing(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def torch_shard_missing(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "pytorch_model-2.bin"}}
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def call_in_pickle(model: Path) -> None:
+    torch.save({"model.norm.weight": print}, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def renamed(name: str) -> Callable[[Path], None]:
+    """The weights under another name."""
+
+    def edit(model: Path) -> None:
+        (model / "model.safetensors").rename(model / name)
+
+    return edit
+
+
+def adapter(model: Path) -> None:
+    shutil.rmtree(model)
+    model.mkdir()
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-1.5B"}))
+    save_file({}, model / "adapter_model.safetensors")
+
+
 SPOILT: dict[str, Callable[[Path], None]] = {
     "no model directory: it has no config.json": without("config.json"),
     "has no weights": without("model.safetensors"),
@@ -168,6 +197,12 @@ SPOILT: dict[str, Callable[[Path], None]] = {
     "contradicts itself: ... num_hidden_layers ... (3) must be equal": edited("config.json", num_hidden_layers=3),
     "do not match its config.json ... \n  1 tensors missing: model.norm.": norm_missing,
     "names 1 files, of which 1 are missing: model-00002-of-00002.safetensors; copy them too": shard_missing,
+    "names 1 files, of which 1 are missing: pytorch_model-2.bin; copy them too": torch_shard_missing,
+    "pytorch_model.bin is cut short, or holds more than tensors ... write its tensors as model.safe": call_in_pickle,
+    "has its weights in pickles that are not read (model.pt): load it with torch and write": renamed("model.pt"),
+    "has its weights in the format GGUF (model.gguf), which cannot be trained: name": renamed("model.gguf"),
+    "is an adapter and no model: name the model 'Qwen/Qwen2.5-1.5B', with the adapter in dtensor_cfg.lora_cfg": adapter,
+    "' has no vocabulary (merges.txt, tokenizer.json, vocab.json); copy the tokenizer's": without("tokenizer.json"),
     "does not know ... tokenizer_config.json does not name": edited("tokenizer_config.json", pad_token=None),
 }
 

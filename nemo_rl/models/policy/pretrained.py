@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -38,7 +39,7 @@ from nemo_rl.models.policy.head.scalar import (
     scalar_config,
 )
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
-from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
+from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors, open_tensors
 from nemo_rl.utils.checkpoint.tensors import shape_differences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -129,6 +130,9 @@ def _plain(config: PretrainedConfig, named: str) -> PretrainedConfig:
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = ("model.safetensors", INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_CONVERT = "load it with torch and write its tensors as model.safetensors (safetensors.torch.save_file)"
 
 
 def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig:
@@ -143,13 +147,14 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
     name, directory = config.model_name, Path(model_path)
     key, overrides = config.key("model_name"), config.key("hf_config_overrides")
     is_path = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
-    if is_path and not directory.is_dir():
+    if is_path and not directory.exists():
         raise ValueError(f"{key}: directory {name!r} does not exist (looked in {Path.cwd()})")
-    if directory.is_dir() and not (directory / "config.json").is_file():
-        raise ValueError(
-            f"{key}: {name!r} is no model directory: it has no config.json. Expected are config.json, "
-            "*.safetensors and the tokenizer's files, as save_pretrained writes them"
+    if directory.exists() and not (directory / "config.json").is_file():
+        form = _other_form(directory) or (
+            f"is no model directory: it {'has no config.json' if directory.is_dir() else 'is a file'}. Expected are "
+            "config.json, *.safetensors and the tokenizer's files, as save_pretrained writes them"
         )
+        raise ValueError(f"{key}: {name!r} {form}")
     try:
         loaded: Any = AutoConfig.from_pretrained(model_path, return_unused_kwargs=True, **config.hf_config_overrides)
         model, ignored = loaded
@@ -186,7 +191,8 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             f"{config.key('reward_model_cfg.enabled')}=true to train a reward model"
         )
     if directory.is_dir() and not any((directory / file).is_file() for file in WEIGHT_FILES):
-        raise ValueError(f"{key}: {name!r} has no weights: none of {', '.join(WEIGHT_FILES)} is there")
+        form = _other_form(directory) or f"has no weights: none of {', '.join(WEIGHT_FILES)} is there"
+        raise ValueError(f"{key}: {name!r} {form}")
     if directory.is_dir():
         _check_files(f"{key}: {name!r}", directory)
         _check_tensors(config, model_path, model, has_score=has_score)
@@ -214,24 +220,54 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
         raise ValueError(f"{asked[0]}: not with {kind} models, such as {name!r}; switch it off")
 
 
+def _other_form(path: Path) -> str:
+    """What a file or a directory holds in place of a model, and the remedy; "" if that is not known."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    adapter = path / ADAPTER_CONFIG
+    if adapter.is_file():
+        try:
+            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        except (ValueError, AttributeError) as error:
+            return f"is an adapter whose {ADAPTER_CONFIG} is damaged ({error}); copy it anew"
+        whole = repr(base) if base else f"that it was made for ({ADAPTER_CONFIG} does not name it)"
+        return (
+            f"is an adapter and no model: name the model {whole}, with the adapter in dtensor_cfg.lora_cfg."
+            "adapter_path (and enabled=true), or merge the two with examples/converters/convert_lora_to_hf.py"
+        )
+    if found := [file.name for file in files if file.suffix == ".gguf"]:
+        return (
+            f"has its weights in the format GGUF ({some_of(found, 4)}), which cannot be trained: name the model that "
+            "they were made from, a directory or a Hugging Face name with *.safetensors"
+        )
+    if found := [file.name for file in files if file.suffix in PICKLES]:
+        return f"has its weights in pickles that are not read ({some_of(found, 4)}): {_CONVERT}"
+    return ""
+
+
 def _check_files(model: str, directory: Path) -> None:
-    """Check that every safetensors file of a model directory exists and has the length that its header says.
+    """Check that every file of weights in a model directory exists and is not cut short.
 
     `model`: key and name, for messages.
     """
-    file = directory / INDEX_FILE
-    files: set[str] = set()
+    index = next((file for file in WEIGHT_FILES if file.endswith(".json") and (directory / file).is_file()), None)
+    file, files = directory, set[str]()
     try:
-        if file.is_file():
+        if index is not None:
+            file = directory / index
             files = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt"):  # reads the header, which knows the size of the file
+        for file in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin")):
+            with open_tensors(str(file)):  # reads what describes the tensors, and knows the size of the file
                 pass
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it anew") from error
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{model}: {file.name} is cut short, or holds more than tensors, which nothing here executes: copy it "
+            f"anew, or, if you trust it, {_CONVERT}"
+        ) from error
     if absent := sorted(file for file in files if not (directory / file).is_file()):
         raise ValueError(
-            f"{model} is not whole: {INDEX_FILE} names {len(files)} files, of which "
+            f"{model} is not whole: {index} names {len(files)} files, of which "
             f"{len(absent)} are missing: {some_of(absent, 4)}; copy them too"
         )
 

@@ -79,7 +79,7 @@ class StoredModel(ExitStack):
             return _Mxfp4(*(self.tensor(f"{name}{part}") for part in _MXFP4_PARTS))
         file = self.files[name]
         if file not in self._opened:
-            self._opened[file] = self.enter_context(_open(file))
+            self._opened[file] = self.enter_context(open_tensors(file))
         return self._opened[file].get_slice(self._on_disk.get(name, name))
 
 
@@ -94,7 +94,8 @@ class _InMemory:
         return self._tensor[index]
 
 
-def _open(file: str) -> Any:
+def open_tensors(file: str) -> Any:
+    """The tensors of a file of safetensors or torch, for a `with` block."""
     if not file.endswith(".bin"):
         return safe_open(file, framework="pt")
     # Mapped into memory, unless torch before 1.6 wrote it. Nothing in the file is executed.
@@ -144,7 +145,7 @@ def checkpoint_files(model_path: str, name: str = SAFE_WEIGHTS_NAME) -> dict[str
     single = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
     if single is None:
         return None
-    with _open(single) as file:
+    with open_tensors(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 
