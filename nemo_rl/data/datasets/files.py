@@ -6,15 +6,18 @@ Rows are read and converted one by one, when they are indexed, so that millions 
 import copy
 import json
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from huggingface_hub import metadata_load
 from pydantic import ValidationError
 
+from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig, dataset_label
 from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
@@ -22,6 +25,11 @@ from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
 NUM_ROWS_FOR_COLUMNS = 32
 MAX_ROW_BYTES = 256 << 20  # of a line of text: a longer one is a file without line breaks
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# Of files in folders, which the package datasets reads; the names are of files that it never takes for rows.
+FOLDER_FORMATS = {**FORMATS, ".ndjson": "json", ".tsv": "tsv", ".arrow": "arrow"}
+NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# What the readers of Parquet and CSV say.
+SAID_OF_EMPTY_FILES = ("BatchSize must be greater than 0", "No columns to parse from file")
 
 Convert = Callable[[Row], Row]
 Options = TypeVar("Options", bound=StrictModel)
@@ -165,7 +173,6 @@ def load_table(
             damaged or has no rows, or if the hub cannot be reached.
     """
     import datasets
-    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     source: dict[str, Any] = {"path": path, "name": subset}
     if is_file(path):
@@ -178,8 +185,31 @@ def load_table(
             for row, (begin, end) in enumerate(_lines(path)):
                 _require_short(end - begin, f"dataset file {path!r}: row {row} (from 0)")
         source = {"path": builder, "data_files": path}
-    try:
+    elif Path(path).is_dir():
+        _require_readable(Path(path))
+    with _naming_errors(path, builder):
         loaded = datasets.load_dataset(**source, cache_dir=cache_dir, streaming=streaming)
+    if Path(path).is_dir():
+        read: Any = datasets.load_dataset_builder(path, name=subset, cache_dir=cache_dir).config.data_files
+        _require_all_files(Path(path), read)
+    wanted = split or "train"
+    if wanted not in loaded:
+        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
+    table = loaded[wanted]
+    with _naming_errors(path, builder):
+        has_rows = len(table) if isinstance(table, datasets.Dataset) else any(True for _ in copy.deepcopy(table))
+    if not has_rows:
+        raise ValueError(f"dataset {path!r} is empty: it has no rows")
+    return table
+
+
+@contextmanager
+def _naming_errors(path: str, builder: str | None) -> Iterator[None]:
+    """Raises what the package datasets says of a table as ValueError, naming the table and, if it can, the remedy."""
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    try:
+        yield
     except DatasetNotFoundError as error:
         raise ValueError(
             f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
@@ -194,14 +224,13 @@ def load_table(
         cause = error.__cause__ or error  # the message of the format's reader
         if "corresponds to no data" in str(cause):  # a header and nothing below it
             raise ValueError(f"dataset {path!r} is empty: it has no rows") from error
+        if any(text in str(cause) for text in SAID_OF_EMPTY_FILES):
+            raise ValueError(
+                f"dataset {path!r} is empty: it has no rows"
+                if is_file(path)
+                else f"dataset {path!r} has a file without rows; remove it"
+            ) from error
         raise ValueError(f"dataset {path!r} cannot be read{f' as {builder}' if builder else ''}: {cause}") from error
-    wanted = split or "train"
-    if wanted not in loaded:
-        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
-    table = loaded[wanted]
-    if isinstance(table, datasets.Dataset) and len(table) == 0:
-        raise ValueError(f"dataset {path!r} is empty: it has no rows")
-    return table
 
 
 def is_file(path: str) -> bool:
@@ -218,6 +247,51 @@ def _require_whole_file(path: str, subset: str | None, split: str | None) -> Non
         )
     if subset is not None:
         raise ValueError(f"dataset file {path!r} has no subset {subset!r}: a file is read whole; set subset=null")
+
+
+def _files_of_rows(folder: Path) -> list[Path]:
+    """The files of a folder that look like rows; none if its card says which they are."""
+    card = folder / "README.md"
+    if card.is_file() and "configs" in (metadata_load(card) or {}):
+        return []
+    inside = (file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file())
+    return [
+        file
+        for file in inside
+        if _folder_format(file) is not None
+        and file.name not in NO_ROWS
+        and file.stem != "metadata"
+        and not any(part.startswith((".", "__")) for part in file.parts)
+    ]
+
+
+def _folder_format(file: Path) -> str | None:
+    """The format of a file, which may be compressed."""
+    return next((FOLDER_FORMATS[s] for s in map(str.lower, file.suffixes) if s in FOLDER_FORMATS), None)
+
+
+def _require_readable(folder: Path) -> None:
+    """Raises ValueError for files of several formats, of which the package datasets reads one, or without bytes."""
+    files = _files_of_rows(folder)
+    examples = {_folder_format(file): str(file) for file in files}
+    if len(examples) > 1:
+        raise ValueError(
+            f"dataset {str(folder)!r} has files of several formats, such as {' and '.join(sorted(examples.values()))}, "
+            "of which only one would be read: give each format a folder of its own, and name each as a dataset"
+        )
+    if files and all((folder / file).stat().st_size == 0 for file in files):
+        raise ValueError(f"dataset {str(folder)!r} is empty: its files hold no byte")
+
+
+def _require_all_files(folder: Path, read: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError for a file that belongs to none of the splits `read`: their names decide."""
+    known = {Path(file).resolve() for files in read.values() for file in files}
+    left_out = [str(file) for file in _files_of_rows(folder) if (folder / file).resolve() not in known]
+    if left_out:
+        raise ValueError(
+            f"dataset {str(folder)!r} has the splits {', '.join(map(str, read))}, and files that belong to none: "
+            f"{some_of(left_out, 4)}; name each after its split, such as train-2.jsonl, or move it away"
+        )
 
 
 def _require_content(path: str) -> None:

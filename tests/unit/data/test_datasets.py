@@ -1,10 +1,14 @@
+import re
 from dataclasses import replace
 from functools import partial
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
+from nemo_rl.data.datasets.files import load_table
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.processors import episode_processor
@@ -52,6 +56,56 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path, write):
             load_rows(make(data_path=path, split="validation"))
         with pytest.raises(ValueError, match=r"has no subset 'main'.*subset=null"):
             load_rows(make(data_path=path, subset="main"))
+
+
+JSON, CSV = '{"input": "1", "output": "2"}\n', "input,output\n3,4\n"
+CARD = "---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n---\n"
+FOLDERS: list[tuple[dict[str, str], str | int]] = [  # (name -> content, what is said of the folder or its rows)
+    ({"a.jsonl": JSON, "b.csv": CSV}, "has files of several formats, such as a.jsonl and b.csv, of which only one"),
+    ({"train.jsonl": JSON, "test.csv": CSV}, "has files of several formats, such as test.csv and train.jsonl"),
+    ({"x/a.csv": CSV, "b.tsv": CSV}, "has files of several formats, such as b.tsv and x/a.csv"),
+    ({"train.jsonl": JSON, "more.jsonl": JSON}, "has the splits train, and files that belong to none: more.jsonl;"),
+    ({"a.jsonl": "", "b.jsonl": ""}, "is empty: its files hold no byte"),
+    ({"a.jsonl": JSON, "b.json": JSON, "README.md": "rows", "notes.txt": "b", "metadata.csv": CSV, ".c.csv": CSV}, 2),
+    ({"a.jsonl": JSON, "b.csv": CSV, "README.md": CARD}, 1),
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("files", "told"), FOLDERS)
+def test_every_row_of_a_folder_is_read_or_the_folder_is_refused(write, tmp_path, files, told, streaming):
+    write([])  # and has its own caches
+    for name, content in files.items():
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    if isinstance(told, int):
+        assert len(list(load_table(str(tmp_path / "folder"), streaming=streaming))) == told
+        return
+    with pytest.raises(ValueError, match=re.escape(f"folder' {told}")):
+        load_table(str(tmp_path / "folder"), streaming=streaming)
+
+
+def without_rows(path):
+    table = pyarrow.table({"input": ["1"]})
+    if "groups" in path.name:
+        parquet.ParquetWriter(path, table.schema).close()
+    elif "rows" in path.name:
+        parquet.write_table(table.slice(0, 0), path)
+    else:
+        path.write_text({"blank": "\n \n", "header": "input,output\n", "list": "[]"}.get(path.stem, ""))
+
+
+EMPTY = ("no_groups.parquet", "no_rows.parquet", "no_bytes.parquet", "no_bytes.jsonl", "blank.jsonl", "list.json")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", [*EMPTY, "no_bytes.csv", "blank.csv", "header.csv"])
+def test_a_file_without_rows_is_empty(write, tmp_path, name, streaming):
+    write([])
+    without_rows(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"dataset (file )?'.*{name}' is empty(: it has no rows)?$"):
+        load_table(str(tmp_path / name), streaming=streaming)
 
 
 def test_the_validation_split_is_disjoint_whole_and_seeded(write):
