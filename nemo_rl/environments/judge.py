@@ -24,7 +24,7 @@ from nemo_rl.environments.http_client import RETRY_STATUSES, HttpFailure, JsonCl
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
-from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score
+from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score, one_text
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
         whole = "\n".join(f"{message['role']}: {message['content']}" for message in said)
         question = said[0]["content"] if len(said) == 1 else whole
         given = (metadata or {}).get("ground_truth")
-        reference = None if given is None else str(given)
+        reference = None if given is None else one_text(given, "as ground_truth")
         return fill(self.template, question=question, answer=response_text(turns), reference=reference)
 
     def _score(self, waiting: list[Vote]) -> None:

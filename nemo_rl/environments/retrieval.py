@@ -25,7 +25,7 @@ from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.files import file_lock
 from nemo_rl.utils.registry import import_object
-from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, passages
+from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, one_text, passages
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
 
 def accepted_answers(truth: str | Sequence[str]) -> list[str]:
     """The right answers, at least one."""
-    answers = [truth] if isinstance(truth, str) else [str(one) for one in truth]
+    answers = [one_text(one, "as ground_truth") for one in (truth if isinstance(truth, list | tuple) else [truth])]
     if not answers:
         raise ValueError("the row has no right answer: its ground_truth is an empty list")
     return answers

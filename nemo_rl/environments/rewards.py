@@ -19,6 +19,7 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.environments.config import Pattern, PatternWithGroup, RewardFunctionConfig
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died
 from nemo_rl.utils.registry import find
+from nemo_rl.utils.task_formats import one_text
 
 RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]
@@ -70,7 +71,13 @@ def _expected(metadata: Any, key: str) -> str:
     if not isinstance(metadata, Mapping) or key not in metadata:
         found = ", ".join(map(str, metadata)) if isinstance(metadata, Mapping) and metadata else "nothing"
         raise ValueError(f"the metadata has no {key!r} (it has {found}); see data.default.processor")
-    return str(metadata[key])
+    return one_text(metadata[key], f"as {key}")
+
+
+def _expected_list(metadata: Any, key: str) -> str:
+    """An entry of the metadata that is a list, or its JSON, as JSON. ValueError when it is not there."""
+    is_list = isinstance(metadata, Mapping) and isinstance(metadata.get(key), list)
+    return json.dumps(metadata[key]) if is_list else _expected(metadata, key)
 
 
 def format_reward(
@@ -228,9 +235,10 @@ def box_giou(messages: Messages, metadata: Any, *, key: Text = "ground_truth") -
 def _overlap_and_gap(messages: Messages, metadata: Any, key: str) -> tuple[float, float]:
     number = r"\s*(-?\d+(?:\.\d+)?)\s*"
     pattern = rf"\[{number},{number},{number},{number}\]"
-    found, expected = (re.findall(pattern, text) for text in (response_text(messages), _expected(metadata, key)))
+    right = _expected_list(metadata, key)
+    found, expected = (re.findall(pattern, text) for text in (response_text(messages), right))
     if not expected:
-        raise ValueError(f"metadata[{key!r}] is no box [left, top, right, bottom]: {_expected(metadata, key)[:80]!r}")
+        raise ValueError(f"metadata[{key!r}] is no box [left, top, right, bottom]: {right[:80]!r}")
     if not found:
         return 0.0, 1.0
     a, b = ([float(text) for text in box] for box in (found[-1], expected[-1]))
@@ -252,7 +260,7 @@ def vqa_agreement(
     """
     response = response_text(messages)
     answer = _plain((find_answers(response, answer_tag) or [response])[-1])
-    return min(1.0, sum(_plain(other) == answer for other in json.loads(_expected(metadata, key))) / 3)
+    return min(1.0, sum(_plain(other) == answer for other in json.loads(_expected_list(metadata, key))) / 3)
 
 
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {

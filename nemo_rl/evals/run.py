@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import Counter
@@ -350,6 +351,7 @@ class _Writer:
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         answers = [message["content"] for message in messages[first:] if message["role"] == "assistant"]
         expected = prompt.row.get("expected_answer")
+        is_other = not isinstance(expected, str | None)  # a number, or a list of right answers
         return SampleRecord(
             dataset=handle.task_name,
             prompt_id=handle.prompt_id,
@@ -357,7 +359,7 @@ class _Writer:
             prompt="\n".join(message["content"] for message in messages[:first]),
             response="".join(answers),
             answer=meta.answer,
-            expected_answer=None if expected is None else str(expected),
+            expected_answer=json.dumps(expected, default=str) if is_other else expected,
             reward=meta.reward if meta.has_reward else None,
             status=meta.status.value,
             num_prompt_tokens=meta.num_prompt_tokens,
@@ -582,7 +584,7 @@ def _check_answers(rows: Rows, label: str) -> None:
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to ask")
     for index, row in enumerate(rows[index] for index in range(len(rows))):
-        if "expected_answer" in row and not str(row["expected_answer"] or "").strip():
+        if "expected_answer" in row and (row["expected_answer"] is None or not str(row["expected_answer"]).strip()):
             raise ValueError(
                 f"dataset {label!r}: row {index} has no answer: column 'expected_answer' is empty; fill it in or "
                 "remove the row"

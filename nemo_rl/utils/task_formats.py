@@ -1,9 +1,29 @@
-"""Text formats that datasets, environments and models share: judge prompts, search tags, specifications of tools."""
+"""Text formats that datasets, environments and models share: values of rows, judge prompts, search tags, tools."""
 
 import hashlib
 import re
 from dataclasses import dataclass
+from datetime import date
+from numbers import Number
 from typing import Any
+
+# Rows: values that become text
+
+_KINDS = {list: "a list", dict: "an object"}
+
+
+def one_text(value: Any, where: str) -> str:
+    """A text, or a number or a date as text. `where` says where the value is, e.g. "in column 'answer'".
+
+    Raises ValueError, which goes on after "row 3", for anything else: Python's text of it would be trained on.
+    """
+    if isinstance(value, str | Number | date):
+        return str(value)
+    if value is None:
+        raise ValueError(f"has nothing {where}; fill it in or remove the row")
+    kind = _KINDS.get(type(value), f"a value of type {type(value).__name__}")
+    raise ValueError(f"has {kind} {where}, where one text or number belongs: {value!r:.80}")
+
 
 # Judge: the prompt, and the score in the reply
 

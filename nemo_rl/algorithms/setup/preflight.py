@@ -75,7 +75,12 @@ FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
 PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of config.json
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
 LOAD_REWARD, CONVERSATION = (f"nemo_rl.environments.rewards:{name}" for name in ("load_reward", "conversation_of"))
-SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
+# Type of environment -> what reads the metadata of a row, its check, and the arguments of that.
+METADATA_READERS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "reward_model": ("reward model", CONVERSATION, {"reader": "reward model"}),
+    "llm_judge": ("judge", CONVERSATION, {"reader": "judge"}),
+    "code": ("code environment", "nemo_rl.environments.code.environment:read_tests", {}),
+}
 NUM_TRIED_PROMPTS = 32
 HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
@@ -304,16 +309,19 @@ def http_server_token(config: HttpServerConfig) -> str:
     return token
 
 
-def check_conversations(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
-    """Check that datasets that a reward model or a judge scores pass conversations on, without images to be seen."""
+def check_metadata(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
+    """Check what environments read of the first row of each dataset.
+
+    Reward models and judges read conversations without images to be seen; the code environment reads tests.
+    """
     datasets = [dataset for dataset in (data.train, data.validation) if dataset is not None]
     for prompt in (dataset[dataset.start_of(number)] for dataset in datasets for number in range(len(dataset.parts))):
         for name in named_sections(config.env, [data.tasks[prompt.task_name].env_name]):
-            kind = SCORES_CONVERSATIONS.get(config.env[name].type)
-            if kind is None:
+            if config.env[name].type not in METADATA_READERS:
                 continue
+            kind, check, arguments = METADATA_READERS[config.env[name].type]
             try:
-                import_object(CONVERSATION, "check")(process(prompt)["extra_env_info"], reader=kind)
+                import_object(check, "check")(process(prompt)["extra_env_info"], **arguments)
             except ValueError as error:
                 raise ValueError(f"dataset {prompt.task_name!r} is for the {kind} env.{name}, and {error}") from error
 

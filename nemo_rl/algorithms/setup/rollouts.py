@@ -87,7 +87,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     preflight.check_turns(config, model.tokenizer)
     preflight.check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))
-    preflight.check_conversations(config, data, process)
+    preflight.check_metadata(config, data, process)
     if data.validation is not None and rollout.validates:
         preflight.check_prompts(process, data.validation, "validation", config.policy.key("max_total_sequence_length"))
     shape = {

@@ -31,6 +31,7 @@ from nemo_rl.data.chat.template import Chat
 from nemo_rl.data.interfaces import Row
 from nemo_rl.types import PREVIEW, ImageSpan, Pixels
 from nemo_rl.utils.registry import import_object
+from nemo_rl.utils.task_formats import one_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,14 +55,16 @@ def image_parts(content: Any) -> list[Mapping[str, Any]]:
 
 def text_of(content: Any) -> str:
     """The text of a content, which may be absent, without its images. ValueError for other parts, such as videos."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return "" if content is None else str(content)
-    if any(not isinstance(part, Mapping) for part in content):
+    if content is None:
+        return ""
+    if not isinstance(content, list | tuple):
+        return one_text(content, "as a content")
+    if any(not isinstance(part, Mapping) or not part.keys() & {"type", "text"} for part in content):
         raise ValueError(f"a content is a text, or a list of {{type, text}}, not {str(content)[:80]!r}")
     texts = [part for part in content if part.get("type") not in IMAGE_TYPES]
     if other := next((part for part in texts if part.get("text") is None and part.get("type", "text") != "text"), None):
         raise ValueError(f"a content has a part of type {other['type']!r}: only texts and images can be used")
-    return "".join(str(part.get("text") or "") for part in texts)
+    return "".join(one_text(part["text"], "as the text of a part") for part in texts if part.get("text") is not None)
 
 
 def text_or_parts(content: Any) -> Any:

@@ -17,6 +17,7 @@ from nemo_rl.data.chat.template import Chat, ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
 from nemo_rl.types import LLMMessageLogType, Pixels, RenderedObservation
+from nemo_rl.utils.task_formats import one_text
 
 
 def get_formatted_message_log(
@@ -49,7 +50,7 @@ def get_formatted_message_log(
     """
     if not message_log:
         raise ValueError("a conversation without a single message")
-    messages = [dict(message) for message in message_log]
+    messages = [_readable(message, number) for number, message in enumerate(message_log)]
     user = next((message for message in messages if message["role"] == "user"), None)
     if user is not None and task_data_spec.prompt is not None:
         user["content"] = _filled(task_data_spec, user["content"])
@@ -86,6 +87,14 @@ def get_formatted_message_log(
             formatted[-1]["images"] = own
         first = last
     return formatted
+
+
+def _readable(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The message, whose content is absent, a text or a list of parts. ValueError for another content."""
+    content = message.get("content")
+    if content is None or (isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)):
+        return dict(message)
+    return {**message, "content": one_text(content, f"as the content of message {number} (from 0)")}
 
 
 def _filled(spec: TaskDataSpec, content: Any) -> Any:

@@ -103,11 +103,16 @@ def format_chat(
         try:
             text, blocks = template.render(plain, prompt=prompt)
         except TypeError:  # the template expects values of another type
-            plain = [_with_arguments_as_text(message) for message in plain]
+            plain = [_with_one_text(_with_arguments_as_text(message)) for message in plain]
+            text, blocks = template.render(plain, prompt=prompt)
+        if _shows_python(plain, text):
+            plain = [_with_one_text(message) for message in plain]
             text, blocks = template.render(plain, prompt=prompt)
     except (TemplateError, TypeError) as error:
         roles = ", ".join(str(message["role"]) for message in plain)
         raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
+    if _shows_python(plain, text):
+        raise ValueError("the chat template takes contents of one text, and a content has parts that are no text")
     _require_calls_and_tools(plain, text, template, prompt=prompt)
     layout = _layout(plain, template, prompt=prompt)
     if isinstance(layout, list):
@@ -149,6 +154,19 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
             function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _shows_python(plain: list[dict[str, Any]], text: str) -> bool:
+    """Whether a list of parts stands in the text as Python writes it: the template takes one text for a content."""
+    return any(isinstance(message["content"], list) and str(message["content"]) in text for message in plain)
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the texts of its parts, if it has no others, as one."""
+    parts = message["content"]
+    if not isinstance(parts, list) or not all(isinstance(part.get("text"), str) for part in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _require_calls_and_tools(plain: list[dict[str, Any]], text: str, template: ChatTemplate, *, prompt: bool) -> None:

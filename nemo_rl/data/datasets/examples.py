@@ -15,6 +15,7 @@ from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, T
 from nemo_rl.data.datasets.files import (
     JsonLines,
     column_names,
+    column_text,
     converted,
     load_as_written,
     load_data_path,
@@ -24,6 +25,7 @@ from nemo_rl.data.datasets.files import (
     require_used_keys,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, from_json, one_turn, without_none
+from nemo_rl.utils.task_formats import one_text
 
 # -- Conversations.
 
@@ -39,12 +41,12 @@ def squad_row(row: Row) -> Row:
 
 def columns_row(row: Row, *, input_key: str, output_key: str, system_key: str | None = None) -> Row:
     """Two columns of text as a conversation of one turn; the other columns are kept."""
-    for key in (input_key, output_key):
-        if row[key] is None:
-            raise ValueError(f"column {key!r} has no value; fill it in or remove the row")
-    system = row.get(system_key) if system_key else None
-    messages = one_turn(str(row[input_key]), str(row[output_key]), str(system) if system else None)
-    return {**row, "messages": messages}
+    question, answer = column_text(row, input_key), column_text(row, output_key)
+    return {**row, "messages": one_turn(question, answer, _system_prompt(row, system_key))}
+
+
+def _system_prompt(row: Row, system_key: str | None) -> str | None:
+    return column_text(row, system_key) if system_key and row.get(system_key) else None
 
 
 def chat_row(
@@ -65,9 +67,9 @@ def chat_row(
     if not isinstance(row[chat_key], list):
         raise ValueError(f"column {chat_key!r} must hold a list of messages, not {str(row[chat_key])[:80]!r}")
     messages = [_chat_message(message, f"column {chat_key!r}", fill_ins) for message in row[chat_key]]
-    system = row.get(system_key) if system_key else None
+    system = _system_prompt(row, system_key)
     if system and (not messages or messages[0].get("role") != "system"):
-        messages.insert(0, {"role": "system", "content": str(system)})
+        messages.insert(0, {"role": "system", "content": system})
     others = {key: value for key, value in row.items() if key not in (chat_key, system_key, tool_key)}
     if tools := as_tools(row.get(tool_key), f"column {tool_key!r}"):
         others["tools"] = tools
@@ -83,7 +85,7 @@ def _chat_message(message: Any, where: str, fill_ins: bool) -> dict[str, Any]:
         for part in parts:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 raise ValueError(f"{where} has a content that is no text: {str(part)[:80]!r}; only text can be used")
-        given["content"] = "".join(str(part["text"]) for part in parts)
+        given["content"] = "".join(one_text(part.get("text"), f"as a text in {where}") for part in parts)
     if calls := given.pop("tool_calls", None):
         given["tool_calls"] = [_tool_call(call, where, fill_ins) for call in calls]
     return given

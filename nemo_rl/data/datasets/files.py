@@ -21,6 +21,7 @@ from nemo_rl.config.errors import some_of
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig, dataset_label
 from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
+from nemo_rl.utils.task_formats import one_text
 
 NUM_ROWS_FOR_COLUMNS = 32
 MAX_ROW_BYTES = 256 << 20  # of a line of text: a longer one is a file without line breaks
@@ -326,11 +327,18 @@ def load_as_written(cfg: TableConfig) -> Any:
 
 def problem_row(row: Row, *, input_key: str, output_key: str, extract: Callable[[str], str] | None = None) -> Row:
     """The row with `problem` and `expected_answer` from two of its columns, the latter through `extract`."""
-    for key in (input_key, output_key):
-        if row[key] is None:
-            raise ValueError(f"has nothing in column {key!r}; fill it in or remove the row")
-    answer = str(row[output_key])
-    return {**row, "problem": str(row[input_key]), "expected_answer": extract(answer) if extract else answer}
+    answer = extract(column_text(row, output_key)) if extract else text_or_value(row, output_key)
+    return {**row, "problem": text_or_value(row, input_key), "expected_answer": answer}
+
+
+def column_text(row: Row, column: str) -> str:
+    """The text of a column. ValueError for a value that is neither text nor number."""
+    return one_text(row[column], f"in column {column!r}")
+
+
+def text_or_value(row: Row, column: str) -> Any:
+    """The text of a column; a list or an object as it is, for processors that take one. ValueError for nothing."""
+    return row[column] if isinstance(row[column], list | dict) else column_text(row, column)
 
 
 def load_response_rows(cfg: TableConfig) -> Rows:

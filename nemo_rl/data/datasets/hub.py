@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from nemo_rl.data.chat.images import text_of
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.examples import (
     chat_row,
@@ -30,6 +31,7 @@ from nemo_rl.data.datasets.files import (
     FORMATS,
     MappedRows,
     column_names,
+    column_text,
     converted,
     is_file,
     load_data_path,
@@ -37,8 +39,10 @@ from nemo_rl.data.datasets.files import (
     problem_row,
     require_columns,
     require_used_keys,
+    text_or_value,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.utils.task_formats import one_text
 
 IMAGE_MARK = "<image>"  # where an image stands in a text
 METADATA_FILE = "metadata.jsonl"
@@ -180,7 +184,7 @@ class EvalDataset(HubTable):
 def preferred_row(row: Row, *, convert: Callable[[Row], Row]) -> Row:
     """The conversation of a preference with the preferred answer, for SFT and for prompts."""
     prompt, chosen, _ = split_preference(convert(row))
-    return {"messages": [*prompt, *chosen], "expected_answer": str(chosen[-1]["content"])}
+    return {"messages": [*prompt, *chosen], "expected_answer": text_of(chosen[-1]["content"])}
 
 
 def after_hashes(solution: str) -> str:
@@ -190,16 +194,22 @@ def after_hashes(solution: str) -> str:
 
 def dapo_row(row: Row) -> Row:
     """DAPO-Math-17k keeps the prompt as messages and the answer inside `reward_model`."""
-    return {"problem": row["prompt"][0]["content"], "expected_answer": str(row["reward_model"]["ground_truth"])}
+    answer = one_text(row["reward_model"]["ground_truth"], "as ground_truth in column 'reward_model'")
+    return {"problem": row["prompt"][0]["content"], "expected_answer": answer}
 
 
 def answered_row(row: Row, *, problem: str, answer: str, extract: Callable[[str], str | None] | None = None) -> Row:
     """A problem and its answer from two columns, none of them empty; `extract` finds the answer in its column."""
-    text = _text(row, answer, "answer")
-    found = extract(text) if extract is not None else text
+    for column, what in ((problem, "problem"), (answer, "answer")):
+        _require_filled(row, column, what)
+    asked = text_or_value(row, problem)
+    if extract is None:
+        return {"problem": asked, "expected_answer": text_or_value(row, answer)}
+    text = column_text(row, answer)
+    found = extract(text)
     if found is None or not found.strip():
         raise ValueError(f"has no answer: none is found in column {answer!r}, which ends in {text[-60:]!r}")
-    return {"problem": _text(row, problem, "problem"), "expected_answer": found}
+    return {"problem": asked, "expected_answer": found}
 
 
 def last_boxed(solution: str) -> str | None:
@@ -231,7 +241,8 @@ def gpqa_row(row: Row, *, seed: int) -> Row:
 def mmlu_row(row: Row, *, column: str = "choices") -> Row:
     """MMLU has a list of choices and the number of the right one, from 0; MMLU-Pro has up to ten, and its letter."""
     right = _text(row, "answer", "answer").strip()
-    options = dict(zip(ascii_uppercase, map(str, row[column]), strict=False))
+    texts = [one_text(option, f"as an option in column {column!r}") for option in row[column]]
+    options = dict(zip(ascii_uppercase, texts, strict=False))
     letter = ascii_uppercase[int(right)] if right.isdigit() and int(right) < len(ascii_uppercase) else right
     return _choices(_text(row, "question", "problem"), options, letter, "answer")
 
@@ -243,10 +254,14 @@ def mmmlu_row(row: Row) -> Row:
 
 
 def _text(row: Row, column: str, what: str) -> str:
+    _require_filled(row, column, what)
+    return column_text(row, column)
+
+
+def _require_filled(row: Row, column: str, what: str) -> None:
     value = row[column]
-    if value is None or not str(value).strip():
+    if value is None or value in ([], {}) or not str(value).strip():
         raise ValueError(f"has no {what}: column {column!r} is empty; fill it in or remove the row")
-    return str(value)
 
 
 def _choices(problem: str, options: Mapping[str, str], letter: str, column: str) -> Row:
@@ -265,7 +280,7 @@ def clevr_row(row: Row) -> Row:
 
 def geometry_row(row: Row) -> Row:
     """Geometry3K marks the places of its images with `<image>`."""
-    return {"problem": with_images(row["problem"], row["images"]), "expected_answer": str(row["answer"])}
+    return {"problem": with_images(row["problem"], row["images"]), "expected_answer": column_text(row, "answer")}
 
 
 def refcoco_row(row: Row) -> Row:
@@ -282,7 +297,7 @@ def refcoco_row(row: Row) -> Row:
 
 def okvqa_row(row: Row) -> Row:
     """OK-VQA has ten answers of people; the expected answer lists all of them, for the reward `vqa_agreement`."""
-    answers = [str(answer) for answer in row["answers"]]
+    answers = [one_text(answer, "as an answer in column 'answers'") for answer in row["answers"]]
     if not answers:
         raise ValueError("has no answer: column 'answers' is empty")
     return {"problem": with_images(row["question"], [row["image"]]), "expected_answer": json.dumps(answers)}

@@ -21,7 +21,7 @@ from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, ProcessorFn
 from nemo_rl.utils.registry import find, import_object
-from nemo_rl.utils.task_formats import STOP_STRINGS
+from nemo_rl.utils.task_formats import STOP_STRINGS, one_text
 
 TAGS_PROMPT = (
     "Think first, between <think> and </think>. Then write only the final answer between <answer> and </answer>."
@@ -93,13 +93,13 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
 @prompt_processor
 def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
     """The problem; metadata {"ground_truth": answer}."""
-    return _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
+    return _question(_problem(row), {"ground_truth": _text(row, "expected_answer")})
 
 
 @prompt_processor
 def math_gdpo_data_processor(row: Row, idx: int) -> PromptParts:
     """As `math_hf_data_processor`; the system prompt asks for `<think>...</think> <answer>...</answer>` as well."""
-    parts = _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
+    parts = _question(_problem(row), {"ground_truth": _text(row, "expected_answer")})
     return replace(parts, system_prompt=TAGS_PROMPT)
 
 
@@ -107,7 +107,7 @@ def math_gdpo_data_processor(row: Row, idx: int) -> PromptParts:
 def math_data_processor(row: Row, idx: int) -> PromptParts:
     """As `math_hf_data_processor`; columns other than the conversation are metadata, too."""
     others = {k: v for k, v in row.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
-    return _question(row["problem"], {**others, "ground_truth": str(row["expected_answer"])})
+    return _question(_problem(row), {**others, "ground_truth": _text(row, "expected_answer")})
 
 
 @prompt_processor
@@ -120,12 +120,17 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         raise ValueError(
             f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(row)}"
         )
-    question = row["question"] if "question" in row else row["problem"]
-    answer = row["answer"] if "answer" in row else row["expected_answer"]
+    question = _text(row, "question" if "question" in row else "problem")
+    answer = _text(row, "answer" if "answer" in row else "expected_answer")
     if not isinstance(row["options"], Mapping):
         raise ValueError(f"multichoice_qa_processor: 'options' must be {{letter: text}}, not {row['options']!r:.80}")
-    options = "\n".join(f"{letter}) {text}" for letter, text in row["options"].items() if text is not None)
-    return _question(f"{question}\n\n{options}", {"ground_truth": str(answer)})
+    texts = {
+        letter: one_text(text, f"as option {letter} in column 'options'")
+        for letter, text in row["options"].items()
+        if text is not None
+    }
+    options = "\n".join(f"{letter}) {text}" for letter, text in texts.items())
+    return _question(f"{question}\n\n{options}", {"ground_truth": answer})
 
 
 @prompt_processor
@@ -136,17 +141,17 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     system prompt}, {"num_images"} if it has any, and, if the row has an answer, {"ground_truth": answer}. Raises
     ValueError if there is no user message.
     """
-    given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
+    given = list(row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}])
+    while given and given[-1]["role"] == "assistant":
+        given.pop()
     messages: list[dict[str, Any]] = [{"role": str(m["role"]), "content": text_or_parts(m["content"])} for m in given]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
     metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
     if num_images := sum(len(image_parts(m["content"])) for m in messages):
         metadata["num_images"] = num_images
-    if "expected_answer" in row:
-        metadata["ground_truth"] = str(row["expected_answer"])
+    if row.get("expected_answer") is not None:
+        metadata["ground_truth"] = _text(row, "expected_answer")
     return PromptParts(messages, metadata)
 
 
@@ -162,18 +167,23 @@ def episode_processor(row: Row, idx: int) -> PromptParts:
             f"episode_processor: row {idx} has no 'extra_env_info', the metadata that its environment begins with; it "
             f"has {', '.join(row)}"
         )
-    return _question(row["problem"], dict(row["extra_env_info"]), row.get("stop_strings"))
+    return _question(_problem(row), dict(row["extra_env_info"]), row.get("stop_strings"))
 
 
 @prompt_processor
 def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
     """A question for the retrieval environment, whose turns end with a search or an answer.
 
-    Metadata {"ground_truth"}: the row's column `answers`, a list of all right answers, or its expected answer.
+    Metadata {"ground_truth"}: the row's column `answers` or else its expected answer; one text, or a list of all right
+    answers.
     """
-    answers = row.get("answers")
-    truth = list(answers) if answers else str(row["expected_answer"])
-    return _question(row["problem"], {"ground_truth": truth}, STOP_STRINGS)
+    column = "answers" if row.get("answers") else "expected_answer"
+    given = row[column]
+    if isinstance(given, list) and given:
+        truth = [one_text(one, f"in the list of column {_source(row, column)!r}") for one in given]
+    else:
+        truth = _text(row, column)
+    return _question(_problem(row), {"ground_truth": truth}, STOP_STRINGS)
 
 
 @prompt_processor
@@ -187,14 +197,30 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
         raise ValueError(
             f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(row)}"
         )
-    metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": str(row["expected_answer"])}
-    return _question(row["problem"], metadata, row.get("stop_strings"))
+    metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": _text(row, "expected_answer")}
+    return _question(_problem(row), metadata, row.get("stop_strings"))
 
 
-def _question(problem: Any, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
-    # A list stays one, even without images: some templates read nothing else.
-    content = problem if isinstance(problem, list) else str(problem)
+def _question(content: Any, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
     return PromptParts([{"role": "user", "content": content}], metadata, stop_strings)
+
+
+def _problem(row: Row) -> Any:
+    # A list stays one, even without images: some templates read nothing else.
+    problem = row["problem"]
+    is_parts = isinstance(problem, list) and all(isinstance(part, Mapping) and "type" in part for part in problem)
+    return problem if is_parts else _text(row, "problem")
+
+
+def _text(row: Row, column: str) -> str:
+    """The text of a column. ValueError, naming it as its table does, for a list or an object."""
+    return one_text(row[column], f"in column {_source(row, column)!r}")
+
+
+def _source(row: Row, column: str) -> str:
+    """The column of the table that a list or an object of a converted row comes from."""
+    value = row[column]
+    return next((key for key in row if row[key] is value and isinstance(value, list | dict)), column)
 
 
 def both_forms(row: Row) -> dict[str, Any]:
@@ -210,9 +236,12 @@ def both_forms(row: Row) -> dict[str, Any]:
         first = {message["role"]: message for message in reversed(said)}
         last = {message["role"]: message for message in said}
         asked = first["user"]["content"] if "user" in first else None
-        problem = {} if asked is None else {"problem": text_or_parts(asked)}
-        answer = {"expected_answer": text_of(last["assistant"]["content"])} if "assistant" in last else {}
-        return {**problem, **answer, **row}
+        forms = dict(row)
+        if asked is not None and "problem" not in row:
+            forms["problem"] = text_or_parts(asked)
+        if "assistant" in last and "expected_answer" not in row:
+            forms["expected_answer"] = text_of(last["assistant"]["content"])
+        return forms
     if "problem" in row and "expected_answer" in row:
         return {"messages": one_turn(row["problem"], row["expected_answer"]), **row}
     return dict(row)

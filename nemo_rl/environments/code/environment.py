@@ -15,6 +15,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.rewards import response_text
 from nemo_rl.environments.section_parts import SandboxConfig
 from nemo_rl.types import LLMMessageLogType
+from nemo_rl.utils.task_formats import one_text
 
 NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
 
@@ -145,7 +146,7 @@ def read_tests(metadata: Mapping[str, Any]) -> list[Test]:
                 "the code environment needs rows with 'tests' or an expected output: set processor: "
                 "code_data_processor and give rows a column tests, or expected_answer"
             )
-        return [Test(expected=str(metadata["ground_truth"]))]
+        return [Test(expected=one_text(metadata["ground_truth"], "as ground_truth"))]
     tests = metadata["tests"]
     tests = json.loads(tests) if isinstance(tests, str) else tests
     if not isinstance(tests, Sequence) or not tests:
@@ -155,7 +156,8 @@ def read_tests(metadata: Mapping[str, Any]) -> list[Test]:
         if isinstance(test, str):
             found.append(Test(check=test))
         elif isinstance(test, Mapping) and set(test) == {"input", "output"}:
-            found.append(Test(stdin=str(test["input"]), expected=str(test["output"])))
+            stdin, expected = (one_text(test[key], f"as {key} of a test") for key in ("input", "output"))
+            found.append(Test(stdin=stdin, expected=expected))
         else:
             raise ValueError(
                 "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected "

@@ -14,6 +14,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died
 from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text
 from nemo_rl.types import LLMMessageLogType
+from nemo_rl.utils.task_formats import one_text
 
 
 class MathMetadata(TypedDict):
@@ -37,7 +38,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     ) -> EnvironmentReturn[MathMetadata]:
         """One turn, then the episode is over. A verification that ends its process has no verdict: see `failures`."""
         jobs = [
-            Verification(self.verifier, response_text(log), str(truth["ground_truth"]))
+            Verification(self.verifier, response_text(log), one_text(truth["ground_truth"], "as ground_truth"))
             for log, truth in zip(message_log_batch, metadata, strict=True)
         ]
         results = self.pool.run(jobs)

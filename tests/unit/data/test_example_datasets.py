@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_converted_are_marked(write):
         file.write('\n{"input": "cut')
     rows, _ = load_rows(sft(data_path=path))
     assert BAD_ROW not in rows[0] and rows[1] == {BAD_ROW: "has no column 'output'; it has: input"}
-    assert rows[2] == {BAD_ROW: "column 'output' has no value; fill it in or remove the row"}
+    assert rows[2] == {BAD_ROW: "has nothing in column 'output'; fill it in or remove the row"}
     assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
     rows, _ = load_rows(sft(dataset_name="squad", data_path=write([{**SQUAD[0], "answers": None}])))
     assert "has columns context, question, answers, which do not have the layout" in rows[0][BAD_ROW]

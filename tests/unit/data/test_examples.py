@@ -193,5 +193,5 @@ def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(write, streaming):
         row = setup.train[103].row
         assert setup.train.fingerprint()["rows"]["num_rows"] == 200
     _, meta = make(Prompt(prompt_id="rows:103", row=row, idx=103, task_name="rows"))
-    said = "row rows:103: column 'output' has no value; fill it in or remove the row"
+    said = "row rows:103: has nothing in column 'output'; fill it in or remove the row"
     assert (meta.problem_kind, meta.problem) == ("bad_row", said)
