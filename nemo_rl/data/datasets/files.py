@@ -182,6 +182,8 @@ def load_table(
         if builder is None:
             raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
         _require_content(path)
+        if builder == "parquet":
+            _require_rows_of_parquet(path)
         if path.endswith(".jsonl") and Path(path).stat().st_size > MAX_ROW_BYTES:
             for row, (begin, end) in enumerate(_lines(path)):
                 _require_short(end - begin, f"dataset file {path!r}: row {row} (from 0)")
@@ -300,6 +302,16 @@ def _require_content(path: str) -> None:
         raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
     if Path(path).stat().st_size == 0:
         raise ValueError(f"dataset file {path!r} is empty")
+
+
+def _require_rows_of_parquet(path: str) -> None:
+    """Raises ValueError for a file without rows, of which the package datasets logs an error of its own."""
+    from pyarrow import parquet
+
+    with _naming_errors(path, "parquet"):
+        num_rows = parquet.read_metadata(path).num_rows
+    if num_rows == 0:
+        raise ValueError(f"dataset {path!r} is empty: it has no rows")
 
 
 def load_data_path(cfg: TableConfig, path: str | None = None) -> Any:
