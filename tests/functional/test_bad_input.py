@@ -72,6 +72,9 @@ grpo & checkpointing.checkpoint_dir=taken/c -> checkpointing.checkpoint_dir: can
 grpo & logger.log_dir=taken -> logger.log_dir: cannot write to 'taken'
 grpo & +env.reward_model={model_name: rm} & data.default.env_name=reward_model
     -> reward model env.reward_model, ... set processor: conversation_processor
+grpo & data.train.dataset_name=tests.jsonl & +env.code={num_workers: 1} & data.default.env_name=code & SMALL
+    & data.default.processor=code_data_processor
+    -> dataset 'tests' is for the code environment env.code, and has a list as input of a test, where one text
 ppo & value.model_name=./other -> value.model_name: ... other' has another vocabulary than the policy
 distillation & teacher.model_name=./other -> teacher.tokenizer.name: 2 of the student's 264 tokens are others for the
     ... teacher ... token ... : student '1', teacher '2'
@@ -117,12 +120,14 @@ def exchange_two_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-@pytest.mark.parametrize(("given", "told"), cases(REFUSED, {"FOUR_ROWS": FOUR_ROWS}))
+@pytest.mark.parametrize(("given", "told"), cases(REFUSED, {"FOUR_ROWS": FOUR_ROWS, "SMALL": " & ".join(SMALL)}))
 def test_names_sizes_folders_and_combinations(tmp_path, given, told):
     """A case begins with the algorithm; the overrides follow."""
     (tmp_path / "taken").touch()
     for name, number in (("one", 1), ("four", 4)):
         (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * number)
+    test = {"input": "1+1=", "output": "2", "tests": [{"input": ["1"], "output": "2"}]}
+    (tmp_path / "tests.jsonl").write_text((json.dumps(test) + "\n") * 4)
     if "./other" in given[-1]:
         exchange_two_tokens(tmp_path / "other")
     with pytest.raises(USER_ERRORS, match=pattern(told)):
