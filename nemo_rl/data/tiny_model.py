@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.files import file_lock
+from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.registry import import_object
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import xxhash
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
-from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.files import file_lock
+from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, one_text, passages
 

@@ -54,9 +54,9 @@ from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils import files as strict_json
-from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.files import digest
+from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.interruption import Interruption
 from nemo_rl.utils.seeds import sample_seed, seed_everything
 from nemo_rl.utils.tokenizer import get_tokenizer

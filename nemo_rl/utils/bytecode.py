@@ -1,4 +1,4 @@
-"""The cache folder, and compiled Python files where PYTHONDONTWRITEBYTECODE is set, as in many container images.
+"""Compiled Python files where PYTHONDONTWRITEBYTECODE is set, as in many container images.
 
 Without bytecode every process of a run would compile all its imports again: a minute of CPU in each of a dozen. So a
 run keeps bytecode where nobody has sources: inside the Python environment, or else in the cache folder. There it also
@@ -12,12 +12,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from nemo_rl.utils.folders import cache_root
+
 _NO_BYTECODE, _FOLDER = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
-
-
-def cache_root() -> Path:
-    """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
-    return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
 
 
 def share_bytecode() -> None:
@@ -64,7 +61,10 @@ def _own_folder() -> Path | None:
     """A folder that only this user writes: anybody else who could write there could run code in every process."""
     if sys.prefix != sys.base_prefix and (folder := _writable(Path(sys.prefix))) is not None:
         return folder
-    return _writable(cache_root())
+    try:
+        return _writable(cache_root())
+    except ValueError:  # a run that needs the folder says why there is none
+        return None
 
 
 def _writable(parent: Path) -> Path | None:

@@ -4,6 +4,7 @@ A guard waits for the end of its process and then acts. It is a Python of 20 ms 
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,9 @@ while quiet < 3:
     time.sleep(0.3)
 """
 
+_MAX_BYTES = 60  # of a folder for sockets; vLLM's names have 37, those of `multiprocessing` 32
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
 MARKS = "NEMO_RL_PARENTS"
 """The environment variable by which the processes that a run has started are known."""
 
@@ -81,10 +85,22 @@ def remove_after_me(folder: str) -> None:
 
 @cache
 def scratch_folder() -> str:
-    """A folder for temporary files of this process and its children, which disappears with this process."""
+    """A folder for temporary files of this process and its children, which disappears with this process.
+
+    Its path, a link if need be, suits sockets, which Unix limits to 107 bytes, and lists like LD_PRELOAD, which split
+    at spaces and colons.
+    """
     folder = tempfile.mkdtemp(prefix="nemo_rl_")
     remove_after_me(folder)
-    return folder
+    if len(os.fsencode(folder)) <= _MAX_BYTES and not re.search(r"[\s:]", folder):
+        return folder
+    parent = next((parent for parent in _SHORT_FOLDERS if os.access(parent, os.W_OK | os.X_OK)), None)
+    if parent is None:
+        raise ValueError(f"{folder} is too long for sockets: set TMPDIR to a folder of at most {_MAX_BYTES - 17} bytes")
+    link = os.path.join(own := tempfile.mkdtemp(prefix="nemo_rl_", dir=parent), "t")
+    remove_after_me(own)
+    os.symlink(folder, link)
+    return link
 
 
 @cache

@@ -21,7 +21,7 @@ from nemo_rl.rollouts.agents.frozen import FrozenModel, frozen_generate
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
-from nemo_rl.utils.bytecode import cache_root
+from nemo_rl.utils.folders import cache_root
 
 
 def answer_settings(

@@ -20,8 +20,8 @@ from safetensors.numpy import load, save
 
 from nemo_rl.data.chat.images import has_images
 from nemo_rl.types import Example, ExampleMeta, Prompt
-from nemo_rl.utils.bytecode import cache_root
 from nemo_rl.utils.files import file_lock
+from nemo_rl.utils.folders import cache_root
 
 logger = logging.getLogger(__name__)
 

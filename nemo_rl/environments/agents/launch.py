@@ -62,7 +62,8 @@ def _beside(path: str, folder: str) -> list[str]:
 
 
 def _children(folder: str, without: set[str]) -> list[str]:
-    return [path for name in sorted(os.listdir(folder)) if (path := os.path.join(folder, name)) not in without]
+    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else []  # HOME may be missing
+    return [path for name in names if (path := os.path.join(folder, name)) not in without]
 
 
 def launcher(config: AgentEnvironmentConfig, *, folder: str, port: int, pythonpath: str) -> list[str]:

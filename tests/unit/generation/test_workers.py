@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from nemo_rl.models.generation.answers import AnswerQueue
 from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.hf import HfWorker
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.models.generation.vllm.startup import num_admitted, start_failure
+from nemo_rl.models.generation.vllm.startup import num_admitted, preload_by_link, start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, ImageSpan, StopReason
 from tests.unit.rollouts.engines import in_loop, request_of
@@ -207,6 +208,21 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
     log.write_text(earlier + logs, encoding="utf-8")
     assert start_failure({log: len(earlier.encode())}) == "ValueError: no weights in /models/empty"
     assert start_failure({log: log.stat().st_size}) is None
+
+
+def test_preloaded_libraries_in_a_folder_with_spaces_are_found_by_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "my [own]: packages"
+    packages.mkdir()
+    (packages / "libgomp.so.1").touch()
+    monkeypatch.setenv("LD_PRELOAD", f"{packages}/libgomp.so.1:/usr/lib/libm.so")
+    preload_by_link(str(packages))
+    first, second = os.environ["LD_PRELOAD"].split(":")
+    assert second == "/usr/lib/libm.so" and " " not in first
+    assert Path(first).samefile(packages / "libgomp.so.1")
+    preload_by_link(str(packages))  # of another engine of this process
+    assert os.environ["LD_PRELOAD"] == f"{first}:{second}"
 
 
 @in_loop

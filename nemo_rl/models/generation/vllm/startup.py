@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.utils.folders import cache_root, in_home
 from nemo_rl.utils.guards import scratch_folder
 from nemo_rl.utils.registry import without_collections
 
@@ -54,6 +56,9 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
     # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    if in_home(".cache") is None:
+        os.environ.setdefault("VLLM_CACHE_ROOT", str(cache_root() / "vllm"))
+        os.environ.setdefault("TRITON_HOME", str(cache_root()))
     # Killed engines leave their sockets behind. What torch compiled stays where the next run finds it.
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -82,7 +87,20 @@ def engine_config(settings: EngineSettings, nodes: Mapping[str, Any], *, headles
     """vLLM's configuration. The usage decides what a step of a GPU's engine holds, unless the user does."""
     from vllm.usage.usage_lib import UsageContext
 
-    return engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=headless)
+    config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=headless)
+    preload_by_link(sysconfig.get_path("purelib"))
+    return config
+
+
+def preload_by_link(packages: str) -> None:
+    """Let the engine's processes find the libraries in the folder `packages` that vLLM has added to LD_PRELOAD.
+
+    The list is split at spaces and colons, so that a path with one of them is reached through a link.
+    """
+    if re.search(r"[\s:]", packages) and packages in (preloaded := os.environ.get("LD_PRELOAD", "")):
+        link = Path(scratch_folder(), "packages")
+        link.symlink_to(packages)
+        os.environ["LD_PRELOAD"] = preloaded.replace(packages, str(link))
 
 
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:

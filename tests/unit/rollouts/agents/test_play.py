@@ -303,6 +303,12 @@ def test_a_command_does_not_read_the_folder_of_temporary_files_wherever_it_is(tm
     assert not {str(tmp_path), str(tmp_path / "scratch"), str(tmp_path / "scratch/tmp")} & set(found)
 
 
+@pytest.mark.parametrize("home", ["~", "/missing", "{}/missing", "/missing/home"])  # "~": no entry in /etc/passwd
+def test_a_command_reads_programs_without_a_home_folder(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", home.format(tmp_path))
+    assert {"/usr", sys.prefix} <= set(readable([], "", "/tmp"))
+
+
 def test_a_service_is_posted_its_task():
     tasks: list[AgentTask] = []
     rewarded, pointed = web.json_response({"reward": 0.25}), web.json_response({"points": 1})

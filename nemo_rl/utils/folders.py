@@ -1,0 +1,56 @@
+"""Folders of this user: the cache, and one for temporary files that nobody else reads. Standard library only."""
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`, else `own_folder()`.
+
+    ValueError if this user cannot write to the one that the variable names.
+    """
+    if named := os.environ.get("NEMO_RL_CACHE"):
+        folder = Path(named).expanduser()
+        if not _is_usable(folder):
+            raise ValueError(f"NEMO_RL_CACHE={named} is no folder that this user can write to: name another one")
+        return folder
+    return in_home(".cache/nemo_rl") or own_folder()
+
+
+def in_home(name: str) -> Path | None:
+    """The folder `name` in the home folder, which is made if needed. None without a home folder that can be written."""
+    home = Path(os.path.expanduser("~"))  # without an entry in /etc/passwd it stays "~"
+    if not (home.is_absolute() and os.path.isdir(home)):
+        return None
+    folder = home / name
+    return folder if _is_usable(folder) else None
+
+
+def _is_usable(folder: Path) -> bool:
+    """Whether this user can write to the folder, which is made if needed."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def own_folder() -> Path:
+    """`nemo_rl_<user id>` in the folder for temporary files, which is made if needed. Only this user can enter it.
+
+    ValueError if TMPDIR cannot be written to, or if something else has the name.
+    """
+    named, parent = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    if named and os.path.abspath(named) != parent:  # Python has looked for another one
+        raise ValueError(f"TMPDIR={named} is no folder that this user can write to: make it, or unset TMPDIR")
+    folder = Path(parent, f"nemo_rl_{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ValueError(f"{folder} is no folder of this user: remove it, or set TMPDIR to a folder of yours")
+    folder.chmod(0o700)
+    return folder
