@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -21,19 +22,22 @@ from typing import Any
 
 import ray
 from ray import _raylet
+from ray._common.usage import usage_constants
 from ray._private import node as node_of_ray
 from ray._private import ray_constants, services
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.node import Node
-from ray._private.services import find_bootstrap_address, find_gcs_addresses
 from ray._private.state import available_resources_per_node
+from ray._private.utils import check_version_info
 from ray._private.worker import global_worker
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RpcError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError
+from nemo_rl.distributed.ray_places import find_cluster, folder_of_ray, own_token, protect_token
 from nemo_rl.distributed.worker_template import READ_WHEN_LOADED, WorkerTemplate
-from nemo_rl.utils.guards import end_children_after_me
+from nemo_rl.utils.guards import end_children_after_me, scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
 _NOT_IN_USE = -1  # the port of a service of Ray that is not there
 _AGENT_MS = 600_000  # in which Ray's process that prepares workers' environments answers
 _MAX_STARTS = 4
+_MAX_SOCKET_FOLDER = 90  # bytes: Unix limits the path of a socket to 107, and the names of Ray's have 16
 _LEAST_START_S, _IMPORTS_PER_START = 60.0, 30.0  # a start may take so long, and so many times an import of Ray
 
 # Becomes a worker of Python with the environment that Ray has for it; or has the template fork one and ends with it,
@@ -88,7 +93,7 @@ _template: WorkerTemplate | None = None  # of that cluster
 
 
 def init_ray(log_dir: str | None = None, *, forks_workers: bool = False) -> None:
-    """Connect to Ray once: to `RAY_ADDRESS`, else to the cluster `ray start` left on this machine, else to a new one.
+    """Connect to Ray once: to the cluster of `find_cluster`, else to a new one.
 
     A local cluster has no dashboard and a bounded object store, and ends with this process. `log_dir` gets a link `ray`
     to the logs of Ray and of every worker. Workers do not inherit the driver's environment: a worker group passes the
@@ -101,39 +106,10 @@ def init_ray(log_dir: str | None = None, *, forks_workers: bool = False) -> None
     if ray.is_initialized():
         return
     _prepare()
-    address = os.environ.get("RAY_ADDRESS") or None
-    if address is None:
-        address = find_bootstrap_address(None)  # from the file that `ray start` writes
-        if address not in find_gcs_addresses():
-            address = None  # that cluster is gone
-    if address in (None, "local"):
+    if (address := find_cluster()) is None:
         start_local_ray(forks_workers=forks_workers)
-    elif address.startswith("ray://"):
-        raise ValueError(
-            f"RAY_ADDRESS={address} is the address of Ray Client, through which no tensors can be shared: start the "
-            "run on a node of the cluster with RAY_ADDRESS=<head>:6379, or with `ray job submit`"
-        )
     else:
-        host, _, port = address.rpartition(":")
-        try:
-            if port.isdigit():  # Ray itself would try for minutes
-                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            with _token_errors(), _own_sigterm():
-                context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
-        except OSError as error:
-            reason = f"it does not answer ({error})"
-            if "InvalidAuthToken" in str(error.__cause__):
-                reason = (
-                    "this process does not have its token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the "
-                    "cluster's token file (~/.ray/auth_token on the node that started it)"
-                )
-            raise ValueError(
-                f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this "
-                "machine alone"
-            ) from error
-        dashboard = context.dashboard_url
-        url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
-        logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
+        _join(address)
     if log_dir is not None:
         # Not Ray's temporary directory itself: it holds sockets, whose paths are limited to 107 characters.
         node, link = global_worker.node, Path(log_dir) / "ray"
@@ -141,6 +117,54 @@ def init_ray(log_dir: str | None = None, *, forks_workers: bool = False) -> None
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(node.get_logs_dir_path())
+
+
+def _join(address: str) -> None:
+    """Connect to the cluster at `address`. ValueError if it is none that this run can use."""
+    host, _, port = address.rpartition(":")
+    logger.info("Joining the Ray cluster at %s", address)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()  # Ray itself would try for minutes
+        with _token_errors(), _own_sigterm():
+            reason = misfit(address)
+            if reason is None:
+                context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+                dashboard = context.dashboard_url
+                url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
+                logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
+                return
+    except (OSError, RpcError) as error:
+        reason = f"it does not answer ({error})"
+    raise ValueError(
+        f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this machine alone"
+    )
+
+
+def misfit(address: str) -> str | None:
+    """Why this process cannot use the cluster at `address`, or None. `ray.init` would try for minutes."""
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    core: Any = _raylet  # its names are unknown to type checkers
+    where = ray_constants.KV_NAMESPACE_CLUSTER
+    try:
+        told = core.GcsClient(address=address).internal_kv_get(usage_constants.CLUSTER_METADATA_KEY, namespace=where)
+    except AuthenticationError as error:
+        if "InvalidAuthToken" not in str(error):
+            raise
+        return (
+            "this process does not have its token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the cluster's "
+            "token file (~/.ray/auth_token on the node that started it)"
+        )
+    if told is None:
+        return None  # it has just started
+    cluster = json.loads(told)
+    if cluster.get("ray_init_cluster"):
+        return "it is the cluster of one other run, and ends with that"
+    try:
+        check_version_info(cluster, "the driver")
+    except RuntimeError:
+        theirs = f"it has Ray {cluster['ray_version']} with Python {cluster['python_version']}"
+        return f"{theirs}, and this process Ray {ray.__version__} with Python {platform.python_version()}"
+    return None
 
 
 def start_local_ray(
@@ -154,6 +178,9 @@ def start_local_ray(
     """
     global _started_here, _template
     _prepare()
+    folder = folder_of_ray()
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(own_token())
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if object_store_gb is None:
         object_store_gb = min(_MAX_OBJECT_STORE_GB, _OBJECT_STORE_FRACTION * memory_gb)
@@ -174,6 +201,7 @@ def start_local_ray(
                 include_dashboard=False,
                 log_to_driver=True,
                 logging_level=logging.WARNING,
+                _temp_dir=folder,
                 _system_config={
                     # Otherwise Ray starts one idle process per logical CPU.
                     "prestart_worker_first_driver": False,
@@ -238,6 +266,7 @@ def _prepare() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    protect_token()
 
 
 class _LightNode(Node):
@@ -259,6 +288,11 @@ class _LightNode(Node):
         os.write(program, _SETUP.replace("{template}", repr(json.dumps(how))).encode())
         self._ray_params.setup_worker_path = f"/proc/{os.getpid()}/fd/{program}"
         super().start_head_processes()
+
+    def _prepare_socket_file(self, socket_path: Any, default_prefix: str) -> str:
+        if len(os.fsencode(self.get_sockets_dir_path())) > _MAX_SOCKET_FOLDER:
+            socket_path = self._make_inc_temp(prefix=default_prefix, directory_name=scratch_folder())
+        return super()._prepare_socket_file(socket_path, default_prefix)
 
     def start_api_server(self, **_: Any) -> None:
         """No dashboard."""
@@ -315,9 +349,7 @@ def _token_errors() -> Iterator[None]:
     """Make Ray's errors about its token a ValueError of one line."""
     try:
         yield
-    except (AuthenticationError, PermissionError) as error:
-        if isinstance(error, PermissionError) and Path(str(error.filename)).name not in (".ray", "auth_token"):
-            raise  # Ray's own folder, for example
+    except AuthenticationError as error:
         reason = str(error).partition(". Ensure")[0]
         raise ValueError(
             f"Ray's token cannot be read: {reason}. Set RAY_AUTH_TOKEN_PATH to the cluster's token file, which this "
@@ -353,7 +385,7 @@ def start_under_load(
         if number == _MAX_STARTS or elapsed_s > limit_s:
             raise RayLost(
                 f"Ray did not start on this machine, in {number} tries and {elapsed_s:.0f} s: {failures[0]} {slow}. "
-                "Its logs are in /tmp/ray or RAY_TMPDIR"
+                f"Its logs are in {folder_of_ray()}"
             ) from failures[0]
         logger.warning("Ray did not start and is started again (try %d): %s. Ray said: %s", number, slow, failures[0])
 

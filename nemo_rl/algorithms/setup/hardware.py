@@ -1,12 +1,12 @@
 """Whether this machine has the GPUs that a run needs. Looked at before torch and Ray are loaded."""
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.distributed.ray_places import find_cluster
 from nemo_rl.utils.config import ClusterConfig
 
 
@@ -27,13 +27,14 @@ class NeedsHardware(Protocol):
 def check_hardware(
     cfg: NeedsHardware, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ConfigError if the run needs more GPUs than this machine has and no Ray cluster is in reach.
+    """Raise ConfigError if the run joins no Ray cluster and needs more GPUs than this machine has.
 
     `num_gpus` replaces the number that is found on this machine.
     """
+    address = find_cluster(environment)
     more = cfg.gpus_beside_cluster
     wanted = cfg.cluster.gpus_per_node + more
-    if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
+    if address is not None or wanted == 0:
         return
     found = num_visible_gpus(environment) if num_gpus is None else num_gpus
     beside = f" ({more} of them for environments, env.<name>.resources, or teachers)" if more else ""
@@ -47,20 +48,6 @@ def check_hardware(
     else:
         return
     raise ConfigError([Problem(("cluster", "gpus_per_node"), problem)])
-
-
-def _a_cluster_runs_here() -> bool:
-    """Whether a cluster answers at the address that `ray start` left; the file remains when a cluster is killed."""
-    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # as Ray looks for it
-    file = Path(folder) / "ray" / "ray_current_cluster"
-    if not file.is_file():
-        return False
-    host, _, port = file.read_text().strip().rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=0.5).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def gpu_names() -> list[str]:
