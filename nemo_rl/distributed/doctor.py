@@ -27,10 +27,12 @@ from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
+from nemo_rl.utils.process_limit import process_limits
 from nemo_rl.utils.venvs import shortfall
 
 MIN_OPEN_FILES = 4096
 MIN_FREE_PORTS = 1000
+MIN_FREE_PROCESSES = 400  # a GRPO run of one worker has 334 on two cores
 MIN_FREE_GB = 20.0
 MIN_SHM_SHARE = 0.3  # of the memory: the size of Ray's object store
 MIN_WRITE_MB_S = 100.0
@@ -136,6 +138,15 @@ def examine_ports(proc: Path = Path("/proc")) -> Finding:
     return judged(free >= MIN_FREE_PORTS, "ports", f"{free} of {first} to {last} are free", remedy)
 
 
+def examine_processes(limits: Sequence[tuple[int, int, str]]) -> Finding:
+    """Whether the `process_limits` leave room for a run."""
+    if not limits:
+        return good("processes", "no limit")
+    allowed, used, remedy = min(limits, key=lambda limit: limit[0] - limit[1])
+    text = f"{used} of {allowed} processes and threads are in use"
+    return judged(allowed - used >= MIN_FREE_PROCESSES, "processes", text, f"raise the limit ({remedy})")
+
+
 def examine_folder(folder: Path) -> Finding:
     """Whether files can be written there, how fast, and how much space is left."""
     subject = f"folder {folder}"
@@ -180,7 +191,7 @@ class DoctorWorker:
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
         """Findings of this machine. `gpus`: how many GPUs a run uses here."""
         machine = [examine_machine(), examine_gpus(gpus), examine_versions()]
-        limits = [examine_shared_memory(), examine_open_files(), examine_ports()]
+        limits = [examine_shared_memory(), examine_open_files(), examine_ports(), examine_processes(process_limits())]
         return [*machine, *limits, *(examine_folder(Path(name)) for name in dict.fromkeys(folders)), examine_hub()]
 
     def sees(self, file: Path) -> bool:

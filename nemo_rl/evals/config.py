@@ -283,6 +283,11 @@ class EvalMasterConfig(StrictModel):
         used = [name for dataset in self.data.chosen if (name := self.environment_of(dataset)) is not None]
         return sum(environment_gpus(sections_of(self.env, judges_of(self.env, used))).values())
 
+    @property
+    def processes_per_worker(self) -> int:
+        """Processes and threads of an engine and its rollout worker, as measured."""
+        return 100
+
     def environment_of(self, dataset: EvalDatasetConfig) -> str | None:
         """The section of `env` that judges a dataset; None when there is none."""
         if dataset.env_name is not None:

@@ -164,6 +164,11 @@ class RunConfig(StrictModel):
         """GPUs of a node that environments and teachers need in addition to `cluster`."""
         return 0
 
+    @property
+    def processes_per_worker(self) -> int:
+        """Processes and threads of one worker of each group, as measured."""
+        return 45
+
     def check_validation(self, *, has_data: bool) -> Problems:
         """Check that there is validation data if the run validates."""
         loop, section = self.loop, self.section

@@ -408,6 +408,10 @@ class RolloutMasterConfig(RunConfig):
         return sum(environment_gpus(sections_of(self.env, judges_of(self.env, used))).values())
 
     @property
+    def processes_per_worker(self) -> int:
+        return super().processes_per_worker + 100  # an engine and its rollout worker
+
+    @property
     def recomputes_kv_cache(self) -> bool:
         """Whether samples under way at a sync compute their KV cache anew with the new weights."""
         return True

@@ -1,13 +1,16 @@
-"""Whether this machine has the GPUs that a run needs. Looked at before torch and Ray are loaded."""
+"""Whether this machine has the GPUs and processes that a run needs. Looked at before torch and Ray are loaded."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.distributed.ray_places import find_cluster
 from nemo_rl.utils.config import ClusterConfig
+from nemo_rl.utils.process_limit import process_limits
+
+_RAY_PROCESSES = 200  # processes and threads of Ray, the driver and single actors, on a machine of two cores
 
 
 class NeedsHardware(Protocol):
@@ -23,15 +26,22 @@ class NeedsHardware(Protocol):
         """GPUs that teachers and environments need in addition to `cluster`."""
         ...
 
+    @property
+    def processes_per_worker(self) -> int:
+        """Processes and threads of one worker of each group."""
+        ...
+
 
 def check_hardware(
     cfg: NeedsHardware, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ConfigError if the run joins no Ray cluster and needs more GPUs than this machine has.
+    """Raise ConfigError if the run joins no Ray cluster and needs more GPUs or processes than this machine has.
 
     `num_gpus` replaces the number that is found on this machine.
     """
     address = find_cluster(environment)
+    if address is None:
+        check_processes(_RAY_PROCESSES + cfg.processes_per_worker * cfg.cluster.workers_per_node, process_limits())
     more = cfg.gpus_beside_cluster
     wanted = cfg.cluster.gpus_per_node + more
     if address is not None or wanted == 0:
@@ -48,6 +58,14 @@ def check_hardware(
     else:
         return
     raise ConfigError([Problem(("cluster", "gpus_per_node"), problem)])
+
+
+def check_processes(needed: int, limits: Sequence[tuple[int, int, str]]) -> None:
+    """Raise ConfigError if one of the `process_limits` has no room for this number of processes and threads."""
+    for allowed, used, remedy in limits:
+        if used + needed > allowed:
+            problem = f"this run needs {needed} processes and threads, and {allowed} are allowed, {used} of them in use"
+            raise ConfigError([Problem((), f"{problem}: raise the limit ({remedy})")])
 
 
 def gpu_names() -> list[str]:

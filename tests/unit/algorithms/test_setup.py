@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.setup.hardware import check_hardware, check_processes
 from nemo_rl.algorithms.setup.launch import RunInputs, launch
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
@@ -21,6 +21,7 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from nemo_rl.utils.process_limit import process_limits
 from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import FINE, cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, MEGATRON, build
@@ -145,6 +146,22 @@ def test_the_gpus_that_are_wanted_and_found_are_named_and_those_of_a_reward_mode
     ):
         with nullcontext() if told == FINE else pytest.raises(ConfigError, match=told):
             check_hardware(build(*overrides), num_gpus=num_gpus, environment={})
+
+
+def test_a_run_for_which_too_few_processes_are_allowed_names_the_number_that_it_needs(tmp_path: Path) -> None:
+    check_processes(345, [(400, 55, "`ulimit -u`")])
+    with pytest.raises(ConfigError, match=r"needs 345 processes.* 399 are allowed, 55 of them.*\(`ulimit -u`\)"):
+        check_processes(345, [(400, 55, "pids.max"), (399, 55, "`ulimit -u`")])
+    group = tmp_path / "cgroups" / "mine"
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("1:cpu:/\n0::/mine\n")
+    found = []
+    for limit in ("max", "100"):
+        (group / "pids.max").write_text(f"{limit}\n")
+        (group / "pids.current").write_text("7\n")
+        found.append([row[:2] for row in process_limits(tmp_path / "proc", tmp_path / "cgroups")])
+    assert found[1] == [*found[0], (100, 7)]
 
 
 def test_a_replay_starts_no_engine(tmp_path) -> None:

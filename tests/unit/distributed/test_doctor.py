@@ -45,6 +45,9 @@ def test_a_machine_whose_ports_are_taken_is_bad(tmp_path: Path) -> None:
     (tmp_path / "sys/net/ipv4/ip_local_port_range").write_text("40000\t41999\n")
     (tmp_path / "net/tcp").write_text(head + "".join(lines))
     (tmp_path / "net/tcp6").write_text(f"{head}0: 00000000000000000000000001000000:9C40 0 0A\n")
+    finding = doctor.examine_processes([(5000, 10, "one"), (4096, 4000, "`ulimit -u`")])
+    assert finding.level == "bad" and "4000 of 4096" in finding.text and "`ulimit -u`" in finding.remedy
+    assert doctor.examine_processes([]).level == doctor.examine_processes([(5000, 10, "one")]).level == "good"
     finding = doctor.examine_ports(tmp_path)
     assert finding.level == "bad" and finding.text == "500 of 40000 to 41999 are free"
     assert doctor.examine_ports().level == "good"
