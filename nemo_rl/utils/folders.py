@@ -6,6 +6,29 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+# Variables that name the caches of libraries, and folders of ours. Libraries read them when they are imported.
+_CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_HOME": "triton"}
+_CACHES_OF_HUB = {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules", "HF_HUB_CACHE": "hub"}
+
+
+def move_caches() -> None:
+    """Have libraries keep their caches in `cache_root()`, if this user cannot write to `~/.cache` and names no other.
+
+    Models that are in `~/.cache` already are used there.
+    """
+    if os.environ.get("XDG_CACHE_HOME") or in_home(".cache") is not None:
+        return
+    try:
+        root = cache_root()
+    except ValueError:  # a run that needs the folder says why there is none
+        return
+    for name, folder in _CACHES.items():
+        os.environ.setdefault(name, str(root / folder))
+    if not os.environ.get("HF_HOME"):
+        for name, folder in _CACHES_OF_HUB.items():
+            if folder != "hub" or not os.path.isdir(os.path.expanduser("~/.cache/huggingface/hub")):
+                os.environ.setdefault(name, str(root / "huggingface" / folder))
+
 
 def cache_root() -> Path:
     """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`, else `own_folder()`.

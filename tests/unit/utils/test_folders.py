@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.folders import cache_root, own_folder
+from nemo_rl.utils.folders import cache_root, move_caches, own_folder
 from tests.unit.distributed.test_worker_groups import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +54,29 @@ def test_the_cache_is_in_the_home_folder_or_in_a_temporary_folder_of_this_user_a
         assert stat.S_IMODE(cache_root().stat().st_mode) == 0o700
 
 
+MOVED = {"VLLM_CACHE_ROOT": "vllm", "HF_DATASETS_CACHE": "huggingface/datasets", "HF_HUB_CACHE": "huggingface/hub"}
+
+
+def test_libraries_keep_their_caches_where_they_can_write(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_MODULES_CACHE", "TRITON_HOME", *MOVED):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    (tmp_path / "home").mkdir()
+    for home, moved in (("home", {}), ("missing", MOVED)):
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+        move_caches()
+        for name in MOVED:
+            found = os.environ.get(name)
+            assert found == (str(own_folder() / moved[name]) if moved else None), name
+    for name in MOVED:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", "/of/this/user")
+    move_caches()
+    assert "HF_HUB_CACHE" not in os.environ and "VLLM_CACHE_ROOT" in os.environ
+
+
 def test_a_folder_that_somebody_else_made_and_variables_that_name_none_to_write_to_are_refused(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -79,5 +102,4 @@ def test_sockets_and_lists_of_paths_work_in_the_scratch_folder_of_any_tmpdir(nam
     done = subprocess.run([sys.executable, "-c", SCRATCH], env=variables, stdout=subprocess.PIPE, text=True, check=True)
     scratch = Path(done.stdout.removesuffix("\n"))
     assert not set(str(scratch)) & set(" :")
-    assert eventually(lambda: not scratch.exists() and not any(folder.iterdir()), limit_s=10)
-    assert not scratch.parent.exists()
+    assert eventually(lambda: not scratch.parent.exists() and not any(folder.iterdir()), limit_s=60)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.utils.folders import cache_root, in_home
 from nemo_rl.utils.guards import scratch_folder
 from nemo_rl.utils.registry import without_collections
 
@@ -56,9 +55,6 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
     # vLLM's ranks have their own rendezvous; these variables are about the rendezvous of the worker group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    if in_home(".cache") is None:
-        os.environ.setdefault("VLLM_CACHE_ROOT", str(cache_root() / "vllm"))
-        os.environ.setdefault("TRITON_HOME", str(cache_root()))
     # Killed engines leave their sockets behind. What torch compiled stays where the next run finds it.
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
