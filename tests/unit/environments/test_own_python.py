@@ -90,9 +90,9 @@ def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
     (folder / "judge" / "more.txt").write_text(f"lone\n--no-index\n--find-links {folder}\n")
     python = python_of("judge/requirements.txt", KEY)
     assert packages_of(python) == {"lone"}
-    code = "import lone, six; from importlib.util import find_spec; print(six.__file__, find_spec('torch').origin)"
+    code = "import lone, six, importlib.util as util; print(six.__file__, util.find_spec('torch').origin, sep='\\n')"
     shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.split() == [six.__file__, torch.__file__]
+    assert shown.splitlines() == [six.__file__, torch.__file__]
     assert python_of("judge/requirements.txt", KEY) == python
     python = python_of(["lone", "newer", "--no-index", f"--find-links {folder}"], KEY)
     assert packages_of(python) == {"lone", "newer", "six"}
