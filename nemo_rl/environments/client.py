@@ -42,6 +42,10 @@ class StepRefused(Exception):
     """The environment raised, or returned something wrong, for this batch."""
 
 
+class _NotSent(StepRefused):
+    """The batch cannot be pickled: the environment has not seen it."""
+
+
 class _ActorDied(Exception):
     """The actor's process is gone; Ray restarts it."""
 
@@ -63,8 +67,9 @@ class EnvironmentClient:
     Requests that arrive during a call to the actor wait, and are sent as one batch after it.
     A batch whose actor died is sent once more. A batch that the environment refuses (it raises, or returns wrong
     shapes) is sent again one conversation at a time, so that one bad conversation fails alone; a batch of one too, so
-    that no outcome depends on which requests arrive together. A batch that takes longer than `step_timeout_s` fails as
-    a whole, and the actor is restarted.
+    that no outcome depends on which requests arrive together. An environment without `may_repeat_step` gets no batch
+    twice: either event fails the batch as a whole. So does a batch that takes longer than `step_timeout_s`, and then
+    the actor is restarted.
     """
 
     def __init__(self, name: str, actor: Any, step_timeout_s: float) -> None:
@@ -73,6 +78,7 @@ class EnvironmentClient:
         self.step_timeout_s = step_timeout_s
         self._waiting: list[_Request] = []
         self._sender: asyncio.Task[None] | None = None
+        self._may_repeat: bool | None = None  # None: it was not asked yet
         self._ended_at: float | None = None  # when the process was ended; None once the next one answers
 
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
@@ -96,11 +102,11 @@ class EnvironmentClient:
             try:
                 return await self._post_process(batch)
             except RayError as error:
-                logger.warning("environment %s: metrics are asked for again: %r", self.name, _cause(error))
+                logger.warning("environment %s: metrics are asked for again: %r", self.name, cause_of(error))
                 await self._restarted()
                 return await self._post_process(batch)
         except (RayError, TimeoutError, _ActorDied) as error:
-            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {_cause(error)!r}"
+            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {cause_of(error)!r}"
             raise EnvironmentFailure(problem) from error
 
     async def _post_process(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
@@ -119,11 +125,11 @@ class EnvironmentClient:
             with BUSY.track(f"environment {self.name!r}"):
                 outcomes = await self._call_twice(batch)
         except StepRefused as refusal:
-            if not is_repeated:
+            if not is_repeated and (isinstance(refusal, _NotSent) or await self._may_repeat_step()):
                 for request in batch:
                     await self._answer([request], is_repeated=True)
                 return
-            outcomes = [EnvironmentFailure(str(refusal))]
+            outcomes = [EnvironmentFailure(str(refusal))] * len(batch)
         except EnvironmentFailure as failure:
             outcomes = [failure] * len(batch)
         for request, outcome in zip(batch, outcomes, strict=True):
@@ -140,12 +146,27 @@ class EnvironmentClient:
         try:
             return await self._call(batch)
         except _ActorDied as first:
-            logger.warning("environment %s died and is restarted; its %d steps are sent again", self.name, len(batch))
+            logger.warning("environment %s died during %d steps and is restarted", self.name, len(batch))
             try:
                 await self._restarted()
+                if not await self._may_repeat_step():
+                    raise EnvironmentFailure(
+                        f"environment {self.name!r} died during a step, which may not be repeated: {first}"
+                    ) from first
                 return await self._call(batch)
             except _ActorDied as second:
                 raise EnvironmentFailure(f"environment {self.name!r} died twice in a row: {second}") from first
+
+    async def _may_repeat_step(self) -> bool:
+        """`may_repeat_step` of the environment; False if it does not answer."""
+        if self._may_repeat is None:
+            try:
+                asked = self.actor.__ray_call__.remote(_may_repeat_step)
+                self._may_repeat = bool(await asyncio.wait_for(asked, self.step_timeout_s))
+            except (RayError, TimeoutError) as error:
+                logger.warning("environment %s: no step is repeated, as it does not answer: %r", self.name, error)
+                return False
+        return self._may_repeat
 
     async def _call(self, batch: list[_Request]) -> list[Outcome]:
         if self._ended_at is not None:  # a restart does not count as time of the step
@@ -153,7 +174,7 @@ class EnvironmentClient:
         try:
             ref = self.actor.step.remote([one.messages for one in batch], [one.metadata for one in batch])
         except _UNSENDABLE as error:
-            raise StepRefused(f"what is sent to environment {self.name!r} cannot be pickled: {error!r}") from error
+            raise _NotSent(f"what is sent to environment {self.name!r} cannot be pickled: {error!r}") from error
         try:
             returned = await asyncio.wait_for(ref, self.step_timeout_s)
         except RayTaskError as error:  # first: Ray makes it an instance of the environment's exception as well
@@ -252,7 +273,12 @@ class EnvironmentPool:
         return joined
 
 
-def _cause(error: Exception) -> Exception:
+def _may_repeat_step(environment: EnvironmentInterface[Any]) -> bool:
+    """Runs in the actor's process."""
+    return environment.may_repeat_step
+
+
+def cause_of(error: Exception) -> Exception:
     """The exception of the environment, in place of Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) else error
 
@@ -375,7 +401,8 @@ def step_each(
     name: str,
     executor: Executor,
 ) -> list[Outcome]:
-    """The steps of `environment` in this process; a batch that it refuses is tried again one conversation at a time.
+    """The steps of `environment` in this process. A batch that it refuses is tried again one conversation at a time, or
+    fails as a whole without `may_repeat_step`.
 
     `step` gets copies of the metadata. It runs in `executor`, whose futures hold its exceptions.
     """
@@ -388,13 +415,13 @@ def step_each(
             return split_return(running.result(), len(logs), name)
         except StepRefused as refusal:
             error = refusal
-    if len(logs) > 1:
+    if len(logs) > 1 and environment.may_repeat_step:
         return [
             step_each(environment, [log], [known], name=name, executor=executor)[0]
             for log, known in zip(logs, metadata, strict=True)
         ]
     reason = str(error) if isinstance(error, StepRefused) else f"environment {name!r} raised {error!r}"
-    return [EnvironmentFailure(f"{reason} ({excerpt(logs[0])})")]
+    return [EnvironmentFailure(f"{reason} ({excerpt(log)})") for log in logs]
 
 
 def excerpt(messages: LLMMessageLogType) -> str:

@@ -45,6 +45,7 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
                 self.environments[part.name] = new_environment(part.env, self.cfg.sections[part.env])
             else:
                 raise ValueError(f"reward_functions: {part.name!r} names env.{part.env}, and there is no such section")
+        self.may_repeat_step = all(environment.may_repeat_step for environment in self.environments.values())
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="reward")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")  # of all environments, as in an actor
 

@@ -26,7 +26,7 @@ class FinalHttpFailure(HttpFailure):
 
 
 class _TryAgain(Exception):
-    """(problem, seconds that the server wants to wait)"""
+    """(problem, seconds that the server wants to wait, whether the server may have got the request)"""
 
 
 class JsonClient:
@@ -49,12 +49,15 @@ class JsonClient:
             raise ValueError(f"{token_key}: {error}") from error
         self.cfg, self.retry_statuses = cfg, retry_statuses
 
-    async def request(self, session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> tuple[Any, int]:
+    async def request(
+        self, session: aiohttp.ClientSession, method: str, url: str, body: Any = None, *, may_repeat: bool = True
+    ) -> tuple[Any, int]:
         """The server's answer, and the number of retries. `body` is JSON; None sends none.
 
         The request is sent again if there is no connection, it breaks, no answer comes in time, the answer is not JSON,
-        or its status is one of `retry_statuses`. Any other status than 200 fails immediately. Redirects are not
-        followed: they would carry the token elsewhere. HttpFailure names the URL and the last problem.
+        or its status is one of `retry_statuses`. Without `may_repeat` it is sent again only if there was no connection.
+        Any other status than 200 fails immediately. Redirects are not followed: they would carry the token elsewhere.
+        HttpFailure names the URL and the last problem.
         """
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         attempt = 0
@@ -62,11 +65,12 @@ class JsonClient:
             try:
                 return await self._attempt(session, method, url, data), attempt
             except _TryAgain as error:
-                if attempt == self.cfg.max_retries:
+                problem, wait_s, was_sent = error.args
+                if attempt == self.cfg.max_retries or (was_sent and not may_repeat):
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
-                    raise HttpFailure(f"{method} {url}: {error.args[0]} (tried {times})") from error
+                    raise HttpFailure(f"{method} {url}: {problem} (tried {times})") from error
                 pause = min(MAX_BACKOFF_S, self.cfg.backoff_s * 2**attempt) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, error.args[1])))
+                await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, wait_s)))
             attempt += 1
 
     async def _attempt(self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None) -> Any:
@@ -85,19 +89,20 @@ class JsonClient:
                         raise FinalHttpFailure(f"{url}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
                 status, wait = response.status, response.headers.get("Retry-After", "")
         except TimeoutError:
-            raise _TryAgain(f"no answer within {self.cfg.timeout_s:g} s", 0.0) from None
+            raise _TryAgain(f"no answer within {self.cfg.timeout_s:g} s", 0.0, True) from None
         except aiohttp.InvalidURL as error:
             raise FinalHttpFailure(f"{method} {url}: this is no URL") from error
         except aiohttp.ClientError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}", 0.0) from error
+            was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            raise _TryAgain(f"{type(error).__name__}: {error}", 0.0, was_sent) from error
         if status == 200:
             try:
                 return json.loads(raw)
             except (ValueError, RecursionError) as error:
-                raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}", 0.0) from error
+                raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}", 0.0, True) from error
         problem = f"status {status}: {self._quoted(raw)}"
         if status in self.retry_statuses:
-            raise _TryAgain(problem, float(wait) if wait.isdecimal() else 0.0)
+            raise _TryAgain(problem, float(wait) if wait.isdecimal() else 0.0, True)
         raise FinalHttpFailure(f"{method} {url}: {problem}")
 
     def _quoted(self, raw: bytearray) -> str:

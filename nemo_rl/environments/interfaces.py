@@ -48,6 +48,12 @@ class EnvironmentInterface[MetadataT](ABC):
     The constructor takes the section's own keys as one dictionary.
     """
 
+    may_repeat_step: bool = True
+    """Whether `step` may get the same conversations again after it has raised or its process has died.
+
+    False where a step has effects, such as a tool that writes: the conversations of such a call fail instead.
+    """
+
     @classmethod
     def options(cls, **options: Any) -> Any:
         """The class as a Ray actor class, for scripts that start an environment without `registry.create_env`."""
@@ -59,7 +65,8 @@ class EnvironmentInterface[MetadataT](ABC):
     ) -> EnvironmentReturn[MetadataT]:
         """Answer the last turn of each conversation. Messages hold `role` and `content` only.
 
-        An exception fails the conversations of the batch: they get no reward, and are counted.
+        An exception fails the conversations of the batch: they get no reward, and are counted. With `may_repeat_step`
+        the batch is tried again one conversation at a time, so that only those fail that raise by themselves.
         """
 
     @abstractmethod

@@ -49,6 +49,8 @@ class McpEnvironment(EnvironmentInterface[Any]):
     server is connected anew for the next call.
     """
 
+    may_repeat_step = False  # tools have effects
+
     def __init__(self, cfg: McpEnvironmentConfig | Mapping[str, Any]) -> None:
         """Connect to all servers. ValueError for one that cannot be reached, or two tools of the same name."""
         self.cfg = McpEnvironmentConfig.model_validate(cfg)
@@ -65,7 +67,6 @@ class McpEnvironment(EnvironmentInterface[Any]):
         asked = {i: [self._start(call) for call in calls[i][:limit]] for i, ours in enumerate(is_ours) if ours}
         others = [i for i, ours in enumerate(is_ours) if not ours]
         logs, rest = [message_log_batch[i] for i in others], [metadata[i] for i in others]
-        # A raise here would send the whole batch again, and its calls would run twice.
         steps = step_each(self.environment, logs, rest, name=self.cfg.environment.type, executor=self._executor)
         outcomes |= zip(others, steps, strict=True)
         for i, of_turn in asked.items():
@@ -80,10 +81,9 @@ class McpEnvironment(EnvironmentInterface[Any]):
     def _answer(self, asked: Sequence[Future[CallToolResult] | str], num_calls: int, metadata: Any) -> Outcome:
         texts = []
         for one in asked:
-            try:
-                text, is_error = (one, True) if isinstance(one, str) else _text_of(one.result())
-            except (*_LOST, TimeoutError) as error:
+            if not isinstance(one, str) and (error := one.exception()) is not None:
                 return EnvironmentFailure(f"an MCP server gave no result: {error!r}")
+            text, is_error = (one, True) if isinstance(one, str) else _text_of(one.result())
             self.num_errors += is_error
             texts.append(shorten(f"error: {text}" if is_error else text, self.cfg.max_result_characters))
         observation = {"role": "tool", "content": numbered(texts, num_calls)}

@@ -35,6 +35,7 @@ class HostedEnvironment(EnvironmentInterface[Any]):
 
     def __init__(self, env_name: str, options: Mapping[str, Any]) -> None:
         self.environment = new_environment(env_name, options)
+        self.may_repeat_step = self.environment.may_repeat_step
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         return self.environment.step(message_log_batch, metadata)

@@ -1,11 +1,12 @@
 """An environment behind HTTP: the JSON that a run and its server exchange, version 1, and both sides.
 
-    GET /health    -> {"protocol": 1, "environment": text}
+    GET /health    -> {"protocol": 1, "environment": text, "may_repeat_step": true or false}
     POST /step     StepRequest -> {"protocol": 1} and the lists of STEP_LISTS, one entry (Row) per conversation
     POST /metrics  MetricsRequest -> {"protocol": 1, "metrics": {name: number}}
 
 A POST has `Content-Type: application/json`. A request may arrive twice under one `request_id`; the second is answered
-as the first was, and the environment does not see it. With a token, every request carries `Authorization: Bearer
+as the first was, and the environment does not see it. A server may leave out `may_repeat_step`, which is then true; see
+`EnvironmentInterface`. With a token, every request carries `Authorization: Bearer
 <token>`. An answer has status 200, or is {"error": text}: 400 for a wrong request, 401 for a wrong token.
 """
 
@@ -70,6 +71,10 @@ class Versioned(_Model):
     """A request, or an answer."""
 
     protocol: Literal[1]
+
+
+class Health(Versioned):
+    may_repeat_step: bool = True  # of the environment
 
 
 class Message(_Model):
@@ -204,9 +209,13 @@ class _Connection:
         self.cfg = cfg
         self.url = cfg.base_url.rstrip("/")
         self.client = JsonClient(cfg, "token_env")
+        self.may_repeat_step = False
 
     async def check_server(self) -> None:
-        """Wait until the server answers. ValueError if it does not in time, or refuses this client."""
+        """Wait until the server answers, and read `may_repeat_step`.
+
+        ValueError if it does not answer in time, or refuses this client.
+        """
         limits = {"timeout_s": min(HEALTH_TIMEOUT_S, self.cfg.start_timeout_s), "max_retries": 0}
         once = JsonClient(self.cfg.model_copy(update=limits), "token_env")
         deadline = time.monotonic() + self.cfg.start_timeout_s
@@ -214,7 +223,7 @@ class _Connection:
             while True:
                 try:
                     answer, _ = await once.request(session, "GET", f"{self.url}/health")
-                    read(Versioned, answer)
+                    self.may_repeat_step = read(Health, answer).may_repeat_step
                     return
                 except (HttpFailure, ProtocolError) as error:
                     if isinstance(error, ProtocolError | FinalHttpFailure) or time.monotonic() > deadline:
@@ -252,7 +261,8 @@ class _Connection:
         ]
         try:
             async with asyncio.timeout(self.cfg.time_limit_s):
-                return read_steps(await self._post(session, "step", batch), len(batch), f"{self.url}/step: ")
+                answer = await self._post(session, "step", batch, may_repeat=self.may_repeat_step)
+                return read_steps(answer, len(batch), f"{self.url}/step: ")
         except HttpFailure as error:
             reason = str(error)
         except ProtocolError as error:
@@ -270,10 +280,10 @@ class _Connection:
         except ProtocolError as error:
             raise RuntimeError(f"POST {self.url}/metrics: {error}") from error
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, batch: Any) -> Any:
-        """Every retry has the same id: a server that has taken the request does not take it again."""
+    async def _post(self, session: aiohttp.ClientSession, path: str, batch: Any, *, may_repeat: bool = True) -> Any:
+        """Every retry has the same id: a server takes it once, unless its process is a new one."""
         body = {"protocol": VERSION, "request_id": uuid.uuid4().hex, "batch": batch}
-        answer, _ = await self.client.request(session, "POST", f"{self.url}/{path}", body)
+        answer, _ = await self.client.request(session, "POST", f"{self.url}/{path}", body, may_repeat=may_repeat)
         return answer
 
 
@@ -285,6 +295,7 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
         self.cfg = RemoteEnvironmentConfig.model_validate(cfg)
         self.connection = _Connection(self.cfg)
         asyncio.run(self.connection.check_server())
+        self.may_repeat_step = self.connection.may_repeat_step
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """The server's answer, in requests of at most `batch_size` conversations, all at once."""
@@ -358,7 +369,8 @@ class EnvironmentServer:
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"protocol": VERSION, "environment": self.name})
+        known = {"environment": self.name, "may_repeat_step": self.environment.may_repeat_step}
+        return web.json_response({"protocol": VERSION, **known})
 
     async def _post(
         self, model: type[Request], answer: Callable[[Any], dict[str, Any]], request: web.Request

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from nemo_rl.environments.client import Outcome, as_return, split_return
+from nemo_rl.environments.client import Outcome, as_return, excerpt, step_each
 from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import PythonToolsEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
-from nemo_rl.environments.math.environment import MathEnvironment, MathMetadata
-from nemo_rl.types import EnvironmentStep, LLMMessageLogType
+from nemo_rl.environments.math.environment import MathEnvironment
+from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import CALCULATOR, PYTHON
 
@@ -41,10 +41,11 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
     """A turn with calls gets their results as a message of role `tool`; the first turn without one is the answer.
 
     The result of a wrong call is its problem. The answer is checked against `metadata["ground_truth"]`: reward 1 or 0.
-    ValueError for a tool that cannot be imported, or `python` on a machine that cannot isolate programs.
+    An exception of a tool fails its conversation, and no call is made twice.
     """
 
     def __init__(self, cfg: PythonToolsEnvironmentConfig | Mapping[str, Any]) -> None:
+        """ValueError for a tool that cannot be imported, or `python` on a machine that cannot isolate programs."""
         self.cfg = PythonToolsEnvironmentConfig.model_validate(cfg)
         self.sandbox = SandboxPool(self.cfg.num_workers, self.cfg.sandbox) if "python" in self.cfg.tools else None
         built_in = {"calculator": calculator}
@@ -52,6 +53,7 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
             built_in["python"] = python(self.sandbox, self.cfg)
         tools = [built_in[name] if name in built_in else import_tool(name) for name in self.cfg.tools]
         self.tools = {tool.name: tool for tool in tools}
+        self.may_repeat_step = built_in.keys() >= set(self.cfg.tools)  # others may have effects
         of_verifier = {"num_workers", "math_verify_impl", "verify_timeout_s"}
         self.verifier = MathEnvironment(self.cfg.model_dump(include=of_verifier))
         self.threads = ThreadPoolExecutor(max_workers=self.cfg.num_workers, thread_name_prefix="tools")
@@ -63,16 +65,17 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         """Answer the calls of each conversation, or check its answer."""
         calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
         states = [dict(known.get("tool_state", {})) for known in metadata]
-        contents = list(self.threads.map(self._answer, calls, states))
+        answers = [self.threads.submit(self._answer, *turn) for turn in zip(calls, states, strict=True)]
         ends = [i for i, of_turn in enumerate(calls) if not of_turn]
-        checked = self.verifier.step(
-            [message_log_batch[i][-1:] for i in ends],
-            [MathMetadata(ground_truth=metadata[i]["ground_truth"]) for i in ends],
-        )
-        verdicts = dict(zip(ends, split_return(checked, len(ends), "math"), strict=True))
+        said, known_of = [message_log_batch[i][-1:] for i in ends], [metadata[i] for i in ends]
+        checked = step_each(self.verifier, said, known_of, name="math", executor=self.threads)
+        verdicts = dict(zip(ends, checked, strict=True))
         outcomes: list[Outcome] = []
-        for i, (content, known, state) in enumerate(zip(contents, metadata, states, strict=True)):
-            observation, after = {"role": "tool", "content": content}, {**known, "tool_state": state}
+        for i, (answer, known, state) in enumerate(zip(answers, metadata, states, strict=True)):
+            if error := answer.exception():
+                outcomes.append(EnvironmentFailure(f"a tool raised {error!r} ({excerpt(message_log_batch[i])})"))
+                continue
+            observation, after = {"role": "tool", "content": answer.result()}, {**known, "tool_state": state}
             going_on = EnvironmentStep(observation=observation, reward=0.0, terminated=False, metadata=after)
             outcomes.append(verdicts.get(i, going_on))
         return as_return(outcomes)

@@ -43,13 +43,13 @@ def served(app: web.Application | Mapping[str, Handler]) -> Iterator[str]:
 
 
 @contextmanager
-def answering(step: Handler, **options: Any) -> Iterator[RemoteEnvironment]:
-    """A remote environment; `step` answers its requests to /step."""
+def answering(step: Handler, *, health: Mapping[str, Any] | None = None, **options: Any) -> Iterator[RemoteEnvironment]:
+    """A remote environment; `step` answers its requests to /step, and `health` is said beside the version."""
 
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"protocol": 1})
+    async def answer_health(request: web.Request) -> web.Response:
+        return web.json_response({"protocol": 1, **(health or {})})
 
-    with served({"/health": health, "/step": step}) as url:
+    with served({"/health": answer_health, "/step": step}) as url:
         yield RemoteEnvironment({"base_url": url, "start_timeout_s": 5.0, **options})
 
 

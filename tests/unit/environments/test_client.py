@@ -32,11 +32,16 @@ def echo(logs, metadata):
 class FakeActor:
     """Stands for an actor handle. `step.remote(logs, metadata)` raises the next of `errors`, or calls `behave`."""
 
-    def __init__(self, behave=echo, *, errors=(), delay_s=0.01):
+    def __init__(self, behave=echo, *, errors=(), delay_s=0.01, may_repeat_step=True):
         self.behave, self.errors, self.delay_s = behave, list(errors), delay_s
+        self.may_repeat_step = may_repeat_step
         self.batches = []
         self.step = self
         self.__ray_ready__ = SimpleNamespace(remote=partial(asyncio.sleep, 0))
+        self.__ray_call__ = SimpleNamespace(remote=self._call)
+
+    async def _call(self, function):
+        return function(self)
 
     def remote(self, logs, metadata):
         self.batches.append(len(logs))
@@ -100,6 +105,21 @@ def test_what_fails_once_costs_nothing_however_many_share_the_call_and_what_fail
             else:
                 assert outcome in str(step) and str(step).endswith(f"(sample 0/0/d:1/{number})")
         assert actor.batches == calls, "once more and no more"
+
+
+def test_a_step_that_may_not_be_repeated_is_made_once_and_its_conversations_fail_with_the_reason():
+    short = lambda logs, metadata: echo(logs, metadata)._replace(metadata=[])  # noqa: E731
+    for told, options in (
+        ("'maze' raised OSError('a file was busy')", {"errors": [BUSY]}),
+        ("'maze' died during a step, which may not be repeated", {"errors": [RayActorError()]}),
+        ("'maze' cannot be read", {"errors": [UNREADABLE]}),
+        ("metadata must be a list of 2", {"behave": short}),
+    ):
+        actor = FakeActor(may_repeat_step=False, **options)
+        failures = asked(actor, "a", "b")
+        assert actor.batches == [2]
+        for number, failure in enumerate(failures):
+            assert told in str(failure) and str(failure).endswith(f"(sample 0/0/d:1/{number})")
 
 
 class Measuring(FakeActor):
@@ -200,9 +220,10 @@ def test_metadata_that_cannot_be_sent_fail_their_conversation_alone():
                 raise TypeError("cannot pickle '_thread.lock' object")
             return super().remote(logs, metadata)
 
-    good, bad = asked(OverRay(), "a", "lock")
-    assert good.reward == 1.0
-    assert "'maze' cannot be pickled: TypeError" in str(bad) and str(bad).endswith("(sample 0/0/d:1/1)")
+    for may_repeat_step in (True, False):  # the environment has not seen them
+        good, bad = asked(OverRay(may_repeat_step=may_repeat_step), "a", "lock")
+        assert good.reward == 1.0
+        assert "'maze' cannot be pickled: TypeError" in str(bad) and str(bad).endswith("(sample 0/0/d:1/1)")
 
 
 def test_an_observation_may_be_parts_of_which_some_are_images():

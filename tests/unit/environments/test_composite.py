@@ -48,8 +48,8 @@ class Halves(EnvironmentInterface[Any]):
         return batch, {"sum": batch["rewards"].sum().item(), "xs": sum(sample["x"] for sample in batch["metrics"])}
 
 
-def composite(*parts: dict[str, Any], **options: Any) -> CompositeEnvironment:
-    sections = {"halves": {"type": f"{HERE}:Halves", "factor": 0.5}}
+def composite(*parts: dict[str, Any], halves: dict[str, Any] | None = None, **options: Any) -> CompositeEnvironment:
+    sections = {"halves": {"type": f"{HERE}:Halves", "factor": 0.5, **(halves or {})}}
     return CompositeEnvironment({"reward_functions": list(parts), "sections": sections, "num_workers": 2, **options})
 
 

@@ -23,12 +23,14 @@ KEY = "env.mine.py_executable"
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
 
 ENVIRONMENT = """
+from pathlib import Path
 import nowhere_else
 import six
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 
 class Mine(EnvironmentInterface[dict]):
+    may_repeat_step = False
     def __init__(self, cfg):
         self.scale = cfg["scale"]
     def step(self, logs, metadata):

@@ -34,12 +34,20 @@ def shout(arguments, state) -> str:
     return arguments["text"].upper() + "!" * state["shouts"]
 
 
+def boom(arguments, state) -> str:
+    raise OSError("no more room")
+
+
+BOOM = Tool(function_spec("boom", "Raises.", {}), boom)
 SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
 
 
 @pytest.fixture(scope="module")
 def environment():
-    tools, limits = ["calculator", "python", f"{__name__}:SHOUT"], {"time_limit_s": 2.0, "cpu_limit_s": 1}
+    tools, limits = (
+        ["calculator", "python", f"{__name__}:SHOUT", f"{__name__}:BOOM"],
+        {"time_limit_s": 2.0, "cpu_limit_s": 1},
+    )
     made: Any = new_environment("python_tools", {"num_workers": 1, "tools": tools, "sandbox": limits})
     yield made
     made.shutdown()
@@ -69,7 +77,7 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
         "<tool_call>{'name': 'calculator'}</tool_call>": "is not JSON",
         "<tool_call>[1]</tool_call>": "names no tool",
         '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>': "the arguments are no JSON object",
-        call("calculater", expression="1"): "no tool 'calculater'; there are: calculator, python, shout",
+        call("calculater", expression="1"): "no tool 'calculater'; there are: calculator, python, shout, boom",
         call("calculator", expr="1"): "needs the argument 'expression'",
         call("calculator", expression=3): "must be of type string",
         call("calculator", expression="1", more="2"): "has no argument 'more'",
@@ -86,6 +94,17 @@ def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) 
         assert part in text and reward == 0.0 and not ends
     _, metrics = environment.global_post_process_and_metrics(finished)
     assert (metrics["num_tool_calls"], metrics["num_refused_tool_calls"]) == (15.0, 9.0)
+
+
+def test_an_exception_of_a_tool_fails_its_conversation_alone_and_no_call_is_made_twice(environment) -> None:
+    before, truth = environment.num_calls, {"ground_truth": "12"}
+    turns = [call("boom"), call("shout", text="hey"), "\\boxed{12}", "\\boxed{12}"]
+    given = environment.step(list(map(answered, turns)), [truth, truth, truth, {}])
+    assert given.failures[0].startswith("a tool raised OSError('no more room') (in the conversation that ends")
+    assert given.observations[1]["content"] == "HEY!" and given.rewards.tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert given.failures[1:3] == [None, None] and "KeyError('ground_truth')" in given.failures[3]
+    assert environment.num_calls == before + 2 and not environment.may_repeat_step
+    assert McpEnvironment.may_repeat_step is False
 
 
 def test_calls_are_found_in_several_styles() -> None:
