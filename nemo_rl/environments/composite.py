@@ -107,6 +107,11 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
             found |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return batch, found
 
+    def shutdown(self) -> None:
+        """Shut down the environments among the parts."""
+        for environment in self.environments.values():
+            environment.shutdown()
+
 
 def _of_function(part: str, future: Future[Any], log: LLMMessageLogType) -> Outcome:
     """The value of a reward function as the step of an environment."""

@@ -12,6 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
 
 FinishedSamples = BatchedDataDict[Any]
+SHUTDOWN_TIMEOUT_S = 10.0  # of all environments of a run together
 
 
 class EnvironmentReturn[MetadataT](NamedTuple):
@@ -72,6 +73,12 @@ class EnvironmentInterface[MetadataT](ABC):
     @abstractmethod
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Free what the environment holds outside of its process. Called once, when the run ends, however it ends.
+
+        The run waits for at most `SHUTDOWN_TIMEOUT_S`, a step that still runs included. An exception is a warning.
+        """
 
 
 def one_turn[MetadataT](

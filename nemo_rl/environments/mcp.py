@@ -97,8 +97,9 @@ class McpEnvironment(EnvironmentInterface[Any]):
         return batch, {**metrics, **own}
 
     def shutdown(self) -> None:
-        """End the connections and the servers that were started."""
+        """End the connections, the servers that were started, and the environment."""
         self.servers.close()
+        self.environment.shutdown()
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:

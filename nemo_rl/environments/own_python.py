@@ -43,6 +43,9 @@ class HostedEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         return self.environment.global_post_process_and_metrics(batch)
 
+    def shutdown(self) -> None:
+        self.environment.shutdown()
+
 
 def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
     """Ray's `runtime_env` of an actor with this Python, which is made if needed. `key` names the setting in errors.

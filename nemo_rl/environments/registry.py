@@ -1,18 +1,21 @@
 """Environments by name: a section of `env` -> a running actor."""
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from nemo_rl.config.loader import build_config
 from nemo_rl.config.rules import StrictModel
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
+from nemo_rl.environments.client import RESTART_POLL_S, cause_of
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
     AgentEnvironmentConfig,
@@ -25,9 +28,11 @@ from nemo_rl.environments.config import (
     own_python,
     unknown_type,
 )
-from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.environments.interfaces import SHUTDOWN_TIMEOUT_S, EnvironmentInterface
 from nemo_rl.environments.section_parts import Actors
 from nemo_rl.utils.registry import import_object
+
+logger = logging.getLogger(__name__)
 
 HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
 OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
@@ -42,8 +47,22 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 
 def find_env_class(env_type: str) -> Any:
-    """The class (plain or a Ray actor class) behind a registry name or an import path. ValueError without one."""
-    return import_object(env_class_path(env_type), "environment")
+    """The class (plain or a Ray actor class) behind a registry name or an import path.
+
+    ValueError without one, or for a class that is no `EnvironmentInterface`.
+    """
+    found = import_object(env_class_path(env_type), "environment")
+    plain = _plain_class(found)
+    if env_type != "agent" and not (isinstance(plain, type) and issubclass(plain, EnvironmentInterface)):
+        raise ValueError(
+            f"environment {env_type!r} is no EnvironmentInterface: derive the class from "
+            "nemo_rl.environments.interfaces.EnvironmentInterface"
+        )
+    return found
+
+
+def _plain_class(env_class: Any) -> Any:
+    return vars(env_class)["__ray_metadata__"].modified_class if isinstance(env_class, ActorClass) else env_class
 
 
 def env_class_path(env_type: str) -> str:
@@ -57,10 +76,7 @@ def env_class_path(env_type: str) -> str:
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
     """The environment of a section in this process, without an actor; see `create_env`."""
     options = keys_of(_checked(env_name, env_config))
-    env_class: Any = find_env_class(options.pop("type", env_name))
-    if isinstance(env_class, ActorClass):
-        env_class = vars(env_class)["__ray_metadata__"].modified_class
-    return env_class(options)
+    return _plain_class(find_env_class(options.pop("type", env_name)))(options)
 
 
 def create_envs(
@@ -136,6 +152,50 @@ def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None
             lines = [line.strip() for line in str(error).strip().splitlines()]
             where = next((line for line in reversed(lines) if line.startswith("File ")), "no stack is known")
             raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {lines[-1]} ({where})") from error
+
+
+def end_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    """Call `shutdown` of the environments of `create_envs`, all at once, and end their processes.
+
+    They have `timeout_s` seconds together. A problem is a warning that names the environment.
+    """
+    if not ray.is_initialized() or ray_loss() is not None:  # nobody would answer
+        return
+    deadline = time.monotonic() + timeout_s
+    named = [(name, actor) for name, handles in actors.items() for actor in handles]
+    with ThreadPoolExecutor(max(1, len(named)), thread_name_prefix="end_envs") as threads:
+        problems = threads.map(lambda one: _end_env(one[1], deadline), named)
+        for (name, _), problem in zip(named, problems, strict=True):
+            if problem is not None:
+                logger.warning("environment %s: shutdown %s", name, problem)
+
+
+def _end_env(actor: Any, deadline: float) -> str | None:
+    """Call `shutdown` in the actor's living process, and end it. Returns the problem, if there is one."""
+    try:
+        if _lives(actor, deadline):
+            ray.get(actor.shutdown.remote(), timeout=max(0.0, deadline - time.monotonic()))
+        return None
+    except GetTimeoutError:
+        return "has not ended in time, and its process is killed"
+    except RayError as error:
+        return f"failed: {cause_of(error)!r}"
+    finally:
+        ray.kill(actor)
+
+
+def _lives(actor: Any, deadline: float) -> bool:
+    """Whether the actor has a process, after a wait if Ray restarts it. GetTimeoutError at the deadline."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ray.get(actor.__ray_ready__.remote(), timeout=max(0.0, left))
+        except ActorUnavailableError:
+            if left < 0:
+                raise
+            time.sleep(RESTART_POLL_S)
+        except RayActorError:  # it could not be constructed, or ended too often
+            return False
 
 
 def _check_gpus(wanted: Mapping[str, int], free: float) -> None:

@@ -34,7 +34,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, excerpt, step_each
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, total
+from nemo_rl.environments.interfaces import (
+    SHUTDOWN_TIMEOUT_S,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    FinishedSamples,
+    total,
+)
 from nemo_rl.types import LLMMessageLogType
 
 logger = logging.getLogger(__name__)
@@ -426,6 +432,12 @@ class EnvironmentServer:
         return {"protocol": VERSION, "metrics": found}
 
     async def _close(self, app: web.Application) -> None:
+        ending = self._environment.submit(self.environment.shutdown)
+        await asyncio.wait([asyncio.wrap_future(ending)], timeout=SHUTDOWN_TIMEOUT_S)
+        if not ending.done():
+            logger.warning("environment %s: shutdown has not ended within %g s", self.name, SHUTDOWN_TIMEOUT_S)
+        elif error := ending.exception():
+            logger.warning("environment %s: shutdown raised %r", self.name, error)
         self._calls.shutdown(wait=False)
         self._environment.shutdown(wait=False)
 

@@ -38,7 +38,7 @@ from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig, judges_of, named_sections
-from nemo_rl.environments.registry import create_envs, find_env_class, wait_for_envs
+from nemo_rl.environments.registry import create_envs, end_envs, find_env_class, wait_for_envs
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
@@ -212,6 +212,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     cluster, accelerator = devices.cluster, devices.accelerator
     # Created first, so that they start while the model loads.
     environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
+    stack.callback(end_envs, environments)
     generation = VllmGeneration(
         cluster,
         EngineSettings(

@@ -124,6 +124,7 @@ def test_every_pair_is_drawn() -> None:
 # -- environments of the user
 
 UNSTEADY = """
+import os
 import time
 from pathlib import Path
 import torch
@@ -143,6 +144,10 @@ class Unsteady(EnvironmentInterface):
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
+
+    def shutdown(self):
+        with Path("ended").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
 
 class Unmade(Unsteady):
     def __init__(self, cfg):
@@ -167,6 +172,7 @@ def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path: Path) -> N
     assert "sampled a token with the logprob nan or inf" in output, "after the first update"
     assert "gradient norm nan" in output and "policy.nonfinite_action=skip" in output
     assert list(tmp_path.glob("logs/exp_000/nonfinite_step_*.jsonl"))
+    assert len((tmp_path / "ended").read_text().split()) == 1, "the environment is shut down after an error, too"
 
 
 @pytest.mark.slow

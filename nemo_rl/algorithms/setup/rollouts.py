@@ -16,7 +16,7 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
-from nemo_rl.environments.registry import create_envs, wait_for_envs
+from nemo_rl.environments.registry import create_envs, end_envs, wait_for_envs
 from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -171,6 +171,7 @@ def build_rollouts[InputsT: RolloutInputs](
         # Created first, so that they start while the models load.
         sections = preflight.sections_to_start(config.env, inputs.data.task_to_env.values())
         environments = create_envs(sections, training.cluster)
+        stack.callback(end_envs, environments)
         training.cluster.bundles()  # booked once, before worker groups start in parallel
         with ThreadPoolExecutor(max_workers=1) as threads:
             starting = threads.submit(

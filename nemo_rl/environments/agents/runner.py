@@ -72,6 +72,13 @@ class AgentRunner:
         if base_url in self._running:
             self._running[base_url].cancel()
 
+    async def shutdown(self) -> None:
+        """Stop the episodes that still run, and with them the processes of commands."""
+        if stopped := list(self._running.values()):
+            for running in stopped:
+                running.cancel()
+            await asyncio.wait(stopped)
+
     async def _run(self, task: AgentTask) -> AgentOutcome:
         async with self._slots:
             if self.agent is not None:

@@ -1,10 +1,14 @@
 import asyncio
+import logging
 import math
+import os
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -275,6 +279,66 @@ def test_real_actors_hang_and_raise(ray_local, tmp_path, monkeypatch):
 
     asyncio.run(run())
     ray.kill(actor)
+
+
+ENDS = """
+import os, time
+from pathlib import Path
+from nemo_rl.environments.interfaces import EnvironmentInterface
+
+class Ends(EnvironmentInterface):
+    def __init__(self, cfg): self.cfg = cfg
+    def step(self, message_log_batch, metadata): raise NotImplementedError
+    def global_post_process_and_metrics(self, batch): return batch, {}
+    def shutdown(self):
+        with Path(self.cfg["file"]).open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        exec(self.cfg["then"])
+
+class Unmade(Ends):
+    def __init__(self, cfg): raise KeyError("oven")
+"""
+
+
+@pytest.mark.over_20s("six processes of environments start")
+def test_each_environment_is_shut_down_once_and_one_that_hangs_is_ended(ray_local, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ends.py").write_text(ENDS)
+
+    def started(name: str, then: str, kind: str = "Ends") -> Any:
+        return registry.create_env(name, {"type": f"ends:{kind}", "file": str(tmp_path / name), "then": then})
+
+    def pids(name: str) -> list[int]:
+        return [int(line) for line in (tmp_path / name).read_text().split()]
+
+    actors = [started("sound", "pass"), started("bad", "1 / 0"), started("gone", "os._exit(1)")]
+    first = ray.get(actors[0].__ray_call__.remote(lambda _: os.getpid()))
+    ray.kill(actors[0], no_restart=False)  # the next process is shut down
+    unmade = started("unmade", "", "Unmade")
+    with pytest.raises(ValueError, match="oven"):
+        registry.wait_for_envs({"unmade": [unmade]}, 60)
+    named = dict(zip(("sound", "bad", "gone", "unmade"), ([actor] for actor in (*actors, unmade)), strict=True))
+    with caplog.at_level(logging.WARNING, "nemo_rl"):
+        registry.end_envs(named, timeout_s=60)
+    assert len(pids("sound")) == len(pids("bad")) == len(pids("gone")) == 1 and pids("sound") != [first]
+    bad, gone = (record.getMessage() for record in caplog.records)
+    assert bad == "environment bad: shutdown failed: ZeroDivisionError('division by zero')"
+    assert gone.startswith("environment gone: shutdown failed: ")
+
+    hung = started("hung", "time.sleep(1000)")
+    ray.get(hung.__ray_ready__.remote())
+    registry.end_envs({"hung": [hung]}, timeout_s=2)
+    assert "environment hung: shutdown has not ended in time, and its process is killed" in caplog.messages[-1]
+    [pid] = pids("hung")
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_class_that_is_no_environment_is_refused():
+    with pytest.raises(ValueError, match=r"'pathlib:Path' is no EnvironmentInterface: derive the class from"):
+        registry.find_env_class("pathlib:Path")
 
 
 def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_local):

@@ -34,8 +34,14 @@ class Halves(EnvironmentInterface[Any]):
 
     def __init__(self, cfg: dict[str, Any]) -> None:
         self.factor = cfg["factor"]
+        self.may_repeat_step = cfg.get("may_repeat_step", True)
+        self.num_steps = self.num_shutdowns = 0
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        self.num_steps += 1
         said = [log[-1]["content"] for log in message_log_batch]
         if "bad" in said:
             raise RuntimeError("refused")
@@ -73,6 +79,16 @@ def test_functions_and_environments_are_weighted_and_each_is_reported():
     assert batch["rewards"].tolist() == returned.rewards.tolist()
     batch["metrics"] = [returned.metrics[0], {}]
     assert environment.global_post_process_and_metrics(batch)[1] == {}
+
+
+def test_an_environment_among_the_parts_says_whether_steps_may_be_repeated_and_is_shut_down():
+    environment = composite(NUMBER, HALVES, halves={"may_repeat_step": False})
+    returned = environment.step([log("1"), log("bad")], [{}, {}])
+    halves: Any = environment.environments["half"]
+    assert halves.num_steps == 1 and all("'halves' raised RuntimeError('refused')" in f for f in returned.failures)
+    environment.shutdown()
+    assert not environment.may_repeat_step and composite(NUMBER, HALVES).may_repeat_step
+    assert halves.num_shutdowns == 1
 
 
 def test_a_part_that_fails_fails_its_sample_alone_and_is_named():

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.environments.config import EnvironmentConfig
 from nemo_rl.environments.own_python import python_of
-from nemo_rl.environments.registry import create_env, wait_for_envs
+from nemo_rl.environments.registry import create_env, end_envs, wait_for_envs
 from nemo_rl.utils.venvs import VenvBuildError
 from tests.conversations import user
 
@@ -32,11 +32,13 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, one_turn
 class Mine(EnvironmentInterface[dict]):
     may_repeat_step = False
     def __init__(self, cfg):
-        self.scale = cfg["scale"]
+        self.scale, self.file = cfg["scale"], cfg["file"]
     def step(self, logs, metadata):
         return one_turn([f"{nowhere_else.WORD} {six.__version__}"], metadata, torch.tensor([self.scale]))
     def global_post_process_and_metrics(self, batch):
         return batch, {"scale": self.scale}
+    def shutdown(self):
+        Path(self.file).touch()
 """
 
 
@@ -72,13 +74,16 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     (folder / "mine_of_test.py").write_text(ENVIRONMENT)
     made = [("six", "99.1", "__version__ = '99.1'\n"), ("nowhere_else", "1.0", "WORD = 'found'\n")]
     wheels = [f"./{wheel(folder, *of_package).name}" for of_package in made]
-    section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": wheels}
+    section = {"type": "mine_of_test:Mine", "scale": 0.5, "file": str(folder / "ended"), "py_executable": wheels}
     actor = create_env("mine", EnvironmentConfig.model_validate(section))
     wait_for_envs({"mine": [actor]}, 240)
     asked = [actor.step.remote([[user("1")]], [{}]), actor.global_post_process_and_metrics.remote({})]
     returned, (_, metrics) = ray.get(asked, timeout=240)
     assert returned.observations[0]["content"] == "Environment: found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
+    assert ray.get(actor.__ray_call__.remote(lambda hosted: hosted.may_repeat_step)) is False
+    end_envs({"mine": [actor]}, 60)
+    assert (folder / "ended").exists()
 
 
 def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:

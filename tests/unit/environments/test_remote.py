@@ -19,8 +19,13 @@ from tests.unit.environments.http_servers import Scripted, answering, post, serv
 class Counting(EnvironmentInterface[Any]):
     """Several turns; the metadata count them. Some answers are trouble."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_repeat_step: bool = True) -> None:
         self.calls: list[int] = []
+        self.may_repeat_step = may_repeat_step
+        self.num_shutdowns = 0
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
         self.calls.append(len(metadata))
@@ -84,6 +89,23 @@ def test_a_request_that_took_too_long_is_sent_again_and_not_stepped_twice():
         returned = remote.step([log("slow")], [{"turn": 0}])
         assert returned.failures == [None] and returned.metadata == [{"turn": 1}]
     assert environment.calls == [1], "the second attempt waited for the answer to the first"
+
+
+def test_a_step_that_may_not_be_repeated_is_not_sent_again_once_the_server_may_have_it():
+    environment = Counting(may_repeat_step=False)
+    with serving(environment, max_retries=3) as remote:
+        assert not remote.may_repeat_step
+        failures = remote.step([log("a"), log("raise")], [{"turn": 0}, {"turn": 0}]).failures
+        assert environment.calls == [2] and all("no such move" in failure for failure in failures)
+        url = remote.connection.url
+    assert environment.num_shutdowns == 1, "with the server"
+    [failure] = remote.step([log("a")], [{"turn": 0}]).failures
+    assert f"POST {url}/step: ClientConnectorError" in failure and "(tried 4 times)" in failure, "it was never sent"
+    for may_repeat_step, tries in ((False, 1), (True, 2)):
+        server = Scripted([503, json.dumps(GOOD)])
+        with answering(server.handle, backoff_s=0.01, health={"may_repeat_step": may_repeat_step}) as remote:
+            [failure] = remote.step([log("a")], [None]).failures
+        assert len(server.requests) == tries and (failure is None) is may_repeat_step
 
 
 def test_a_server_without_an_answer_in_time_fails_the_conversations_and_is_named():
