@@ -66,7 +66,9 @@ class SampleFolder:
         return self.folder / SAMPLES
 
     def append(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        """Write all samples of some prompts to stable storage. Raises LogError if the disk is full."""
+        """Write all samples of some prompts to stable storage. LogError if they cannot be written, or earlier ones are
+        gone."""
+        self._check_kept()
         lines = [strict_json.dumps(asdict(record)) + "\n" for group in groups for record in group]
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -80,10 +82,18 @@ class SampleFolder:
             self.outcomes[group[0].prompt_id] = [record.outcome for record in group]
 
     def write_results(self, results: Mapping[str, Any]) -> Path:
-        """Replace results.json."""
+        """Replace results.json. LogError if it cannot be written, or samples are gone."""
+        self._check_kept()
         path = self.folder / RESULTS
-        _replace(path, strict_json.dumps(results, indent=1) + "\n")
+        try:
+            _replace(path, strict_json.dumps(results, indent=1) + "\n")
+        except OSError as error:
+            raise LogError(f"{path} cannot be written: {error.strerror}; free some space") from error
         return path
+
+    def _check_kept(self) -> None:
+        if self.outcomes and not self.path.exists():
+            raise LogError(f"{self.path} was deleted or moved during the evaluation, with the samples so far")
 
     def _read(self) -> int:
         """Read the samples of an earlier process, and cut off the groups that it left unfinished. Returns their bytes.
@@ -148,8 +158,11 @@ def open_folder(
         if not try_lock(descriptor):
             raise CheckpointError(f"another process writes to {folder}; wait for it, or set eval.save_path to another")
         _check_identity(folder, identity)
-        _replace(folder / IDENTITY, strict_json.dumps(identity, indent=1) + "\n")
-        _replace(folder / CONFIG, config_yaml)
+        try:
+            _replace(folder / IDENTITY, strict_json.dumps(identity, indent=1) + "\n")
+            _replace(folder / CONFIG, config_yaml)
+        except OSError as error:
+            raise _not_writable(folder, error) from error
         yield SampleFolder(folder, num_samples)
     finally:
         os.close(descriptor)
@@ -175,12 +188,9 @@ def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
 def _replace(path: Path, text: str) -> None:
     """Replace a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
-    try:
-        write_synced(partial, text)
-        partial.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise _not_writable(path.parent, error) from error
+    write_synced(partial, text)
+    partial.replace(path)
+    sync_directory(path.parent)
 
 
 def _not_writable(folder: Path, error: OSError) -> ValueError:

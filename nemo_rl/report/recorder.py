@@ -266,6 +266,8 @@ class RunRecorder:
         try:
             with (self.folder / name).open(mode, encoding="ascii") as file:
                 file.write(text)
+        except FileNotFoundError:  # somebody deleted the folder; the logger makes it again
+            return
         except OSError as error:
             self._give_up(name, str(error.strerror))
 

@@ -139,9 +139,11 @@ class RunConsole:
         try:
             with self._events.open("a", encoding="ascii") as file:
                 file.write(json.dumps(event) + "\n")
+        except FileNotFoundError:  # somebody deleted the folder; the owner of its other files makes it again, or ends
+            pass
         except OSError as error:
             path, self._events = self._events, None
-            self.warn(f"events cannot be written to {path}: {error.strerror}; the run goes on without the file")
+            self.warn(f"events are no longer written to {path}: {error.strerror}")
 
     def end(self, status: int) -> int:
         """Note the end of the run, with its exit status, which is returned."""

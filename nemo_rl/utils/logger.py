@@ -9,9 +9,11 @@ line is strict JSON: a value that is not finite is the string "NaN", "Infinity" 
 
 import errno
 import importlib.util
+import logging
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.files import flatten_dict
 from nemo_rl.utils.registry import import_object
 
-METRICS_NAME = "metrics.jsonl"
+log = logging.getLogger(__name__)
+
+METRICS_NAME, CONFIG_NAME = "metrics.jsonl", "config.yaml"
 TRACKERS = "nemo_rl.utils.trackers:start_trackers"  # imported in runs that have one
 
 
 class LogError(RuntimeError):
-    """Metrics or records could not be written."""
+    """Metrics or other files of the log could not be written."""
 
 
 def _log_error(what: str, path: Path, error: OSError) -> LogError:
@@ -41,6 +45,9 @@ class Logger:
     the trackers of `cfg`.
 
     `run_ids` are the trackers' runs that this one continues, from `run_ids` of the logger that wrote them.
+
+    A folder that is deleted or moved under the run is made again, with a warning; `summary` then says what it lacks.
+    LogError where a file cannot be written.
     """
 
     def __init__(
@@ -52,10 +59,12 @@ class Logger:
         if not isinstance(cfg, LoggerConfig):
             cfg = build_section("logger", LoggerConfig, cfg)
         self.run_dir = Path(cfg.log_dir if run_dir is None else run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
         self._metrics: dict[str, float] = {}
-        self._file = (self.run_dir / METRICS_NAME).open("ab", buffering=0)
+        self._config: str | None = None  # as YAML
+        self._file = self._open()
+        self._is_whole = True  # no file was lost
+        self._first_step: int | None = None  # in the file, since the last loss
         self._known_runs = dict(run_ids or {})
         self._trackers: dict[str, Any] = {}  # `GuardedTracker` by name
         if cfg.enabled_trackers:
@@ -104,10 +113,11 @@ class Logger:
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the metrics of `step` as one line, send them to the trackers, and return them.
 
-        Raises LogError if they cannot be written to disk.
+        LogError if they cannot be written.
         """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         metrics, self._metrics, self._step = self._metrics, {}, None
+        self._keep_folder()
         line, size_before = (files.dumps({"step": step, **metrics}) + "\n").encode(), self._file.tell()
         try:
             if self._file.write(line) < len(line):
@@ -115,14 +125,16 @@ class Logger:
         except OSError as error:
             self._file.truncate(size_before)  # leave no partial line
             raise _log_error(f"the metrics of step {step}", self.run_dir / METRICS_NAME, error) from error
+        if self._first_step is None:
+            self._first_step = step
         self._send(lambda tracker: tracker.log(metrics, step))
         return metrics
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the resolved configuration to `config.yaml` in the run folder and to the trackers."""
         plain = files.to_plain(params)
-        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-        (self.run_dir / "config.yaml").write_text(text, encoding="utf-8")
+        text = self._config = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        self.log_text(text, CONFIG_NAME)
         self._send(lambda tracker: tracker.log_hyperparams(plain, text))
 
     def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
@@ -135,13 +147,17 @@ class Logger:
         self._send(lambda tracker: tracker.log_samples(rows, step))
 
     def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
-        """Write one JSON object per line to `file_name` in the run folder. Raises LogError if it cannot be written."""
+        """Write one JSON object per line to `file_name` in the run folder."""
+        return self.log_text("".join(files.dumps(record) + "\n" for record in records), file_name)
+
+    def log_text(self, text: str, file_name: str) -> Path:
+        """Write a file of the run folder."""
+        self._keep_folder()
         path = self.run_dir / file_name
         try:
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(files.dumps(record) + "\n" for record in records)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise _log_error("records", path, error) from error
+            raise _log_error("the log", path, error) from error
         return path
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Path:
@@ -151,6 +167,32 @@ class Logger:
         return self.log_records(
             ({"idx": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(rows)), filename
         )
+
+    def summary(self) -> str:
+        """What is where, for the end of a run."""
+        self._keep_folder()
+        if self._is_whole:
+            return f"metrics and configuration are in {self.run_dir}"
+        left = "no metrics" if self._first_step is None else f"the metrics from step {self._first_step} on"
+        return f"{self.run_dir} was deleted or moved during the run, and has {left}"
+
+    def _keep_folder(self) -> None:
+        """Make the folder again if it, or metrics.jsonl in it, is gone."""
+        if (self.run_dir / METRICS_NAME).exists():
+            return
+        log.warning("%s was deleted or moved: its files so far are lost; it is made again for the rest", self.run_dir)
+        self._file.close()
+        self._file, self._is_whole, self._first_step = self._open(), False, None
+        if self._config is not None:
+            self.log_text(self._config, CONFIG_NAME)
+
+    def _open(self) -> FileIO:
+        path = self.run_dir / METRICS_NAME
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            return path.open("ab", buffering=0)
+        except OSError as error:
+            raise _log_error("metrics", path, error) from error
 
     def close(self, error: str | None = None) -> None:
         """Close the trackers, which show a run that an `error` ended as failed. Drops an unfinished step's metrics."""
@@ -163,8 +205,14 @@ class Logger:
 
 
 def get_next_experiment_dir(log_dir: Path | str) -> Path:
-    """Create and return `<log_dir>/exp_NNN`, with the next free number. Two runs never get the same folder."""
-    return files.new_folder(Path(log_dir), "exp_")
+    """Create and return `<log_dir>/exp_NNN`, with the next free number. Two runs never get the same folder.
+
+    LogError if it cannot be created.
+    """
+    try:
+        return files.new_folder(Path(log_dir), "exp_")
+    except OSError as error:
+        raise _log_error("the folder of the run", Path(log_dir), error) from error
 
 
 def check_packages(cfg: LoggerConfig, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:

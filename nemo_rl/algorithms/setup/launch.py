@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from nemo_rl.utils.checkpoint.lock import FolderLost, FolderTaken
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.files import is_disk_full
+from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption, command_line
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.registry import import_object
@@ -133,7 +136,7 @@ def launch[ConfigT: RunConfig, RunInputsT: RunInputs](
                     tools.recorder.close(max(LAST_WORDS_S, interruption.left_s()))
                 at_last.enter_context(interruption.exit_after(SHUTDOWN_S))
                 raise KeyboardInterrupt from error
-        return f"{end}; metrics and configuration are in {run_dir}"
+            return f"{end}; {tools.logger.summary()}"
 
     interruption = Interruption(checked.cluster.grace_s)
     with ExitStack() as at_last:  # the page also says how the run ended
@@ -189,6 +192,11 @@ def run_command[InputsT](
                 console.end(interruption.status)
             return interruption.status
         except BaseException as error:
+            if isinstance(error, Exception) and is_disk_full(error, free_bytes=sys.maxsize):
+                folders = str(cache_root()) if path is None else f"{path} and {cache_root()}"
+                text = f"{console.where(error)}: a disk is full: {error}; free some space for {folders}"
+                console.error(text if path is None else f"{text}\n{files} in {path}; the same command {again}")
+                return console.end(1)
             console.note("error", f"{type(error).__name__}: {error}")
             console.end(1)
             raise

@@ -53,8 +53,7 @@ class DiagnosticRun(RolloutTrainer):
         self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled, will_sync=False)
         with self.phase("investigation"):
             diagnosis = investigate(self, groups, trained_version=0)
-        path = self.tools.logger.run_dir / "disagreement.json"
-        path.write_text(diagnosis.to_json(), encoding="utf-8")
+        path = self.tools.logger.log_text(diagnosis.to_json(), "disagreement.json")
         show = self.tools.console.info if diagnosis.cause is Cause.ROUNDING else self.tools.console.warn
         show(f"{diagnosis}\n  all    {path}")
         self.found.append(diagnosis)

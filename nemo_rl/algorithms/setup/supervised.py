@@ -27,7 +27,7 @@ from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, Prompt
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
 from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
-from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
+from nemo_rl.data.rows.token_cache import TokenCache
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
@@ -91,7 +91,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
         config.section: {"seed": loop.seed, "train_global_batch_size": batch_size},
     }
     if data.cache_tokens:
-        check_cache_dir()
+        TokenCache(make.fingerprint()).close()  # one that cannot be used is told before anything starts
     check_outputs(config, config.policy, model.config, identity)
     return SupervisedInputs(model=model, data=setup, make=make, prompts=prompts, identity=identity)
 

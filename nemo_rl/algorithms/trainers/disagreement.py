@@ -445,9 +445,5 @@ def look_into(trainer: RolloutTrainer, groups: Sequence[GroupHandle]) -> None:
     except (WorkerError, NothingToCompare) as error:
         console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
         return
-    path = trainer.tools.logger.run_dir / f"disagreement_step_{step}.json"
-    try:
-        path.write_text(diagnosis.to_json(), encoding="utf-8")
-    except OSError as error:
-        console.warn(f"{path} cannot be written: {error.strerror}")
+    path = trainer.tools.logger.log_text(diagnosis.to_json(), f"disagreement_step_{step}.json")
     console.warn(f"{diagnosis}\n  all    {path}")

@@ -5,6 +5,7 @@ It holds tokens alone. A row with images stays out: what it becomes depends on f
 
 import datetime
 import decimal
+import errno
 import json
 import logging
 import os
@@ -43,7 +44,8 @@ class TokenCache:
 
     `fingerprint` identifies everything except the row that determines its tokens (tokenizer, template, processor,
     limits). A damaged file is renamed, with a warning, and a new one is made. If rows cannot be written, for example to
-    a full disk, the cache stops storing, with one warning. Raises ValueError if the directory cannot be written.
+    a full disk, the cache stops storing, with one warning. Raises ValueError if the directory cannot be written, and
+    OSError if there is no room for a new file.
     """
 
     def __init__(self, fingerprint: str, directory: str | Path | None = None) -> None:
@@ -134,6 +136,8 @@ class TokenCache:
     def _put_aside(self, error: Exception) -> None:
         """Rename a damaged file, unless another process has already done so."""
         if isinstance(error, sqlite3.OperationalError):  # the file is sound; the disk, say, is not
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
             raise ValueError(
                 f"the token cache {self.path} cannot be used: {error}; see that the folder is on a disk with room, or "
                 "switch the cache off with data.cache_tokens=false"

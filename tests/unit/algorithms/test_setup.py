@@ -1,6 +1,7 @@
 """What is checked and shown before anything starts: models, environments, servers, placement, and rows of data."""
 
 import json
+import logging
 import re
 import shutil
 import stat
@@ -13,7 +14,7 @@ import pytest
 
 from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.algorithms.setup.hardware import check_hardware, check_processes
-from nemo_rl.algorithms.setup.launch import RunInputs, launch
+from nemo_rl.algorithms.setup.launch import RunInputs, launch, run_command
 from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
 from nemo_rl.algorithms.setup.serve import write_address
@@ -21,6 +22,7 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
+from nemo_rl.utils.interruption import Interruption
 from nemo_rl.utils.process_limit import process_limits
 from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import FINE, cases, lines, pattern
@@ -237,6 +239,21 @@ def test_a_file_of_no_algorithm_is_refused(tmp_path):
         (tmp_path / "a.yaml").write_text(text)
         with pytest.raises(ConfigError, match=told):
             load_run_config(tmp_path / "a.yaml", [])
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_whoever_writes(tmp_path, capsys, monkeypatch):
+    def fill(*_: Any) -> Any:
+        Path("/dev/full").write_text("x")
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # `run_command` replaces them
+    words: Any = {"num_steps": 1, "files": "the files are", "again": "resumes", "interruption": Interruption()}
+    monkeypatch.setenv("NEMO_RL_CACHE", cache := str(tmp_path / "cache"))
+    kept = f"; free some space for {tmp_path} and {cache}\nthe files are in {tmp_path}; the same command resumes\n"
+    for prepare, end in ((fill, f"; free some space for {cache}\n"), (lambda: None, kept)):
+        assert run_command(prepare, fill, folder=lambda _: tmp_path, **words) == 1
+        output = capsys.readouterr().out
+        assert output.startswith("ERROR start: a disk is full: [Errno 28] No space left on device")
+        assert output.endswith(end) and len(output.splitlines()) <= 2
 
 
 def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch):

@@ -107,6 +107,17 @@ def test_several_processes_write_at_once_and_one_is_killed(tmp_path):
     assert None not in TokenCache("f", tmp_path).load(prompts) and list(tmp_path.glob("*.damaged*")) == []
 
 
+def test_a_full_disk_is_named_when_a_cache_is_made(tmp_path):
+    class OnFullDisk(TokenCache):
+        def _connect(self):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+
+    with pytest.raises(OSError, match=r"No space left on device: .*maker\.sqlite"):
+        OnFullDisk("maker", tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"set NEMO_RL_CACHE .* data.cache_tokens=false"):

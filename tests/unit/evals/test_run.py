@@ -29,6 +29,7 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import LogError
 from tests.fakes import handle, sample
 from tests.tables import cases, pattern
 from tests.unit.config.run_configs import CONFIGS
@@ -288,6 +289,15 @@ def test_damage_in_the_middle_is_not_guessed_away(written, line):
     path.write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=rf"samples.jsonl: line {line + 1} is damaged"), opened(written):
         pass
+
+
+def test_samples_that_are_deleted_under_the_evaluation_end_it(written):
+    with opened(written) as samples:
+        (written / "samples.jsonl").unlink()
+        for write in (lambda: samples.append([group("d:2")]), lambda: samples.write_results({})):
+            with pytest.raises(LogError, match=r"samples\.jsonl was deleted or moved during the evaluation, with the"):
+                write()
+        assert not (written / "results.json").exists()
 
 
 def test_one_process_at_a_time(written):

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import shutil
 
 import pytest
 
@@ -105,6 +106,20 @@ def test_events_are_kept_in_the_folder_of_the_run(tmp_path):
         (2, "end", ""),
     ]
     assert events[-1]["status"] == 1 and events[0]["time"] <= events[-1]["time"]
+
+
+def test_events_go_on_in_a_folder_that_was_deleted_and_made_again(tmp_path):
+    console = RunConsole(num_steps=3, file=io.StringIO(), force_terminal=False)
+    folder = tmp_path / "run"
+    for text in ("first", "lost", "last"):
+        if text == "lost":
+            shutil.rmtree(folder)
+        else:
+            folder.mkdir()
+        console.keep_events(folder) if text == "first" else None
+        console.info(text)
+    console.end(0)
+    assert [json.loads(line)["text"] for line in (folder / "events.jsonl").read_text().splitlines()] == ["last", ""]
 
 
 def test_an_error_is_told_with_its_step_and_phase():

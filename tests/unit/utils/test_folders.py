@@ -60,7 +60,7 @@ MOVED = {"VLLM_CACHE_ROOT": "vllm", "HF_DATASETS_CACHE": "huggingface/datasets",
 def test_libraries_keep_their_caches_where_they_can_write(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_MODULES_CACHE", "TRITON_HOME", *MOVED):
+    for name in ("NEMO_RL_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_MODULES_CACHE", "TRITON_HOME", *MOVED):
         monkeypatch.setenv(name, "")  # so that it is as before in the end
         monkeypatch.delenv(name)
     (tmp_path / "home").mkdir()

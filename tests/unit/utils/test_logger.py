@@ -6,6 +6,7 @@ scikit-learn too, which mlflow brings.
 
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import threading
@@ -105,6 +106,54 @@ def test_a_script_logs_with_a_dictionary_as_configuration(tmp_path):
     assert json.loads(first) == {"idx": 0, "reward": 0.0, "text": "a", "ids": [1, 2]}
     assert json.loads(second) == {"idx": 1, "reward": 1.0, "text": "b", "ids": [3, 4]}
     logger.close()
+
+
+@pytest.mark.parametrize(
+    ("lose", "left"),
+    [
+        (shutil.rmtree, "has the metrics from step 2 on"),
+        (lambda run: run.rename(run.with_name("moved")), "has the metrics from step 2 on"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "has the metrics from step 2 on"),
+        (lambda run: None, None),
+    ],
+    ids=["folder deleted", "folder moved", "file deleted", "whole"],
+)
+def test_a_folder_that_is_deleted_under_the_run_is_made_again_and_the_summary_says_what_it_lacks(
+    lose, left, tmp_path, caplog
+):
+    run = tmp_path / "logs" / "exp_000"
+    logger = Logger(LoggerConfig(), run)
+    logger.log_hyperparams({"seed": 1})
+    logger.log_metrics({"loss": 1.0}, 1, "train", step_finished=True)
+    lose(run)
+    logger.log_samples(ROWS, 2)
+    logger.log_metrics({"loss": 2.0}, 2, "train", step_finished=True)
+    assert [line["step"] for line in lines_of(run)][-1] == 2 and (run / "config.yaml").read_text() == "seed: 1\n"
+    assert (run / "validation_step_2.jsonl").exists()
+    if left is None:
+        assert logger.summary() == f"metrics and configuration are in {run}" and not caplog.records
+    else:
+        assert logger.summary() == f"{run} was deleted or moved during the run, and {left}"
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"{run} was deleted or moved"]
+    shutil.rmtree(tmp_path / "logs")
+    assert logger.summary() == f"{run} was deleted or moved during the run, and has no metrics"
+    logger.close()
+
+
+def test_a_full_disk_is_named_with_the_file_whichever_it_is(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    told = r"{}: No space left on device\. Free some space there, or set logger\.log_dir"
+    (tmp_path / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(LogError, match=told.format(r"config\.yaml")):
+        logger.log_hyperparams({"seed": 1})
+    logger.close()
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "no" / "folder")
+    with pytest.raises(LogError, match=r"metrics cannot be written to .*metrics\.jsonl: No such file"):
+        Logger(LoggerConfig(), tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(LogError, match="the folder of the run cannot be written to"):
+        get_next_experiment_dir(tmp_path / "file")
 
 
 # -- trackers

@@ -108,7 +108,7 @@ class SampleWriter:
             return None
         folder = self._settings.folder
         if not folder.parent.is_dir():
-            return f"{socket.gethostname()} does not see {folder.parent}; put logger.log_dir where all nodes see it"
+            return f"{socket.gethostname()} does not see {folder.parent}; keep logger.log_dir where all nodes see it"
         try:
             folder.mkdir(exist_ok=True)
             if self._block is None or sum(map(len, self._lines)) > self._settings.block_bytes:
