@@ -216,7 +216,7 @@ class RunConfig(StrictModel):
 def _hyperparameters(name: str, *, is_megatron: bool) -> list[str]:
     """Beginnings of the keys of the optimizer and the schedule of model `name`."""
     parts = ("megatron_cfg.optimizer", "megatron_cfg.scheduler") if is_megatron else ("optimizer.kwargs", "scheduler")
-    return [f"{name}.{part}" for part in (*parts, "scheduler_step_per")]
+    return [f"{name}.{part}" for part in (*parts, "scheduler_step_per", "draft.lr")]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefixes: Sequence[str]) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from huggingface_hub import metadata_load
 from pydantic import ValidationError
 
 from nemo_rl.config.errors import some_of
@@ -254,6 +253,8 @@ def _require_whole_file(path: str, subset: str | None, split: str | None) -> Non
 
 def _files_of_rows(folder: Path) -> list[Path]:
     """The files of a folder that look like rows; none if its card says which they are."""
+    from huggingface_hub import metadata_load  # a hundred modules, which configurations do not need
+
     card = folder / "README.md"
     if card.is_file() and "configs" in (metadata_load(card) or {}):
         return []

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from nemo_rl.data.chat.images import text_of
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.examples import (
     chat_row,
@@ -183,6 +182,8 @@ class EvalDataset(HubTable):
 
 def preferred_row(row: Row, *, convert: Callable[[Row], Row]) -> Row:
     """The conversation of a preference with the preferred answer, for SFT and for prompts."""
+    from nemo_rl.data.chat.images import text_of  # transformers, which configurations do not need
+
     prompt, chosen, _ = split_preference(convert(row))
     return {"messages": [*prompt, *chosen], "expected_answer": text_of(chosen[-1]["content"])}
 

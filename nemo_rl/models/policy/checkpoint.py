@@ -180,7 +180,7 @@ def load_optimizer(
     scheduler: LRScheduler | None,
     directory: Path,
     *,
-    with_schedule: bool,
+    with_schedule: bool = True,
 ) -> int:
     """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
 

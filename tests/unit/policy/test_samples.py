@@ -137,4 +137,4 @@ def test_a_step_that_ran_twice_is_listed_once_and_a_folder_that_this_node_does_n
     (row,) = read_index(tmp_path)
     assert row["block"] == "policy-0_000003_1.js"
     problem = write(tmp_path / "elsewhere")
-    assert problem is not None and "put logger.log_dir where all nodes see it" in problem
+    assert problem is not None and "logger.log_dir where all nodes see it" in problem

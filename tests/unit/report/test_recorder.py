@@ -80,7 +80,8 @@ def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path
 
 
 def test_a_file_that_cannot_be_written_is_given_up_with_one_warning(tmp_path):
-    own, text = recorder(tmp_path / "gone")
+    own, text = recorder(tmp_path)
+    (tmp_path / "groups.jsonl").mkdir()
     for _ in range(3):
         own.groups(1, [], [], BatchPlan(groups=[], ranks=[]))
     assert text.getvalue().count("the report goes without groups.jsonl") == 1
@@ -106,6 +107,7 @@ def test_the_last_page_is_made_and_a_page_that_fails_is_said(tmp_path):
     assert "report" in (run / "report.html").read_text() and text.getvalue() == ""
     assert 0.0 < float((run / "report.log").read_text()) < 60.0, "the processor's seconds, which keep pages rare"
     (run / "config.yaml").write_text("a: [")  # cannot be read
+    own, text = recorder(run)
     own.close()
     assert "the report goes without report.html" in text.getvalue()
 

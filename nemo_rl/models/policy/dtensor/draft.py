@@ -409,11 +409,16 @@ class DraftTrainer:
             (directory / "config.json").write_text(json.dumps(self.settings, indent=2))
         checkpoint.save_consolidated_tensors(self.exported(), directory)
 
-    def load(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Restore the weights and, if requested, the optimizer from a checkpoint."""
+    def load(self, directory: Path, *, load_optimizer: bool, rate: float | None) -> None:
+        """Restore the weights and, if requested, the optimizer from a checkpoint.
+
+        `rate`: the learning rate from here on; None: the checkpoint's.
+        """
         load_tensors(self.tensors(), directory / "weights")
         if load_optimizer:
             checkpoint.load_optimizer(self.tensors(), self.optimizer, None, directory)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
 
 
 @torch.no_grad()
@@ -492,7 +497,8 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         super()._load_state(directory, load_optimizer=load_optimizer)
         if (directory / _FOLDER).is_dir():
-            self.draft.load(directory / _FOLDER, load_optimizer=load_optimizer)
+            rate = self.config.draft.lr if self.config.override_opt_param_scheduler else None
+            self.draft.load(directory / _FOLDER, load_optimizer=load_optimizer, rate=rate)
         elif self.rank == 0:
             logger.warning("%s holds no draft: it begins as in a new run", directory)
 
