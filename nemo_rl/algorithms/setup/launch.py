@@ -40,7 +40,7 @@ from nemo_rl.utils.venvs import VenvBuildError
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError, FolderTaken)
 RUN_ERRORS = (WorkerError, RayLost, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError, FolderLost)
 
-SHUTDOWN_S = 5.0  # for the workers of a run that was told to end; what is left ends with this process
+SHUTDOWN_S = 15.0  # for the workers of a run that was told to end; what is left ends with this process
 
 MONITOR = "nemo_rl.distributed.meters:UsageMonitor"  # imported when it is needed
 
