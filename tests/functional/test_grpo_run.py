@@ -1,10 +1,15 @@
 """Whole runs of the real command line: learning, resuming, and with the model cut."""
 
+import re
+import sys
+import time
+
 import pytest
 
 from nemo_rl.report.run_files import Run, read_index, read_lines, status_of
 from nemo_rl.utils.config import AlarmsConfig
-from tests.functional.cli import SMALL, continues_bit_for_bit, ends, exact, learned, run
+from tests.functional.cli import EXAMPLES, SMALL, begin, continues_bit_for_bit, end, ends, exact, learned, run
+from tests.functional.test_leftovers import processes_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,6 +38,27 @@ def test_the_quick_start_learns_arithmetic_and_survives_kill_9_to_the_bit(tmp_pa
     assert {"prefill", "decode", "finish_weight_update"} <= {name for spans in times for name, _, _ in spans}
     assert not [event for event in seen.events if event["text"].partition(":")[0] in AlarmsConfig.model_fields]
     assert list(seen.folder.glob("ray/worker-*")), "a link to the logs of the workers"
+
+
+@pytest.mark.over_20s("a start of a run, by hand")
+def test_the_loop_by_hand_learns_and_leaves_no_process(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "grpo_by_hand.py"), "--steps", "5"]
+    process = begin(command, tmp_path / "out.log", LEFTOVERS=str(tmp_path))
+    while "step 1 " not in (tmp_path / "out.log").read_text():
+        assert process.poll() is None
+        time.sleep(0.2)
+    assert len(processes_of(tmp_path)) > 5
+    output = end(process, tmp_path).output
+    deadline = time.monotonic() + 10
+    steps = re.findall(r"^step (\d+)  reward (\S+)  loss \S+  agreement (\S+)$", output, re.M)
+    assert [int(number) for number, *_ in steps] == [1, 2, 3, 4, 5]
+    rewards, agreement = ([float(step[column]) for step in steps] for column in (1, 2))
+    assert rewards[-1] > rewards[0] + 0.2, rewards
+    assert max(agreement) <= 1.00001
+    assert re.search(r"^user: .+\nassistant: .+$", output, re.M), output
+    while left := processes_of(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
