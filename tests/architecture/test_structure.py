@@ -9,6 +9,7 @@ MAX_CLASSES_TO_BASE = 3
 def test_a_folder_is_looked_over_at_a_glance_and_a_trainer_has_its_base_near():
     numbers = structure.structure()
     assert numbers["files in the largest folder"] <= MAX_FILES_IN_FOLDER
+    assert len(list((structure.ROOT / "examples").glob("*.py"))) <= MAX_FILES_IN_FOLDER
     assert len(chain := structure.trainer_chain()) <= MAX_CLASSES_TO_BASE, chain
 
 

@@ -138,8 +138,7 @@ class RunConfig(StrictModel):
         for name in self.trained:
             prefixes = _hyperparameters(name, is_megatron=own[name]["megatron_cfg"]["enabled"])
             key = f"{name}.override_opt_param_scheduler"
-            for changed in _changed(before, after, prefixes):
-                was, now = (written(tree[changed]) if changed in tree else "default" for tree in (before, after))
+            for changed, was, now in _changes(before, after, prefixes):
                 if own[name]["override_opt_param_scheduler"]:
                     lines.append(f"{changed}: {now} applies and not the checkpoint's {was}, as {key}=true says")
                     continue
@@ -150,8 +149,8 @@ class RunConfig(StrictModel):
                 else:
                     del value_of(own, section)[last]
         of_step = [f"{self.section}.{key}" for key in own[self.section] if key not in LoopConfig.model_fields]
-        for changed in _changed(before, after, [*of_step, "loss_fn", "value_loss_fn"]):
-            lines.append(f"{changed}: {written(after[changed])} applies; it was {written(before[changed])} before")
+        for changed, was, now in _changes(before, after, [*of_step, "loss_fn", "value_loss_fn"]):
+            lines.append(f"{changed}: {now} applies; it was {was} before")
         return type(self).model_validate(own), lines
 
     @property
@@ -219,14 +218,19 @@ def _hyperparameters(name: str, *, is_megatron: bool) -> list[str]:
     return [f"{name}.{part}" for part in (*parts, "scheduler_step_per", "draft.lr")]
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefixes: Sequence[str]) -> list[str]:
-    """Keys, equal to one of `prefixes` or below it, whose values differ.
+def _changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefixes: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    """(key, value before, value after) of the keys, equal to one of `prefixes` or below it, whose values differ.
 
-    Of the keys that only one has, those of an optimizer's arguments count: others belong to another version.
+    Of the keys that only one has, those of arguments count: others belong to another version of this library.
     """
-    keys = [key for key in {**before, **after} if any(key == p or key.startswith(f"{p}.") for p in prefixes)]
-    found = [key for key in keys if key in before and key in after and before[key] != after[key]]
-    return found + [key for key in keys if ".kwargs." in key and (key in before) != (key in after)]
+    for key in {**before, **after}:
+        is_meant = any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+        is_comparable = ".kwargs." in key or (key in before and key in after)
+        was, now = (written(tree[key]) if key in tree else "default" for tree in (before, after))
+        if is_meant and is_comparable and was != now:
+            yield key, was, now
 
 
 # Checks of one model of a run. `key` is the name of its section: `policy`, `value`, `teacher`.

@@ -7,8 +7,9 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,7 @@ ENVIRONMENT_INPUTS = {
 FROZEN_PARTS = "nemo_rl.models.policy.dtensor.lora:frozen_parts"
 PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of config.json
 DRAFT_CONFIG = "nemo_rl.models.policy.dtensor.draft:draft_config"  # imported in runs whose policy has a draft
-LOAD_REWARD, CONVERSATION = (f"nemo_rl.environments.rewards:{name}" for name in ("load_reward", "conversation_of"))
-# Type of environment -> what reads the metadata of a row, its check, and the arguments of that.
-METADATA_READERS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "reward_model": ("reward model", CONVERSATION, {"reader": "reward model"}),
-    "llm_judge": ("judge", CONVERSATION, {"reader": "judge"}),
-    "code": ("code environment", "nemo_rl.environments.code.environment:read_tests", {}),
-}
+LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 NUM_TRIED_PROMPTS = 32
 HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
@@ -314,14 +309,22 @@ def check_metadata(config: RolloutMasterConfig, data: DataSetup, process: Prompt
 
     Reward models and judges read conversations without images to be seen; the code environment reads tests.
     """
+    from nemo_rl.environments.code.environment import read_tests
+    from nemo_rl.environments.rewards import conversation_of
+
+    readers: dict[str, tuple[str, Callable[[Any], object]]] = {  # by type of environment
+        "reward_model": ("reward model", partial(conversation_of, reader="reward model")),
+        "llm_judge": ("judge", partial(conversation_of, reader="judge")),
+        "code": ("code environment", read_tests),
+    }
     datasets = [dataset for dataset in (data.train, data.validation) if dataset is not None]
     for prompt in (dataset[dataset.start_of(number)] for dataset in datasets for number in range(len(dataset.parts))):
         for name in named_sections(config.env, [data.tasks[prompt.task_name].env_name]):
-            if config.env[name].type not in METADATA_READERS:
+            if (reader := readers.get(config.env[name].type)) is None:
                 continue
-            kind, check, arguments = METADATA_READERS[config.env[name].type]
+            kind, read = reader
             try:
-                import_object(check, "check")(process(prompt)["extra_env_info"], **arguments)
+                read(process(prompt)["extra_env_info"])
             except ValueError as error:
                 raise ValueError(f"dataset {prompt.task_name!r} is for the {kind} env.{name}, and {error}") from error
 

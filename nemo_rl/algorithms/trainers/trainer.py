@@ -213,12 +213,13 @@ class Trainer(ABC):
         out_of_time = self.tools.deadline.check_save()
         is_told = self.tools.interruption.signal is not None
         ends = out_of_time or self.state.stopped_early or is_told
+        is_due = ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step()
         if is_told and self.tools.deadline.longest_save_s > self.tools.interruption.left_s(keep_s=LAST_WORDS_S):
-            return True
-        if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
+            self._settle_save(can_wait=False)
+        elif is_due:
             self._save_checkpoint()
-        if ends or self._is_last_step():
-            self._advance_save(wait=True)
+            if ends or self._is_last_step():
+                self._advance_save(wait=True)
         self._log()
         self.tools.deadline.mark_iteration()
         self._announce_early_stop()

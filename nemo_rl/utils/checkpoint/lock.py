@@ -161,18 +161,21 @@ class FolderLock:
         while age_s < DEAD_AFTER_S:
             self._sleep(1.0)
             renewed_s, age_s = self._renewed()
-            if renewed_s != seen_s:
-                raise self._taken(holder)
+            if renewed_s > seen_s:
+                raise self._taken(self._holder() or holder)
 
     def _renewed(self) -> tuple[float, float]:
-        """When the lock was renewed, and how many seconds ago, both by the clock of the file system."""
+        """When the lock was renewed, and how many seconds ago, both by the clock of the file system.
+
+        A lock that has been released was renewed ages ago.
+        """
         probe = self.path.with_name(f"{LOCK_NAME}.{self.me.host}.{self.me.pid}")
         probe.touch()
         now_s = probe.stat().st_mtime
         probe.unlink()
         try:
             renewed_s = self.path.stat().st_mtime
-        except FileNotFoundError:  # released meanwhile
+        except FileNotFoundError:
             renewed_s = 0.0
         return renewed_s, now_s - renewed_s
 

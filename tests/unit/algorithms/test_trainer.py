@@ -337,7 +337,7 @@ def test_a_run_that_has_no_time_to_save_says_from_where_it_continues(tmp_path):
     trainer = told(tmp_path / "short", at_step=5)
     trainer.tools.deadline.longest_save_s = 59.0
     ended = "SIGTERM: the run ends after step 5; the same command resumes after step 3, the last one saved"
-    assert end(trainer) == ended and trainer.position.taken == 5
+    assert end(trainer) == ended and trainer.position.taken == 5 == trainer.rows()[-1]["step"]
     trainer = told(tmp_path / "none", at_step=2, grace_s=0.0)
     trainer.errors = {3: AssertionError("no other step begins")}
     ended = "SIGTERM: the run ends after step 1; nothing was saved, and the same command begins anew"

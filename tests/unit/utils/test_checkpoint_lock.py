@@ -65,6 +65,11 @@ def test_a_run_on_another_machine_lives_while_it_renews_its_lock(tmp_path):
         FolderLock(tmp_path, "mine", sleep=renew).take()
     assert len(waits) == 3
 
+    hold(tmp_path, ELSEWHERE, renewed_s_ago=20)
+    lock = FolderLock(tmp_path, "mine", sleep=lambda _: path.unlink())  # it ends while this run waits
+    lock.take()
+    lock.release()
+
     hold(tmp_path, ELSEWHERE, renewed_s_ago=59.5)
     lock = FolderLock(tmp_path, "mine")
     lock.take()
@@ -79,11 +84,11 @@ def test_of_two_that_find_a_lock_dead_one_gets_it(tmp_path):
     hold(tmp_path, ELSEWHERE, renewed_s_ago=59.5)
 
     def other_is_faster(_: float) -> None:
-        hold(tmp_path, faster, renewed_s_ago=100)
+        hold(tmp_path, faster)
 
     faster = replace(ELSEWHERE, pid=4243)
     lock = FolderLock(tmp_path, "mine", sleep=other_is_faster)
-    with pytest.raises(FolderTaken):
+    with pytest.raises(FolderTaken, match="process 4243"):
         lock.take()
     assert not lock._remove(ELSEWHERE) and lock._holder() == faster
 

@@ -95,7 +95,8 @@ def preload_by_link(packages: str) -> None:
     """
     if re.search(r"[\s:]", packages) and packages in (preloaded := os.environ.get("LD_PRELOAD", "")):
         link = Path(scratch_folder(), "packages")
-        link.symlink_to(packages)
+        if not link.is_symlink():  # of an engine of this process before
+            link.symlink_to(packages)
         os.environ["LD_PRELOAD"] = preloaded.replace(packages, str(link))
 
 
